@@ -5,13 +5,10 @@ The reference evaluates one document at a time, and only the documents of a sour
 
 import math
 
-import numpy as np
 import pytest
-import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import ClassLabel, Dataset, Features
-from harness import TWO_RUNS
 from helpers.by_hand import (
     LOSSES,
     TOLERANCE,
@@ -27,7 +24,6 @@ from helpers.tiny import tiny_model as small_model
 
 from trl_packing import PackedSFTConfig
 from trl_packing.loss.sources import Sources
-from trl_packing.loss.sums import perplexity
 
 MODES = ("token", "document", "sqrt")
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
@@ -116,25 +112,6 @@ def test_a_stream_is_evaluated_as_configured(mode, padded, tmp_path):
     assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["bert", "mamba"])
-def test_sources_on_models_that_score_or_pad_themselves(name, tmp_path):
-    model, documents = tiny_model(name), with_sources(tiny_documents())
-    metrics = evaluator(model, documents, tmp_path, source_column="source").evaluate()
-    # evaluation may take another kernel than training, which the reference runs
-    assert_reports(metrics, losses_by_hand(model, documents))
-
-
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
-def test_virtual_tokens_belong_to_no_source(kind, tmp_path):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(small_model("llama"), config)
-    documents = with_sources(tiny_documents((12, 30, 7, 12)))
-    metrics = evaluator(model, documents, tmp_path, source_column="source").evaluate()
-    assert_reports(metrics, losses_by_hand(model, documents))
-
-
 def test_experts_leave_the_loss_of_evaluation_alone(tmp_path):
     """Their balance depends on what shares a batch: it is logged apart."""
     model, documents = tiny_model("mixtral"), tiny_documents()
@@ -183,31 +160,6 @@ def test_perplexity_is_the_exponential_of_the_loss(mode, tmp_path):
     assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected), rel=10 * TOLERANCE)
 
 
-def test_document_weighting_gives_the_geometric_mean_of_perplexities(tmp_path):
-    model, documents = tiny_model("llama"), tiny_documents()
-    metrics = evaluator(model, documents, tmp_path, loss_weighting="document").evaluate()
-    each = [math.exp(by_hand(model, [d])[0]) for d in documents]
-    expected = float(np.prod(each)) ** (1 / len(each))
-    assert metrics["eval_perplexity"] == pytest.approx(expected, rel=10 * TOLERANCE)
-
-
-@pytest.mark.parametrize("loss", ["dft", "smoothed"])
-def test_a_loss_that_is_no_likelihood_has_no_perplexity(loss, tmp_path):
-    trainer = evaluator(tiny_model("llama"), tiny_documents(), tmp_path, **LOSSES[loss])
-    assert "eval_perplexity" not in trainer.evaluate()
-
-
-def test_a_perplexity_that_compute_metrics_names_stays(tmp_path):
-    trainer = evaluator(tiny_model("llama"), tiny_documents(), tmp_path, padded=True)
-    trainer.compute_metrics = lambda prediction: {"perplexity": 7.0}
-    assert trainer.evaluate()["eval_perplexity"] == 7.0
-
-
-def test_a_perplexity_may_be_infinite():
-    assert perplexity(1e9) == math.inf
-    assert math.isnan(perplexity(math.nan))
-
-
 # --- sets, raw, prepared and packed ---------------------------------------------------------------
 
 
@@ -239,29 +191,6 @@ def test_raw_prepared_and_packed_sets_are_never_packed_twice(packing, padded, mo
     assert len(packed) == 2
 
 
-def test_raw_text_is_evaluated_any_number_of_times(tmp_path):
-    rows = [{"text": "so it is " * (1 + i), "source": source} for i, source in enumerate("aba")]
-    trainer = evaluator(
-        tiny_model("llama"), rows, tmp_path, train=rows, source_column="source", overflow="split"
-    )
-    assert trainer.eval_dataset["source"][:] == list("aba")
-    first = trainer.evaluate()
-    for data in (Dataset.from_list(rows), trainer.eval_dataset, None):
-        again = trainer.evaluate(data)
-        for name in ("eval_loss", "eval_loss_a", "eval_loss_b"):
-            assert again[name] == pytest.approx(first[name], rel=TWO_RUNS)
-        assert (again["eval_num_documents_a"], again["eval_num_documents_b"]) == (2, 1)
-
-
-def test_rows_that_are_packed_count_the_documents_of_a_source(tmp_path):
-    model, documents = tiny_model("llama"), tiny_documents((20, 5, 11, 38, 12, 33, 3, 29))
-    rows = [row | {"source": source} for row, source in zip(rows_of(documents), "ab", strict=True)]
-    metrics = evaluator(model, rows, tmp_path, source_column="source").evaluate()
-    assert metrics["eval_num_documents_a"] == 4
-    expected = by_hand(model, documents[:4])[0]
-    assert metrics["eval_loss_a"] == pytest.approx(expected, rel=TOLERANCE)
-
-
 @pytest.mark.parametrize("mode", ["token", "document"])
 def test_a_dictionary_of_sets_is_exact_for_each(mode, tmp_path):
     model, documents = tiny_model("llama"), with_sources(tiny_documents())
@@ -276,51 +205,6 @@ def test_a_dictionary_of_sets_is_exact_for_each(mode, tmp_path):
         assert_reports(metrics, expected)
     assert "eval_one_num_documents_books" not in metrics
     assert trainer.evaluate("two")["eval_loss_books"] == metrics["eval_two_loss_books"]
-
-
-@pytest.mark.parametrize("metric", ["eval_loss", "eval_loss_code", "eval_perplexity"])
-def test_the_best_model_is_chosen_by_the_exact_value(metric, tmp_path):
-    model, documents = tiny_model("llama"), with_sources(tiny_documents())
-    trainer = evaluator(
-        model,
-        documents,
-        tmp_path,
-        train=tiny_documents((40, 30, 20)),
-        source_column="source",
-        loss_weighting="document",
-        max_steps=3,
-        learning_rate=0.3,
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model=metric,
-        greater_is_better=False,
-    )
-    trainer.train()
-    values = [entry[metric] for entry in trainer.state.log_history if metric in entry]
-    assert len(set(values)) == 3
-    assert trainer.state.best_metric == min(values)
-    exact = losses_by_hand(trainer.model, documents, "nll", "document")
-    exact["eval_perplexity"] = math.exp(exact["eval_loss"])
-    assert min(values) == pytest.approx(exact[metric], rel=10 * TOLERANCE)
-
-
-def test_a_training_set_without_the_column_is_trained_as_ever(tmp_path):
-    documents = tiny_documents((5, 9))
-    trainer = evaluator(
-        tiny_model("llama"),
-        with_sources(documents, [1.0, 1.0]),
-        tmp_path,
-        train=documents,
-        source_column="source",
-    )
-    trainer.evaluate()
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert "source_ids" not in batch
-    trainer.train()
-    assert not any(name.startswith("loss_") for name in trainer.state.log_history[0])
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -391,15 +275,6 @@ def test_sources_are_named_in_order_and_only_those_that_are_left():
     assert (chosen.names, chosen.ids.tolist()) == (("code", "web"), [1, 0])
 
 
-def test_sources_may_be_whole_numbers_and_lie_in_chunks():
-    from datasets import concatenate_datasets
-
-    parts = [Dataset.from_list([{"kind": k} for k in kinds]) for kinds in ((10, 9), (9, 1))]
-    sources = Sources.of(concatenate_datasets(parts), "kind")
-    assert sources.names == ("1", "10", "9")
-    assert sources.ids.tolist() == [1, 2, 2, 0]
-
-
 def test_classes_are_sources_by_their_names():
     dataset = Dataset.from_dict(
         {"kind": [1, 0, 1]}, Features({"kind": ClassLabel(names=["math", "chat"])})
@@ -407,18 +282,6 @@ def test_classes_are_sources_by_their_names():
     sources = Sources.of(dataset, "kind")
     assert sources.names == ("chat", "math")
     assert sources.ids.tolist() == [0, 1, 0]
-
-
-def test_predictions_need_no_sources(tmp_path):
-    rows = with_sources(tiny_documents())
-    trainer = evaluator(
-        tiny_model("llama"), Dataset.from_list(rows), tmp_path, source_column="source"
-    )
-    sourced = trainer.predict(Dataset.from_list(rows)).metrics
-    without = trainer.predict(Dataset.from_list(rows).remove_columns("source")).metrics
-    assert {name for name in sourced if name.startswith("test_loss_")}
-    assert not {name for name in without if name.startswith("test_loss_")}
-    assert without["test_loss"] == pytest.approx(sourced["test_loss"], rel=TWO_RUNS)
 
 
 @pytest.mark.parametrize(
@@ -452,16 +315,6 @@ def test_the_sources_of_a_stream_are_refused(tmp_path):
     stream = Dataset.from_list(with_sources(tiny_documents())).to_iterable_dataset()
     with pytest.raises(ValueError, match="a stream tells them only by being read; load"):
         evaluator(tiny_model("llama"), stream, tmp_path, source_column="source")
-
-
-def test_a_source_without_weights_has_no_loss(tmp_path):
-    documents = with_sources(tiny_documents(), [1.0] * 8)
-    for document in documents:
-        document["loss_weight"] = float(document["source"] != "books")
-    metrics = evaluator(tiny_model("llama"), documents, tmp_path, source_column="source").evaluate()
-    assert metrics["eval_num_documents_books"] == 1
-    assert "eval_loss_books" not in metrics
-    assert metrics["eval_loss_web"] > 0
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.step_loss import StepLoss
 from trl_packing.loss.sums import SUMS
-from trl_packing.loss.weights import scale_of_weights
 
 # --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
 
@@ -123,14 +122,6 @@ def test_a_weight_of_zero_is_an_untrained_label(loss, tmp_path):
     assert_same_step(found, expected)
 
 
-@pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
-def test_only_ratios_of_weights_count(factor, tmp_path):
-    """TRL divides by no less than 1: small weights would shrink the loss."""
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    scaled = [d | {"loss_weights": [factor * w for w in d["loss_weights"]]} for d in documents]
-    assert_same_step(one_step(model, scaled, tmp_path), by_hand(model, documents))
-
-
 def test_a_step_of_zero_weights_learns_nothing(tmp_path):
     documents = [d | {"loss_weights": [0] * len(d["input_ids"])} for d in tiny_documents()]
     stream = Dataset.from_list(documents).to_iterable_dataset()  # a data set of them is refused
@@ -138,20 +129,6 @@ def test_a_step_of_zero_weights_learns_nothing(tmp_path):
     assert loss == 0
     assert gradients
     assert all(g.abs().max() == 0 for g in gradients.values())
-
-
-def test_rows_that_are_packed_already_have_weights_too(tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents((20, 9, 14)))
-    rows = [
-        {
-            **{
-                key: [x for d in documents for x in d[key]]
-                for key in ("input_ids", "labels", "loss_weights")
-            },
-            "seq_lengths": [20, 9, 14],
-        }
-    ]
-    assert_same_step(one_step(model, rows, tmp_path), by_hand(model, documents))
 
 
 def test_metrics_of_a_step_are_plain_means(tmp_path):
@@ -163,23 +140,6 @@ def test_metrics_of_a_step_are_plain_means(tmp_path):
     for name in ("mean_token_accuracy", "entropy", "num_tokens"):
         assert logs[0][name] == logs[1][name]
     assert logs[0]["loss"] != logs[1]["loss"]
-
-
-def test_the_model_is_not_given_the_weights(tmp_path, monkeypatch):
-    seen = set()
-    trainer = trainer_for(
-        tiny_model("llama"), weighted(tiny_documents()), tmp_path, label_smoothing_factor=0.1
-    )
-    forward = trainer.model.forward
-
-    def record(*args, **kwargs):
-        seen.update(kwargs)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(trainer.model, "forward", record)
-    trainer.train()
-    assert "input_ids" in seen
-    assert "loss_weights" not in seen
 
 
 class OwnSteps(PackedSFTTrainer):
@@ -214,13 +174,6 @@ def test_weights_are_not_divided_by_a_step_that_nobody_measured(tmp_path):
         trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(9))
 
 
-def test_a_loss_of_a_newer_trl_is_refused(tmp_path):
-    trainer = trainer_for(tiny_model("llama"), tiny_documents(), tmp_path)
-    trainer.args.loss_type = "newer"
-    with pytest.raises(ValueError, match="loss_type='newer' is newer than this version"):
-        trainer.train()
-
-
 class Between(SFTTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return 2 * super().compute_loss(model, inputs, *args, **kwargs)
@@ -239,26 +192,6 @@ def test_a_class_behind_ours_computes_its_loss_and_takes_no_weights(tmp_path, mo
 # --- streams --------------------------------------------------------------------------------------
 
 TOKENIZED = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_stream_is_weighted(packing, tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    options = {"packing": packing, "per_device_train_batch_size": 2, **TOKENIZED}
-    stream = Dataset.from_list(documents).to_iterable_dataset()
-    found = one_step(model, stream, tmp_path, gradient_accumulation_steps=4, **options)
-    assert_same_step(found, by_hand(model, documents))
-
-
-def test_documents_without_weights_among_others_weigh_one(tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    mixed = [d if i % 3 else d | {"loss_weights": None} for i, d in enumerate(documents)]
-    assert mixed[0]["loss_weights"] is None, "the first micro-batch has none at all"
-    stream = Dataset.from_list(mixed).to_iterable_dataset()
-    options = {"packing": False, "per_device_train_batch_size": 1, **TOKENIZED}
-    found = one_step(model, stream, tmp_path, gradient_accumulation_steps=8, **options)
-    ones = [d if i % 3 else unweighted([d])[0] for i, d in enumerate(documents)]
-    assert_same_step(found, by_hand(model, ones))
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -331,13 +264,6 @@ def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
     taken = dict(zip(SUMS, sums.take().tolist(), strict=True))
     assert taken["w · loss"] == taken["w"] == taken["trained"] == 0
     assert taken["micro-batches"] == 1
-
-
-@pytest.mark.parametrize("loss", ["nll", "dft"])
-def test_autocast_to_bf16_moves_the_weighted_loss_by_its_rounding_only(loss, tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    found = one_step(model, documents, tmp_path, bf16=True, **LOSSES[loss])[0]
-    assert found == pytest.approx(by_hand(model, documents, loss)[0], rel=0.02)
 
 
 def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypatch):
@@ -458,12 +384,6 @@ def test_a_rank_without_documents_left_takes_part_in_the_weighted_mean(two_ranks
     assert [len(batch) for batch in two_ranks["empty"][1]["batches"]] == [32, 1]
 
 
-def test_the_scenario_of_two_ranks_is_one_step_on_one_rank_too(tmp_path):
-    result = run(scenario("packed", tmp_path, 2))
-    expected = by_hand(small_model("llama"), documents_of(LENGTHS, seed=0))
-    assert_is_one_step_of(result, expected)
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -480,12 +400,6 @@ def test_a_loss_function_of_ones_own_is_refused_at_once(tmp_path):
         )
 
 
-def test_sharded_sequences_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.trainer.is_sharding_sequences", lambda accelerator: True)
-    with pytest.raises(ValueError, match="loss_weights are not applied under context"):
-        trainer_for(tiny_model("llama"), weighted(tiny_documents()), tmp_path, packing=False)
-
-
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_impossible_weights_name_their_document(wrong, tmp_path):
     documents = weighted(tiny_documents((9, 8, 7)))
@@ -494,17 +408,4 @@ def test_impossible_weights_name_their_document(wrong, tmp_path):
         trainer_for(tiny_model("llama"), documents, tmp_path)
 
 
-def test_a_weight_for_every_token_is_asked_for(tmp_path):
-    documents = weighted(tiny_documents((9, 8, 7)))
-    documents[2]["loss_weights"].pop()
-    with pytest.raises(ValueError, match=r"document 2 .*6 entries in 'loss_weights'"):
-        trainer_for(tiny_model("llama"), documents, tmp_path)
-
-
 # --- the parts ------------------------------------------------------------------------------------
-
-
-def test_the_scale_of_ones_is_one_and_of_zeros_zero():
-    count = torch.tensor(12345)
-    assert scale_of_weights(count, torch.tensor(12345.0)) == 1
-    assert scale_of_weights(count, torch.tensor(0.0)) == 0

@@ -161,66 +161,6 @@ def test_means_of_means_are_others(tmp_path):
         assert_means(entry, as_trl)
 
 
-def test_the_balance_of_experts_is_logged_by_tokens(tmp_path):
-    trainer = trained(
-        tmp_path,
-        model="qwen3_moe",
-        stream=True,
-        max_steps=2,
-        gradient_accumulation_steps=8,
-        router_aux_loss_coef=0.1,
-    )
-    batches = trainer.steps[1]
-    sizes = [b["input_ids"].numel() for b in batches]
-    assert min(sizes) == 1 < max(sizes)
-    model = tiny_model("qwen3_moe").train()
-    model.config.output_router_logits = True
-    losses = [
-        model(
-            input_ids=b["input_ids"],
-            position_ids=b["position_ids"],
-            use_cache=False,
-            output_router_logits=True,
-        ).aux_loss.item()
-        for b in batches
-    ]
-    expected = sum(x * n for x, n in zip(losses, sizes, strict=True)) / sum(sizes)
-    logged = [e["aux_loss"] for e in trainer.state.log_history if "aux_loss" in e]
-    assert logged[1] == pytest.approx(expected, rel=1e-3)
-    assert logged[1] != pytest.approx(sum(losses) / len(losses), rel=1e-3)
-
-
-def test_metrics_of_a_user_s_own_loss_stay(tmp_path):
-    class Own(PackedSFTTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            mode = "train" if self.model.training else "eval"
-            self._metrics[mode]["entropy"].append(7.0)
-            outputs = model(**inputs)
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-    rows = Dataset.from_list(DOCUMENTS)
-    trainer = Own(
-        tiny_model("llama"),
-        PackedSFTConfig(
-            output_dir=str(tmp_path),
-            max_length=64,
-            max_steps=1,
-            logging_steps=1,
-            eval_strategy="steps",
-            eval_steps=1,
-            bf16=False,
-            use_cpu=True,
-            report_to="none",
-        ),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tiny_tokenizer(),
-    )
-    trainer.train()
-    found = {k: v for entry in trainer.state.log_history for k, v in entry.items()}
-    assert found["entropy"] == found["eval_entropy"] == 7.0
-
-
 # --- evaluation -----------------------------------------------------------------------------------
 
 EVALUATIONS = {
@@ -247,23 +187,6 @@ def test_evaluation_reports_the_mean_over_the_set(name, tmp_path):
     assert 0 < expected["mean_token_accuracy"] < 1
     for _ in range(2):
         assert_means(trainer.evaluate(), expected, "eval_")
-
-
-def test_an_evaluation_stream_and_a_dictionary_are_exact(tmp_path):
-    stream = Dataset.from_list(DOCUMENTS).to_iterable_dataset()
-    assert_means(evaluated(tmp_path, stream).evaluate(), alone(DOCUMENTS), "eval_")
-    parts = {"a": DOCUMENTS[:3], "b": DOCUMENTS[3:]}
-    trainer = evaluated(tmp_path, {name: Dataset.from_list(d) for name, d in parts.items()})
-    trainer.evaluate()
-    logged = [entry for entry in trainer.state.log_history if "eval_entropy" in entry]
-    for entry, documents in zip(logged, parts.values(), strict=True):
-        assert_means(entry, alone(documents), "eval_")
-
-
-def test_a_prediction_leaves_the_next_evaluation_alone(tmp_path):
-    trainer = evaluated(tmp_path)
-    trainer.predict(Dataset.from_list(DOCUMENTS[:1]))
-    assert_means(trainer.evaluate(), alone(DOCUMENTS), "eval_")
 
 
 def test_trl_s_own_depend_on_the_batch(tmp_path):

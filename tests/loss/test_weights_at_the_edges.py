@@ -52,14 +52,6 @@ def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_p
     assert_same_step(found, expected)
 
 
-@pytest.mark.parametrize(("mode", "factor"), combined(["document", "sqrt"], [1.5e38, 1e-37]))
-def test_so_does_a_weighting_by_documents(mode, factor, tmp_path):
-    model = tiny_model("llama")
-    expected = by_hand(model, with_token_weights(), weighting=mode)
-    options = LAYOUTS["three of a bin"] | {"loss_weighting": mode}
-    assert_same_step(one_step(model, with_token_weights(factor), tmp_path, **options), expected)
-
-
 @pytest.mark.parametrize(
     ("loss", "factor", "padded"), combined(["nll", "smoothed"], [1.5e38, 1e-37], [False, True])
 )
@@ -120,12 +112,6 @@ def test_a_set_that_weighs_nothing_is_not_evaluated(tmp_path):
         trainer.evaluate(Dataset.from_list(ZERO["loss_weight"]))
 
 
-def test_one_weight_is_enough(tmp_path):
-    rows = [dict(d) for d in ZERO["loss_weight"]]
-    rows[-1]["loss_weight"] = 0.5
-    trainer_for(tiny_model("llama"), rows, tmp_path).train()
-
-
 def stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
@@ -136,12 +122,6 @@ def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, loss, tm
     assert found[0] == 0.0
     assert all(not gradient.any() for gradient in found[1].values())
     assert "have a weight of 0" in caplog.text
-
-
-def test_other_steps_are_not_warned_of(tmp_path, caplog):
-    rows = [*with_document_weights()]
-    one_step(tiny_model("llama"), stream(rows), tmp_path)
-    assert "weight of 0" not in caplog.text
 
 
 def test_an_evaluation_stream_that_weighs_nothing_has_no_loss(tmp_path, caplog):
@@ -189,13 +169,6 @@ def test_a_stream_names_the_document_whose_weight_is_none(name, packing, tmp_pat
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_data_set_is_refused_at_once(name, tmp_path):
-    rows = with_wrong(name)
-    with pytest.raises(ValueError, match=r"row 2 of|document 2: |column 'loss_weights' has a "):
-        trainer_for(tiny_model("llama"), rows, tmp_path)
-
-
-@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_collator_names_the_document(name, padded):
     def stack(rows):
@@ -205,9 +178,3 @@ def test_a_collator_names_the_document(name, padded):
     collator = WeightedPaddedCollator(stack) if padded else PackedCollator()
     with pytest.raises(ValueError, match="document 2 of a micro-batch"):
         collator(with_wrong(name))
-
-
-def test_a_weight_that_is_not_there_counts_one():
-    rows = [DOCUMENTS[0], DOCUMENTS[1] | {"loss_weight": 3.0}]
-    weights = PackedCollator()(rows)["loss_weights"][0]
-    assert weights.unique().tolist() == [0.0, 1.0, 3.0]
