@@ -120,7 +120,7 @@ MUTATIONS = [
         "labels == IGNORE_INDEX, 0.0,",
         "labels == IGNORE_INDEX, weights,",
     ),
-    ("weights", "loss/weights.py", "weights[..., 1:] * is", "weights[..., :-1] * is"),
+    ("weights", "loss/sums.py", "weights[..., 1:] * is", "weights[..., :-1] * is"),
     (
         "weights",
         "loss/step_loss.py",
@@ -129,10 +129,10 @@ MUTATIONS = [
     ),
     ("weights", "loss/step_loss.py", "(-losses).exp().detach()", "(-losses).exp()"),
     ("weights", "packing/tree_row.py", "counts if weights is None else ", "counts if 1 else "),
-    ("weights", "loss/chunked_log_probs.py", "grad[others] - most, others", "grad[others], others"),
+    ("weights", "loss/lm_head.py", "grad[others] - most, others", "grad[others], others"),
     (
         "weights",
-        "loss/chunked_log_probs.py",
+        "loss/lm_head.py",
         "return squashed * softcap, (1 - squashed**2)",
         "return squashed * softcap, (1 + 0 * squashed)",
     ),

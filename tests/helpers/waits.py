@@ -153,7 +153,7 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
         monkeypatch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
     monkeypatch.setattr(torch.Tensor, "to", sent)
     monkeypatch.setattr("trl_packing.training.metrics.wait_for", waited)
-    for module in ("documents.host_row", "loss.chunked_log_probs"):
+    for module in ("documents.host_row", "loss.lm_head"):
         monkeypatch.setattr(f"trl_packing.{module}.is_cpu", lambda tensor: False)
     with waits:
         yield waits

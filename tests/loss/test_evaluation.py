@@ -23,7 +23,7 @@ from helpers.tiny import documents_of_lengths
 from helpers.tiny import tiny_model as small_model
 
 from trl_packing import PackedSFTConfig
-from trl_packing.loss.sources import Sources
+from trl_packing.loss.sums import Sources
 
 MODES = ("token", "document", "sqrt")
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]

@@ -18,7 +18,6 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_packing.documents.host_row import cache_values
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.loss import chunked_log_probs
 from trl_packing.loss import lm_head as head
 from trl_packing.loss.lm_head import add_trained_positions_head
 
@@ -142,7 +141,7 @@ def test_chunks_change_nothing(name, loss, elements, monkeypatch):
     model, given = with_our_head(MODELS[name]()), batch()
     whole = model(**given, fused_lm_head=True)
     expected = gradients(model, loss(whole.log_probs))
-    monkeypatch.setattr(chunked_log_probs, "_CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(head, "_CHUNK_ELEMENTS", elements)
     chunked = model(**given, fused_lm_head=True)
     assert_same_output(chunked, whole)
     assert_same_gradients(gradients(model, loss(chunked.log_probs)), expected)
@@ -215,7 +214,7 @@ def test_evaluation_takes_no_gradients(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a gradient was computed")
 
-    monkeypatch.setattr(chunked_log_probs, "_d_logits", refuse)
+    monkeypatch.setattr(head, "_d_logits", refuse)
     with torch.no_grad():
         output = model(**batch(), fused_lm_head=True)
     assert_same_output(output, expected)
@@ -225,7 +224,7 @@ def test_evaluation_takes_no_gradients(monkeypatch):
 
 def test_logits_of_untrained_positions_are_never_there(monkeypatch):
     """A fifth of 512 positions × 4,096 entries is trained, and taken 16 at a time."""
-    monkeypatch.setattr(chunked_log_probs, "_CHUNK_ELEMENTS", 16 * 4096)
+    monkeypatch.setattr(head, "_CHUNK_ELEMENTS", 16 * 4096)
     ids = torch.randint(6, 300, (1, 512))
     labels = ids.masked_fill(torch.arange(512) % 5 > 0, IGNORE_INDEX)
     sizes = []

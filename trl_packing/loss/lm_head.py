@@ -5,13 +5,23 @@ completion-only loss most of that for positions whose label is −100. With Trit
 positions only, but reads their indices from the device, so the host waits.
 `add_trained_positions_head` replaces both:
 
-    CPU, ...          trained positions, by `trained_log_probs` (`chunked_log_probs.py`)
+    CPU, ...          trained positions, by `TrainedLogProbs`
     Triton devices    trained positions from the host copy, by TRL's kernels; TRL's head if the
                       labels have no host copy
+
+The gradient of a sum of log-probabilities is known in the forward, so `TrainedLogProbs` computes it
+there, while the logits of a chunk exist. The backward scales it by the incoming gradient. For the
+hidden states this is always exact. For the weight it is exact only where positions get the same
+gradient: those of others (DFT, weights, several documents with a common prefix) are computed again,
+and on accelerators, where the comparison would wait for the device, all of them.
+
+Shape letters: B rows, T tokens, P trained positions, H hidden size, V vocabulary, C positions of a
+chunk.
 """
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -25,10 +35,12 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from trl_packing.attention.calls import complete_arguments, unbind_forward
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
 from trl_packing.attention.sharding import unshard_head
-from trl_packing.documents.host_row import cached_values, is_trained, to_device
+from trl_packing.documents.host_row import cached_values, is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.loss.chunked_log_probs import trained_log_probs
 from trl_packing.loss.next_token import score_targets
+
+# Logits of a chunk: 2**26 float32 are 256 MiB.
+_CHUNK_ELEMENTS = 2**26
 
 
 def add_trained_positions_head(model: Any) -> None:
@@ -41,33 +53,29 @@ def add_trained_positions_head(model: Any) -> None:
     Args:
         model: a transformers model after TRL's `add_fused_lm_head`.
     """
-    inner_forward, names = unbind_forward(model.forward, model), _argument_names(model)
     config = text_config(model)
     scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)
 
-    @functools.wraps(type(model).forward)  # `generate` reads the signature
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         head = self.get_output_embeddings()
-        args, kwargs = complete_arguments(self, names, args, kwargs)
-        if fused_lm_head:
-            unshard_head(head)
-        is_shifted = kwargs.get("shift_labels") is not None
-        if not fused_lm_head or is_shifted or _is_for_trl_head(head, kwargs):
-            return inner_forward(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        unshard_head(head)
+        # With Triton, and labels that have no host copy, TRL's head is as fast.
+        is_for_trl = _has_triton(head.weight) and cached_values(kwargs["labels"]) is None
+        if is_for_trl or kwargs.get("shift_labels") is not None:
+            return inner(self, *args, fused_lm_head=True, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         kwargs |= {"use_cache": False}
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         backbone = self.base_model(*args, **kwargs)
-        shares = kwargs.get("key_index") is not None
-        output = _score(backbone.last_hidden_state, head, labels, num_items, scale, softcap, shares)
+        output = _score(backbone.last_hidden_state, head, labels, num_items, scale, softcap)
         if kwargs.get("output_router_logits"):
             output.aux_loss = _aux_loss(backbone, config, kwargs.get("attention_mask"))
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
             output.loss = output.loss + coefficient * output.aux_loss
         return output
 
-    model.forward = MethodType(forward, model)
+    _replace_fused_head(model, score)
 
 
 def use_native_head(model: Any) -> None:
@@ -75,22 +83,28 @@ def use_native_head(model: Any) -> None:
 
     For models whose head is more than a matrix. The output is that of `add_trained_positions_head`.
     """
-    inner_forward, names = unbind_forward(model.forward, model), _argument_names(model)
 
-    @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        args, kwargs = complete_arguments(self, names, args, kwargs)
-        if not fused_lm_head:
-            return inner_forward(self, *args, **kwargs)
+    def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
-        native = inner_forward(self, *args, **kwargs | {"use_cache": False})
+        native = inner(self, *args, **kwargs | {"use_cache": False})
         output = score_logits(native.logits, labels, num_items=num_items)
         output.aux_loss = getattr(native, "aux_loss", None)
         return output
 
     # Scoring then runs the whole model, not only its backbone; `install_attention` reads this.
-    forward.scores_native_logits = True  # type: ignore[attr-defined]
+    _replace_fused_head(model, score).scores_native_logits = True  # type: ignore[attr-defined]
+
+
+def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., Any]:
+    inner, names = unbind_forward(model.forward, model), _argument_names(model)
+
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        args, kwargs = complete_arguments(self, names, args, kwargs)
+        return score(inner, self, args, kwargs) if fused_lm_head else inner(self, *args, **kwargs)
+
     model.forward = MethodType(forward, model)
+    return forward
 
 
 def _argument_names(model: Any) -> list[str]:
@@ -112,23 +126,18 @@ def score_logits(
     at, slots = _trained_positions(labels, logits.device)
     logits, labels = logits[:, -labels.shape[1] :], labels.to(logits.device)
     scored = score_targets(logits.flatten(0, 1)[at], labels.flatten()[at + 1], smoothing)
-    return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
+    return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, scored)
 
 
 def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the indices of the positions that predict trained targets, and of their scores.
 
-    Both are ``(P,)`` int64, for P trained targets: flat indices into ``(B, T)`` and ``(B, T - 1)``.
-    A boolean index would make the host wait for the device, to learn the number P.
+    Both are ``(P,)`` int64: flat indices into ``(B, T)`` and ``(B, T - 1)``. A boolean index would
+    make the host wait for the device, to learn the number P.
     """
     slots = np.flatnonzero(is_trained(labels)[:, 1:])
     at = slots + slots // max(labels.shape[1] - 1, 1)
     return to_device(at, device), to_device(slots, device)
-
-
-def _is_for_trl_head(head: Any, call: dict[str, Any]) -> bool:
-    """Whether TRL's head is as fast: with Triton, and labels that have no host copy."""
-    return _has_triton(head.weight) and cached_values(call["labels"]) is None
 
 
 def _has_triton(weight: Tensor) -> bool:
@@ -142,9 +151,7 @@ def _logit_scale(config: Any) -> float:
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is None:
-        return 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
     return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
 
 
@@ -152,24 +159,12 @@ def _logit_scale(config: Any) -> float:
 # graph. The loss is computed here too, since it would otherwise be one more graph.
 @torch.compiler.disable
 def _score(
-    hidden: Tensor,
-    head: Any,
-    labels: Tensor,
-    num_items: Any,
-    scale: float,
-    softcap: float | None,
-    shares_prefixes: bool,
+    hidden: Tensor, head: Any, labels: Tensor, num_items: Any, scale: float, softcap: float | None
 ) -> FusedCausalLMOutput:
-    """Return the output for the last hidden states of a batch.
+    """Return the output for the last hidden states ``(B, T, H)`` and labels ``(B, T)`` of a batch.
 
-    Args:
-        hidden: ``(B, T, H)``.
-        head: the LM head, with `weight` ``(V, H)`` and `bias` ``(V,)`` or None.
-        labels: ``(B, T)``.
-        num_items: divisor of the summed loss; None: the number of trained targets.
-        scale: factor of the logits.
-        softcap: bound of the logits; None: none.
-        shares_prefixes: whether positions of several documents weigh more than others.
+    The summed loss is divided by `num_items`, or else by the number of trained targets. `scale` is
+    the factor of the logits, `softcap` their bound.
     """
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
@@ -179,40 +174,22 @@ def _score(
     with maybe_gather_lm_head_ctx(weight, bias):
         if not torch.is_grad_enabled():  # else the forward would compute gradients
             weight, bias = weight.detach(), None if bias is None else bias.detach()
-        chosen, targets = hidden.flatten(0, 1)[at], labels.flatten()[at + 1]
-        arguments = (chosen, weight, bias, targets, scale, softcap)
+        scored = (hidden.flatten(0, 1)[at], weight, bias, labels.flatten()[at + 1])
         if _has_triton(weight):
-            scored = _score_by_trl_kernels(*arguments)
+            outputs = ("log_probs", "entropy", "is_top1")
+            chunk, temperature = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE, 1.0
+            by_trl = trl_utils._ChunkedLogProbFunction.apply
+            log_probs, entropy, _, _, is_top1 = by_trl(
+                *scored, temperature, chunk, softcap, scale, outputs
+            )
         else:
-            scored = trained_log_probs(*arguments, mostly_equal=shares_prefixes)
-    return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, *scored)
-
-
-def _score_by_trl_kernels(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability, entropy and is_top1 ``(P,)``; arguments as of `trained_log_probs`."""
-    log_probs, entropy, _, _, is_top1 = trl_utils._ChunkedLogProbFunction.apply(
-        hidden,
-        weight,
-        bias,
-        targets,
-        1.0,  # temperature
-        trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE,
-        softcap,
-        scale,
-        ("log_probs", "entropy", "is_top1"),
-    )
-    return log_probs, entropy, is_top1
+            log_probs, entropy, is_top1 = TrainedLogProbs.apply(*scored, scale, softcap)
+    mask = labels[:, 1:] != IGNORE_INDEX
+    return _row_output(mask, slots, num_items, (log_probs, entropy, is_top1))
 
 
 def _row_output(
-    mask: Tensor, slots: Tensor, num_items: Any, log_probs: Tensor, entropy: Tensor, is_top1: Tensor
+    mask: Tensor, slots: Tensor, num_items: Any, scored: tuple[Tensor, Tensor, Tensor]
 ) -> FusedCausalLMOutput:
     """Return the values of trained positions as rows, with the loss.
 
@@ -220,15 +197,12 @@ def _row_output(
         mask: True on trained targets, ``(B, T - 1)``.
         slots: flat indices of the values in `mask`, ``(P,)``.
         num_items: divisor of the summed loss; None: the number of trained targets.
-        log_probs: ``(P,)``.
-        entropy: ``(P,)``.
-        is_top1: ``(P,)`` bool.
+        scored: log-probabilities, entropies and is_top1, ``(P,)``.
     """
     # scatter keeps the graph even if no position is trained, as a differentiable zero.
     # masked_scatter does too, but its backward waits for the device.
     log_probs, entropy, is_top1 = (
-        x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape)
-        for x in (log_probs, entropy, is_top1)
+        x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in scored
     )
     return FusedCausalLMOutput(
         loss=-log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items),
@@ -250,3 +224,155 @@ def _aux_loss(backbone: Any, config: Any, attention_mask: Tensor | None) -> Tens
     return load_balancing_loss_func(
         backbone.router_logits, num_experts, config.num_experts_per_tok, attention_mask
     )
+
+
+# --- chunks of logits -------------------------------------------------------------------------
+
+
+class TrainedLogProbs(torch.autograd.Function):
+    """Log-probability (float32), entropy and whether the target has the highest logit, ``(P,)``.
+
+    Only the log-probability is differentiable. Arguments: hidden states of the positions
+    ``(P, H)``; weight ``(V, H)`` and bias ``(V,)`` or None of the head; target ids ``(P,)`` int64;
+    the factor of the logits; and their bound, as ``softcap * tanh(logit / softcap)``, or None.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, scale, softcap):
+        device = hidden.device.type
+        is_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if not is_cpu(hidden):  # the backward cannot compare its gradients without a sync
+            needs_weight = needs_bias = False
+        log_probs, entropy = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
+        is_top1 = torch.empty_like(targets, dtype=torch.bool)
+        d_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        buffer: Tensor | None = None  # chunks share it: fresh pages cost as much as the arithmetic
+        for rows in _chunks(hidden, weight):
+            logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
+            buffer = torch.empty_like(logits) if buffer is None else buffer
+            probabilities = buffer[: len(logits)]
+            log_probs[rows], entropy[rows], is_top1[rows] = _statistics(
+                logits, targets[rows], probabilities
+            )
+            if needs_hidden or needs_weight or needs_bias:
+                d_logits = _d_logits(probabilities, targets[rows, None], slope).to(dtype)
+                if d_hidden is not None:
+                    d_hidden[rows] = (d_logits @ weight.to(dtype)).float()
+                _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
+        ctx.save_for_backward(hidden, weight, bias, targets, d_hidden, d_weight, d_bias)
+        ctx.options = (dtype, scale, softcap)
+        ctx.mark_non_differentiable(entropy, is_top1)
+        return log_probs, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx, grad, _grad_entropy, _grad_top1):
+        hidden, weight, bias, _, d_hidden, *of_head = ctx.saved_tensors
+        if d_hidden is not None:
+            d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
+        if any(ctx.needs_input_grad[1:3]):
+            of_head = _weight_grads(ctx, grad, of_head)
+        like = (weight, bias)
+        of_head = [x if x is None else x.to(y.dtype) for x, y in zip(of_head, like, strict=True)]
+        return d_hidden, *of_head, None, None, None
+
+
+def _weight_grads(ctx, grad, of_ones):
+    """Return the gradients of weight ``(V, H)`` and bias ``(V,)``, float32, or None if not needed.
+
+    Args:
+        ctx: context of `TrainedLogProbs`.
+        grad: gradients of the log-probabilities, ``(P,)``.
+        of_ones: the same if all gradients were 1; None on accelerators.
+    """
+    if is_cpu(grad) and len(grad):
+        most = grad.median()
+        others = torch.nonzero(grad != most)[:, 0]
+        if 2 * len(others) <= len(grad):
+            found = [None if x is None else x * most for x in of_ones]
+            if not len(others):
+                return found
+            more = _weighted_weight_grads(ctx, grad[others] - most, others)
+            return [x if x is None else x + y for x, y in zip(found, more, strict=True)]
+    return _weighted_weight_grads(ctx, grad, slice(None))
+
+
+def _weighted_weight_grads(ctx, grad, at):
+    """Return the same, computed again for the positions `at`, whose gradients are `grad`."""
+    hidden, weight, bias, targets, *_ = ctx.saved_tensors
+    hidden, targets = hidden[at], targets[at]
+    dtype, scale, softcap = ctx.options
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    with maybe_gather_lm_head_ctx(weight, bias):  # partitioned by ZeRO-3, the weight has no shape
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for rows in _chunks(hidden, weight):
+            logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
+            d_logits = _d_logits(logits.softmax(-1), targets[rows, None], slope)
+            d_logits = (d_logits * grad[rows, None]).to(dtype)
+            _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
+    return d_weight, d_bias
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _logits(hidden, weight, bias, dtype, scale, softcap):
+    """Return logits ``(C, V)`` float32 and their slope against ``hidden @ weight.T + bias``.
+
+    `hidden` is ``(C, H)``; products run in `dtype`. The slope is a number without a soft-cap, and
+    ``(C, V)`` with one.
+    """
+    logits = hidden.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    logits = logits.float()
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is None:
+        return logits, scale
+    squashed = torch.tanh(logits / softcap)
+    return squashed * softcap, (1 - squashed**2) * scale
+
+
+def _statistics(logits, targets, probabilities):
+    """Return log-probability, entropy and is_top1, ``(C,)`` each.
+
+    Fills `probabilities` ``(C, V)`` and overwrites `logits` ``(C, V)``; a pass over such a tensor
+    is expensive.
+    """
+    highest, first = logits.max(-1, keepdim=True)
+    logits.sub_(highest)
+    torch.exp(logits, out=probabilities)
+    total = probabilities.sum(-1)
+    log_total = total.log()
+    log_probs = logits.gather(-1, targets[:, None])[:, 0] - log_total
+    with torch.autocast(logits.device.type, enabled=False):  # bmm would run in bf16
+        mean_logit = torch.bmm(probabilities[:, None], logits[..., None]).flatten() / total
+    probabilities.div_(total[:, None])
+    return log_probs, log_total - mean_logit, first[:, 0] == targets
+
+
+def _d_logits(probabilities, target, slope):
+    """Return the gradient ``(C, V)`` of the targets' log-probability; overwrites `probabilities`.
+
+    `target` is ``(C, 1)``.
+    """
+    gradient = probabilities.neg_()
+    gradient.scatter_add_(-1, target, torch.ones_like(target, dtype=gradient.dtype))
+    return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)
+
+
+def _add_weight_grads(d_weight, d_bias, d_logits, hidden):
+    """Add a chunk's gradients to `d_weight` ``(V, H)`` and `d_bias` ``(V,)``."""
+    if d_weight is not None and d_logits.dtype == d_weight.dtype:
+        d_weight.addmm_(d_logits.t(), hidden)
+    elif d_weight is not None:
+        d_weight += d_logits.t() @ hidden
+    if d_bias is not None:
+        d_bias += d_logits.sum(0, dtype=torch.float32)

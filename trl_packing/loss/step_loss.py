@@ -32,15 +32,17 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.loss.lm_head import score_logits
-from trl_packing.loss.sources import Sources, SourceTargets
-from trl_packing.loss.sums import NUM_SUMS, OF_SOURCE, LossSums, perplexity, write_means
-from trl_packing.loss.weights import (
+from trl_packing.loss.sums import (
+    NUM_SUMS,
+    OF_SOURCE,
+    LossSums,
+    Sources,
     check_weights_can_be_used,
+    perplexity,
     scale_of_weights,
-    scaled_weights,
-    sum_of_weights,
     sums_dtype,
     target_weights,
+    write_means,
 )
 
 logger = get_logger(__name__)
@@ -98,7 +100,7 @@ class StepLoss:
         wide = sums_dtype(tokens.device)
         weights = torch.zeros((), device=device, dtype=wide)
         if weighted:
-            weights = torch.stack([sum_of_weights(target_weights(b)) for b in batches]).sum()
+            weights = torch.stack([_sum(target_weights(b)) for b in batches]).sum()
         sums = torch.stack([tokens.to(wide), weights.to(device, non_blocking=True)])
         sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
         self._num_tokens = sums[0].float()
@@ -130,11 +132,8 @@ class StepLoss:
         TRL passes None to a user's `compute_loss` if the model class takes no number of items, and
         divides the loss by the micro-batches of the step; a loss that is a mean relies on that.
         """
-        if not hide:
-            yield num_items
-            return
-        with temporarily(self, _hidden_num_items=num_items):
-            yield None
+        with temporarily(self, _hidden_num_items=num_items if hide else None):
+            yield None if hide else num_items
 
     def compute(
         self,
@@ -154,46 +153,55 @@ class StepLoss:
             num_items: trained tokens of the step; None for a mean over this batch.
             padded: whether an evaluation on padded rows runs.
         """
-        trainer, smooths, self._was_computed = self.trainer, self._smooths(), True
-        num_items, divided_by = self._num_items_and_divisor(num_items)
+        trainer, smooths, divided_by = self.trainer, self._smooths(), 1
+        self._was_computed = True
+        of_user, training = trainer.compute_loss_func, trainer.model.training
+        if num_items is None and self._hidden_num_items is not None and training:
+            # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
+            num_items = self._hidden_num_items
+            if not getattr(trainer, "loss_is_scaled_for_ga", None):
+                divided_by = trainer.current_gradient_accumulation_steps
         if padded:
             self._mask_repeated_rows(batch)
         inputs = {k: x for k, x in for_kernels(batch).items() if k not in _FOR_THE_LOSS}
         inputs |= {"use_cache": False}
         if trainer.aux_loss_enabled:
             inputs["output_router_logits"] = True
-        labels, without_labels = (
-            inputs["labels"],
-            {k: x for k, x in inputs.items() if k != "labels"},
-        )
+        labels = inputs["labels"]
+        without_labels = {k: x for k, x in inputs.items() if k != "labels"}
         with announce_documents(boundaries=inputs.get("cu_seq_lens_q")):
-            if trainer.compute_loss_func is not None:
-                check_weights_can_be_used(trainer.compute_loss_func, batch)
-                loss = trainer.compute_loss_func(
-                    model(**without_labels), labels, num_items_in_batch=num_items
-                )
+            if of_user is not None:
+                check_weights_can_be_used(of_user, batch)
+                loss = of_user(model(**without_labels), labels, num_items_in_batch=num_items)
                 with torch.no_grad():
                     scored = model(**inputs, fused_lm_head=True)
             elif smooths:
-                outputs = model(**without_labels)
-                scored = score_logits(
-                    outputs["logits"], labels, trainer.args.label_smoothing_factor
-                )
+                outputs, share = model(**without_labels), trainer.args.label_smoothing_factor
+                scored = score_logits(outputs["logits"], labels, share)
                 scored.aux_loss = outputs.get("aux_loss")
             else:
                 scored = model(**inputs, fused_lm_head=True)
-        losses = -_of_targets(scored.log_probs, labels)
+        scored = SimpleNamespace(
+            **{
+                n: _of_targets(getattr(scored, n), labels)
+                for n in ("log_probs", "entropy", "is_top1")
+            },
+            aux_loss=getattr(scored, "aux_loss", None),
+        )
+        losses = -scored.log_probs
         if trainer.args.loss_type == "dft":
             losses = losses * (-losses).exp().detach()  # https://huggingface.co/papers/2508.05629
-        if trainer.compute_loss_func is None:
+        if of_user is None:
             loss = self._mean(losses, batch, num_items)
         else:
             losses = loss.detach().expand_as(losses)  # of a batch, only their mean is known
         if num_items is not None and trainer.args.average_tokens_across_devices:
             loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
-        if trainer.aux_loss_enabled and not smooths and trainer.compute_loss_func is None:
+        if trainer.aux_loss_enabled and training and not smooths and of_user is None:
             loss = loss + self._balance(scored.aux_loss, labels, num_items)
-        self._add_to_sums(losses, scored, batch)
+        sums = self.trained if self._evaluated is None and training else self._evaluated
+        if sums is not None:
+            sums.add(batch, losses, scored)
         loss = loss * divided_by if divided_by > 1 else loss
         if not return_outputs:
             return loss
@@ -226,13 +234,14 @@ class StepLoss:
             )
         if scale is not None or TOKEN_WEIGHTS in batch:
             weights = target_weights(batch)
-            if scale is None:
-                scale = scale_of_weights(num_items, sum_of_weights(weights))
-            losses = losses * scaled_weights(weights, scale).to(losses.device)
+            scale = scale_of_weights(num_items, _sum(weights)) if scale is None else scale
+            # Weights and scale may each be beyond float32 where their product is around 1.
+            weights = (weights.to(scale.dtype) * scale).to(weights.dtype)
+            losses = losses * weights.to(losses.device)
         # A step without trained tokens is 0, not 0 / 0.
         return losses.sum() / torch.as_tensor(num_items).to(losses.device).clamp(min=1)
 
-    def _balance(self, aux_loss: Tensor, labels: Tensor, num_items: Any) -> Tensor | float:
+    def _balance(self, aux_loss: Tensor, labels: Tensor, num_items: Any) -> Tensor:
         """Return the share of a micro-batch in the balance of experts, by its tokens.
 
         TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The balance
@@ -240,47 +249,10 @@ class StepLoss:
         reports it.
         """
         trainer, share = self.trainer, 1.0
-        if not trainer.model.training:
-            return 0.0
         if num_items is not None and self._num_tokens is not None:
             ranks = trainer.args.world_size // trainer.get_tp_size()
             share = labels.numel() / self._num_tokens.to(aux_loss.device) * ranks
         return trainer.router_aux_loss_coef * share * aux_loss
-
-    def _add_to_sums(self, losses: Tensor, scored: Any, batch: Mapping[str, Any]) -> None:
-        """Add a micro-batch to the sums of the evaluation, or else of the training."""
-        sums = self._evaluated
-        if sums is None:
-            if not self.trainer.model.training:
-                return
-            sums = self.trained
-        labels, counts = batch["labels"], batch.get(TARGET_COUNTS)
-        scores = SimpleNamespace(
-            entropy=_of_targets(scored.entropy, labels),
-            is_top1=_of_targets(scored.is_top1, labels),
-            aux_loss=getattr(scored, "aux_loss", None),
-        )
-        sums.add(
-            losses,
-            target_weights(batch).to(losses.device),
-            scores,
-            (labels[..., 1:] != IGNORE_INDEX if counts is None else counts[..., 1:]).to(
-                losses.device
-            ),
-            SourceTargets.of(batch) if SOURCE_IDS in batch and sums.num_sources else None,
-        )
-
-    def _num_items_and_divisor(self, num_items: Any) -> tuple[Any, int]:
-        """Return the number of items, and the number by which Trainer will divide the loss.
-
-        A user's `compute_loss` that calls ours has been given None (`hide_num_items`).
-        """
-        trainer = self.trainer
-        if num_items is not None or self._hidden_num_items is None or not trainer.model.training:
-            return num_items, 1
-        is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-        divided_by = 1 if is_scaled else trainer.current_gradient_accumulation_steps
-        return self._hidden_num_items, divided_by
 
     def _mask_repeated_rows(self, inputs: Mapping[str, Any]) -> None:
         """Mask the rows with which accelerate fills up the last batch of several ranks."""
@@ -302,11 +274,7 @@ class StepLoss:
             self._evaluated = None
 
     def write_metrics(
-        self,
-        evaluated: LossSums,
-        sources: Sources | None,
-        metrics: dict[str, float],
-        prefix: str,
+        self, evaluated: LossSums, sources: Sources | None, metrics: dict[str, float], prefix: str
     ) -> None:
         """Replace the mean of micro-batch means by the mean over all trained tokens.
 
@@ -330,23 +298,23 @@ class StepLoss:
         means["num_tokens"] = [trainer._total_train_tokens]
         if name not in metrics:
             return
-        found = {}
-        if total:
-            found[name] = loss / total
-            if self._loss_is_likelihood():
-                found[f"{prefix}_perplexity"] = perplexity(loss / total)
-            found |= _by_source(sources, sums[NUM_SUMS + OF_SOURCE :], prefix)
-        else:
-            # transformers reports 0.0, the best possible loss, for batches without any weight.
-            found[name] = math.nan
+        found: dict[str, float] = {}
+        # transformers reports 0.0, the best possible loss, for batches without any weight.
+        mean = loss / total if total else math.nan
+        if not total:
             logger.warning(f"{name} is nan: no token of the set is trained with a weight above 0")
+        elif trainer.args.loss_type == "nll" and not (
+            trainer.label_smoother or trainer.compute_loss_func
+        ):
+            found[f"{prefix}_perplexity"] = perplexity(mean)
+        by_source = zip(sources.names, sources.num_documents, strict=True) if sources else ()
+        for i, (source, number) in enumerate(by_source if total else (), start=1):
+            of_source = sums[NUM_SUMS + OF_SOURCE * i :]  # those of no source come first
+            found[f"{prefix}_num_documents_{source}"] = int(number)
+            if of_source[1]:
+                found[f"{prefix}_loss_{source}"] = of_source[0] / of_source[1]
         # compute_metrics may have given any other name a value.
-        metrics.update(found | metrics | {name: found[name]})
-
-    def _loss_is_likelihood(self) -> bool:
-        trainer = self.trainer
-        is_plain = trainer.label_smoother is None and trainer.compute_loss_func is None
-        return is_plain and trainer.args.loss_type == "nll"
+        metrics.update(found | metrics | {name: mean})
 
 
 def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,14 +343,6 @@ def _of_targets(values: Tensor, labels: Tensor) -> Tensor:
     return values[:, values.shape[1] - targets :]
 
 
-def _by_source(sources: Sources | None, sums: Sequence[float], prefix: str) -> dict[str, float]:
-    """Return documents and loss of each source; `sums` are `OF_SOURCE` for each."""
-    found: dict[str, float] = {}
-    if sources is None:
-        return found
-    for i, name in enumerate(sources.names):
-        loss, total, _ = sums[OF_SOURCE * i : OF_SOURCE * (i + 1)]
-        found[f"{prefix}_num_documents_{name}"] = int(sources.num_documents[i])
-        if total:
-            found[f"{prefix}_loss_{name}"] = loss / total
-    return found
+def _sum(weights: Tensor) -> Tensor:
+    """Return Σ w, in a dtype that is wide enough for large weights."""
+    return weights.sum(dtype=sums_dtype(weights.device))

@@ -1,12 +1,19 @@
-"""Sums over the trained tokens of many micro-batches, from which loss and metrics are means.
+"""Weights of targets, their sums by source over many micro-batches, and the means of these sums.
+
+    labels        -100   12   13 -100   22     trained tokens
+    loss_weights     0  1.0  0.5    0  2.0     weight of each; 1 without the column
+    source_ids       1    1    1    0    0     names code, web of a column, in order
 
     micro-batch           Σ of each name in `SUMS`, and by source        on the device
         │  add
     interval, or set      the same sums of one rank
         │  added over ranks
-    eval_loss             Σ w · loss / Σ w
+    loss of a step        Σ w · loss / Σ w, and so is eval_loss
     entropy               Σ entropy / trained tokens
     mean_token_accuracy   hits / trained tokens
+
+The loss of a step is divided by N, the number of its trained tokens, and each weight is multiplied
+by N / Σ w: weights of 1 then change no bit.
 
 TRL logs a mean of the means of micro-batches: a micro-batch without trained tokens counts as 0,
 and one of three tokens as much as one of three thousand. `aux_loss`, the balance of experts, is
@@ -14,21 +21,163 @@ weighted by the tokens of micro-batches, as in the loss.
 """
 
 import math
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import datasets
+import numpy as np
+import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trl_packing.loss.sources import SourceTargets
-from trl_packing.loss.weights import sums_dtype
+from trl_packing.documents.arrow import num_documents_by_row, stored_rows
+from trl_packing.documents.labels import (
+    IGNORE_INDEX,
+    SOURCE_IDS,
+    SOURCE_PLACES,
+    SOURCE_WEIGHTS,
+    TARGET_COUNTS,
+    TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
+)
+
+# Each source becomes a metric. A column with more values holds texts or ids, not sources.
+MOST_SOURCES = 1000
 
 SUMS = (
     "entropy", "hits", "trained", "aux_loss × tokens", "tokens", "micro-batches", "w", "w · loss",
 )  # fmt: skip
 NUM_SUMS = len(SUMS)
 OF_SOURCE = 3  # Σ w · loss, Σ w and trained tokens of a source
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def target_weights(batch: Mapping[str, Any]) -> Tensor:
+    """Return the weight of every target ``labels[:, 1:]``, ``(rows, T - 1)`` float32.
+
+    Untrained targets have 0. Trained ones have 1 if the batch has no `loss_weights`.
+    """
+    is_trained = batch["labels"][..., 1:] != IGNORE_INDEX
+    weights = batch.get(TOKEN_WEIGHTS)
+    return is_trained.float() if weights is None else weights[..., 1:] * is_trained
+
+
+def scale_of_weights(num_trained: Tensor, total: Tensor) -> Tensor:
+    """Return ``num_trained / total``, the factor of all weights; 0 if they are all 0.
+
+    It has the dtype of `total`: for very large or small weights float32 cannot hold it.
+    """
+    return torch.where(total > 0, num_trained / total, 0.0)
+
+
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type that `device` can add up."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:
+    """Raise ValueError if `columns` hold weights that `compute_loss_func` would ignore."""
+    for column in WEIGHT_COLUMNS:
+        if compute_loss_func is not None and column in columns:
+            each = "token" if column == TOKEN_WEIGHTS else "document"
+            raise ValueError(
+                f"{column} says what each {each} counts, but compute_loss_func computes the loss "
+                f"without it; leave compute_loss_func out, or drop the column: "
+                f"dataset.remove_columns({column!r})"
+            )
+
+
+# --- sources ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The source of each row of a data set.
+
+    Attributes:
+        names: the values of the column, in order (of a ClassLabel, their names).
+        ids: the index in `names` for every row, ``(rows,)`` int64.
+        num_documents: number of documents of each source, ``(names,)`` int64.
+    """
+
+    names: tuple[str, ...]
+    ids: np.ndarray
+    num_documents: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        dataset: datasets.Dataset | datasets.IterableDataset,
+        column: str,
+        which: str = "an evaluation set",
+    ) -> "Sources":
+        """Return the sources that `column` names.
+
+        Args:
+            dataset: rows of one or several documents.
+            column: holds the source of each row.
+            which: the data set, for messages.
+
+        Raises:
+            ValueError: the column is missing or names no sources, or `dataset` is a stream.
+        """
+        check_source_column(dataset, column, which)
+        encoded = dataset.data.column(column).dictionary_encode().combine_chunks()
+        stored = encoded.indices.to_numpy(zero_copy_only=False)[stored_rows(dataset)]
+        if encoded.null_count and np.isnan(stored).any():
+            raise ValueError(
+                f"row {int(np.argmax(np.isnan(stored)))} of {which} has no {column!r} "
+                "(it is null), which source_column names; fill it in"
+            )
+        # The table may hold values of rows that were left out.
+        present, ids = np.unique(stored.astype(np.int64), return_inverse=True)
+        if len(present) > MOST_SOURCES:
+            raise ValueError(
+                f"source_column={column!r} has {len(present):,} different values in {which}, "
+                f"and each would be a metric; name a column of at most {MOST_SOURCES:,}"
+            )
+        values = [encoded.dictionary[int(index)].as_py() for index in present]
+        kind = dataset.features[column]
+        if isinstance(kind, datasets.ClassLabel):
+            values = [kind.int2str(value) for value in values]
+        names = [str(value) for value in values]
+        order = sorted(range(len(names)), key=names.__getitem__)
+        ids = np.argsort(order)[ids]
+        counts = np.bincount(ids, num_documents_by_row(dataset), minlength=len(names))
+        return cls(tuple(names[i] for i in order), ids, counts.astype(np.int64))
+
+
+def check_source_column(
+    dataset: datasets.Dataset | datasets.IterableDataset,
+    column: str,
+    which: str = "an evaluation set",
+) -> None:
+    """Raise ValueError if `column` of a data set is missing or holds no names."""
+    if isinstance(dataset, datasets.IterableDataset):
+        raise ValueError(
+            f"source_column={column!r} needs to know all sources before the first batch, and a "
+            "stream tells them only by being read; load the evaluation set as a Dataset, or leave "
+            "source_column out"
+        )
+    if column not in dataset.column_names:
+        raise ValueError(
+            f"source_column={column!r}, but {which} has no such column: it has "
+            f"{dataset.column_names}; name one of them, or leave source_column out"
+        )
+    kind = dataset.data.column(column).type
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if not (is_text or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        raise ValueError(
+            f"source_column={column!r} holds {kind}, but sources are texts or whole numbers; name "
+            "another column, or leave source_column out"
+        )
+
+
+# --- sums -------------------------------------------------------------------------------------
 
 
 class LossSums:
@@ -55,45 +204,38 @@ class LossSums:
             self._sums = F.pad(sums, (0, self.width - len(sums)))
         self.num_sources = number
 
-    def add(
-        self,
-        losses: Tensor,
-        weights: Tensor,
-        scored: Any,
-        times: Tensor,
-        sources: SourceTargets | None = None,
-    ) -> None:
+    def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
         """Add a micro-batch.
 
         Args:
+            batch: packed or padded.
             losses: of all targets, without weights, ``(rows, T - 1)``.
-            weights: of the same targets; 0 where nothing is trained.
-            scored: `entropy` and `is_top1` of the same targets, and `aux_loss` or None.
-            times: how many documents train each target, in their shape.
-            sources: the targets by source; None where they are not told apart.
+            scored: has `entropy` and `is_top1` of the same targets, and `aux_loss` or None.
         """
-        dtype = sums_dtype(losses.device)
+        dtype, weights = sums_dtype(losses.device), target_weights(batch).to(losses.device)
+        # How many documents train each target.
+        times = batch.get(TARGET_COUNTS)
+        times = batch["labels"] != IGNORE_INDEX if times is None else times
+        times = times[..., 1:].to(losses.device)
         # A loss may be infinite, or NaN, where it counts nothing.
         losses = losses.detach().to(dtype).masked_fill(weights == 0, 0.0)
         tokens = torch.full((), weights.numel() + len(weights), dtype=dtype, device=losses.device)
-        aux_loss = getattr(scored, "aux_loss", None)
-        aux_loss = torch.zeros_like(tokens) if aux_loss is None else aux_loss.detach().to(tokens)
-        sums = torch.stack(
-            [
-                (scored.entropy.detach().to(dtype) * times).sum(),
-                (scored.is_top1 * times).sum().to(dtype),
-                times.sum().to(dtype),
-                aux_loss * tokens,
-                tokens,
-                torch.ones_like(tokens),
-                weights.sum(dtype=dtype),
-                (losses * weights).sum(),
-            ]
-        )
+        aux_loss = torch.zeros_like(tokens) if scored.aux_loss is None else scored.aux_loss
+        columns = [
+            (scored.entropy.detach().to(dtype) * times).sum(),
+            (scored.is_top1 * times).sum().to(dtype),
+            times.sum().to(dtype),
+            aux_loss.detach().to(tokens) * tokens,
+            tokens,
+            torch.ones_like(tokens),
+            weights.sum(dtype=dtype),
+            (losses * weights).sum(),
+        ]
+        sums = torch.stack(columns)
         if self.num_sources:
-            by_source = sums.new_zeros(1 + self.num_sources, OF_SOURCE)
-            if sources is not None:
-                sources.add_to(by_source, losses)
+            by_source = sums.new_zeros(1 + self.num_sources, OF_SOURCE)  # row 0: of no source
+            if SOURCE_IDS in batch:
+                _add_by_source(by_source, batch, losses, weights, times)
             sums = torch.cat([sums, by_source.flatten()])
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -101,6 +243,21 @@ class LossSums:
         """Return the sums since the last call, ``(width,)``; None if nothing was added."""
         sums, self._sums = self._sums, None
         return sums
+
+
+def _add_by_source(
+    by_source: Tensor, batch: Mapping[str, Any], losses: Tensor, weights: Tensor, times: Tensor
+) -> None:
+    """Add Σ w · loss, Σ w and trained tokens of each source to `by_source`, in place."""
+    ids, losses = batch[SOURCE_IDS], losses.flatten()
+    if SOURCE_PLACES in batch:  # documents of several sources may train one target
+        weights, times = batch[SOURCE_WEIGHTS]
+        losses = losses[batch[SOURCE_PLACES][0] - 1]
+    else:
+        ids = ids[..., 1:]
+    values = losses * weights.flatten().to(losses.device), weights.flatten(), times.flatten()
+    for column, value in zip(by_source.unbind(1), values, strict=True):
+        column.index_add_(0, 1 + ids.flatten().to(by_source.device), value.to(by_source))
 
 
 def added(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -30,8 +30,7 @@ from trl_packing.data.prepared import records_of
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weights import check_some_weight
 from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
-from trl_packing.loss.sources import Sources
-from trl_packing.loss.weights import check_weights_can_be_used
+from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.training.columns import columns_of, documents_of, has_weights

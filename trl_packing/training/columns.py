@@ -18,7 +18,7 @@ from trl_packing.documents.labels import (
     WEIGHT_COLUMNS,
 )
 from trl_packing.documents.weights import check_token_weights, document_weights_from_rows
-from trl_packing.loss.weights import check_weights_can_be_used
+from trl_packing.loss.sums import check_weights_can_be_used
 
 _ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, IMAGE_IDS, SEQ_LENGTHS)
 

@@ -34,7 +34,7 @@ from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.documents.weights import check_some_weight
 from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
-from trl_packing.loss.sources import Sources
+from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler

@@ -16,7 +16,7 @@ import numpy as np
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SOURCE
-from trl_packing.loss.sources import Sources
+from trl_packing.loss.sums import Sources
 from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight, packing_seed
 from trl_packing.training.metrics import training_sources
 
