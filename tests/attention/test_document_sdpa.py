@@ -14,8 +14,9 @@ from helpers.dense import (
     with_keywords,
 )
 
-from trl_packing.attention import document_sdpa, tiles
-from trl_packing.attention.sdpa_by_document import sdpa_by_document
+from trl_packing.attention import document_sdpa
+from trl_packing.attention import document_sdpa as tiles
+from trl_packing.attention.document_sdpa import sdpa_by_document
 
 document_attention = with_keywords(document_sdpa.document_attention)
 
@@ -196,7 +197,7 @@ def test_the_op_keeps_the_contract_of_custom_ops(options):
     sinks, seed, *rest = options
     sinks = torch.randn(4, requires_grad=True) if sinks else None
     seed = None if seed is None else torch.tensor(seed)
-    arguments = (*inputs(), boundaries(), None, None, sinks, seed, *rest)
+    arguments = (*inputs(), boundaries(), None, None, sinks, seed, [float(x) for x in rest])
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)
 
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from trl_packing import resolve_attention
 from trl_packing.attention import document_sdpa
+from trl_packing.attention.document_sdpa import sdpa_by_document
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.sdpa_by_document import sdpa_by_document
 
 document_attention = with_keywords(document_sdpa.document_attention)
 

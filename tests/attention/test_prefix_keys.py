@@ -5,11 +5,11 @@ import pytest
 import torch
 from helpers.trees import Tree, dense, outcome, random_tree, tensors_of
 
-from trl_packing.attention import prefix_keys, tiles
-from trl_packing.attention.document_sdpa import document_attention
+from trl_packing.attention import document_sdpa as tiles
+from trl_packing.attention import prefix_keys
+from trl_packing.attention.document_sdpa import document_attention, sdpa_by_document
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
-from trl_packing.attention.sdpa_by_document import sdpa_by_document
 
 OPTIONS = {
     "plain": {},
@@ -122,8 +122,9 @@ def test_compiled_once_for_any_tree():
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 2.0)])
 def test_the_op_keeps_the_contract_of_custom_ops(window, softcap):
     tree = Tree([3, 2, 2, 4], [-1, 0, 0, -1])
-    arguments = (*tensors_of(11), tree.cu_seqlens, *tree.keys[:2], None, None, 0.4, window, softcap)
-    torch.library.opcheck(torch.ops.trl_packing.document_attention.default, (*arguments, 0.0))
+    numbers = [0.4, float(window), softcap, 0.0]
+    arguments = (*tensors_of(11), tree.cu_seqlens, *tree.keys[:2], None, None, numbers)
+    torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)
 
 
 def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):

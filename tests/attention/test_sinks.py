@@ -2,7 +2,7 @@
 
 import torch
 
-from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
+from trl_packing.attention.prefix_keys import gradient_of_sinks, lse_with_sinks, share_of_keys
 
 HEADS, TOKENS, KEYS, DIM = 2, 3, 5, 4
 

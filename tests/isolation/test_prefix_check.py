@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.tiny import tiny_model
 
-from trl_packing.attention import tiles
+from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.check import check_prefixes
@@ -54,13 +54,13 @@ def test_a_fault_at_either_end_of_a_long_branch_is_found(first, last, monkeypatc
 
 def test_a_fault_in_the_backward_alone_is_found_in_the_gradients(monkeypatch):
     """The control: the outputs are right, and so is the verdict on them."""
-    backward = tiles.fused_backward
+    backward = tiles.backward_tile
 
     def halved(*args):
         tile = args[6]
         return tuple(x / 2 if tile.merges else x for x in backward(*args))
 
-    monkeypatch.setattr(tiles, "fused_backward", halved)
+    monkeypatch.setattr(tiles, "backward_tile", halved)
     report = check("llama", gradients=True)
     assert report
     assert report.gradient_difference > 1e-3

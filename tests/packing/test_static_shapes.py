@@ -23,10 +23,9 @@ from torch._dynamo.utils import counters
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, other_rows
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
-from trl_packing.attention.document_sdpa import document_attention
+from trl_packing.attention.document_sdpa import document_attention, sdpa_by_document
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
-from trl_packing.attention.sdpa_by_document import sdpa_by_document
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.static_shapes import StaticShapes
 

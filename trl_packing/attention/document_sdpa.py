@@ -4,24 +4,55 @@
     cu_seqlens           (N + 1,) int32              document n: rows cu_seqlens[n]:cu_seqlens[n+1]
     output               (T, heads, value_dim)
 
-Each document is cut into tiles (`tiles.py`), each an independent softmax. Without a sliding window
-a document is one causal tile. With a window, tiles follow it and the work is Σ len·window.
+Each document is cut into tiles: blocks of queries, each with every key that they may see, and each
+an independent softmax. Without a sliding window a document is one causal tile. With a window, tiles
+follow it and the work is Σ len·window. The attention of a tile is computed on CPUs by PyTorch's
+FlashAttention kernel, and for soft-caps, dropout and other devices from the scores in float32.
 
 The loop over tiles runs in one custom op with an explicit backward. `torch.compile` therefore sees
 one call for any documents, and the backward writes into place instead of scattering a slice per
-document. On other devices than CPUs, and without torch.compile, `sdpa_by_document.py` takes over.
+document. On other devices than CPUs, and without torch.compile, `sdpa_by_document` takes over.
+
+Shape letters: K key-value heads, G query heads per key-value head, Q queries, S keys, D head_dim,
+V value_dim.
 """
 
-import torch
-from torch import Tensor
+import functools
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
-from trl_packing.attention import tiles
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
-from trl_packing.attention.prefix_keys import PrefixKeys, merge_softmax, prefix_keys
-from trl_packing.attention.sdpa_by_document import sdpa_by_document
-from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
+from trl_packing.attention.prefix_keys import (
+    PrefixKeys,
+    blocks_of_nodes,
+    blocks_of_segments,
+    gather_keys,
+    gradient_of_sinks,
+    lse_with_sinks,
+    merge_softmax,
+    prefix_keys,
+    segments_with_prefixes,
+    share_of_keys,
+)
+from trl_packing.documents.host_row import host_boundaries, host_values
 
 NAME = "packed_documents"
+
+# Queries per tile if the tile materializes a mask (windows) or scores (soft-cap, dropout). This
+# bounds their memory at block × keys, for scores times the heads. Tiles as long as the window take
+# up to 1.3× the time, since half of their scores are masked (torch 2.13, CPU).
+BLOCK = 512
+
+# Number of keys below which the backward is slower in bf16 than in float32, up to 4× at 130 keys
+# (torch 2.13, a Xeon with AMX; from 256 keys bf16 is faster).
+_SLOW_IN_HALF_PRECISION = 256
 
 
 def document_attention(
@@ -67,20 +98,15 @@ def document_attention(
         return sdpa_by_document(query, key, value, cu_seqlens, scale, window or 0, keys)
     # The seed is a tensor, so that a compiled graph gets a new one in each call.
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout else None
+    index = (None, None) if keys is None else keys[:2]
+    numbers = [scale, float(window or 0), softcap or 0.0, dropout]
     output, _ = torch.ops.trl_packing.document_attention(
-        query,
-        key,
-        value,
-        cu_seqlens,
-        *(keys[:2] if keys else (None, None)),
-        sinks,
-        seed,
-        scale,
-        window or 0,
-        softcap or 0.0,
-        dropout,
+        query, key, value, cu_seqlens, *index, sinks, seed, numbers
     )
     return output
+
+
+# --- the operator ---------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("trl_packing::document_attention", mutates_args=())
@@ -93,27 +119,20 @@ def _forward_op(
     key_index: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    dropout: float,
+    numbers: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Return output ``(T, heads, value_dim)`` and log-sum-exp ``(heads, T)`` float32."""
-    options = KernelOptions(scale, window, softcap, None, dropout)
+    options, keys = _options(numbers), prefix_keys(cu_seqlens_k, key_index)
     num_tokens, num_heads, _ = query.shape
-    keys = prefix_keys(cu_seqlens_k, key_index)
     # Parts of a softmax are merged in float32; without shared prefixes, each tile is all of it.
     dtype = query.dtype if keys is None else torch.float32
     output = query.new_empty(num_tokens, num_heads, value.shape[-1], dtype=dtype)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    generator = tiles.generator_from_seed(seed, query.device)
-    forward = tiles.fused_forward
-    if tiles.needs_scores(query, options):
-        forward = tiles.scored_forward
-    for tile in tiles.cut_tiles(cu_seqlens, options, query, keys):
+    generator = _generator(seed, query.device)
+    for tile in cut_tiles(cu_seqlens, options, query, keys):
         rows = slice(tile.q0, tile.q1)
-        q, k, v = tiles.split_by_kv_head(query, key, value, tile)
-        out, tile_lse = forward(q, k, v, tile, options, generator)
+        q, k, v = _split_by_kv_head(query, key, value, tile)
+        out, tile_lse = forward_tile(q, k, v, tile, options, generator)
         out, tile_lse = out.flatten(0, 1).transpose(0, 1), tile_lse.flatten(0, 1)
         if tile.merges:
             out, tile_lse = merge_softmax(output[rows], lse[:, rows], out, tile_lse)
@@ -148,33 +167,26 @@ def _backward_op(
     key_index: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    dropout: float,
+    numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks (without sinks: empty), in their shapes.
 
     `grad` and `output` are ``(T, heads, value_dim)``, `lse` is ``(heads, T)`` float32.
     """
-    options = KernelOptions(scale, window, softcap, None, dropout)
+    options, keys = _options(numbers), prefix_keys(cu_seqlens_k, key_index)
     # Fresh pages cost as much as the arithmetic: fill with zeros only if tiles overlap and add up.
-    keys = prefix_keys(cu_seqlens_k, key_index)
-    overlap = bool(window) or tiles.needs_scores(query, options) or keys is not None
+    overlap = bool(options.window) or needs_scores(query, options) or keys is not None
     d_query = query.new_empty(query.shape)
     d_key, d_value = (
         x.new_zeros(x.shape) if overlap else x.new_empty(x.shape) for x in (key, value)
     )
-    generator = tiles.generator_from_seed(seed, query.device)
-    backward = tiles.fused_backward
-    if tiles.needs_scores(query, options):
-        backward = tiles.scored_backward
-    for tile in tiles.cut_tiles(cu_seqlens, options, query, keys):
+    generator = _generator(seed, query.device)
+    for tile in cut_tiles(cu_seqlens, options, query, keys):
         rows = slice(tile.q0, tile.q1)
-        q, k, v = tiles.split_by_kv_head(query, key, value, tile)
-        g, o = (tiles.split_by_group(x[rows], k.shape[0]) for x in (grad, output))
+        q, k, v = _split_by_kv_head(query, key, value, tile)
+        g, o = (_split_by_group(x[rows], k.shape[0]) for x in (grad, output))
         tile_lse = lse[:, rows].unflatten(0, q.shape[:2])
-        dq, dk, dv = backward(g, q, k, v, o, tile_lse, tile, options, generator)
+        dq, dk, dv = backward_tile(g, q, k, v, o, tile_lse, tile, options, generator)
         dq = dq.flatten(0, 1).transpose(0, 1)
         d_query[rows].add_(dq) if tile.merges else d_query[rows].copy_(dq)
         for total, part in ((d_key, dk), (d_value, dv)):
@@ -193,23 +205,365 @@ def _(grad, query, key, value, output, lse, cu_seqlens, cu_seqlens_k, key_index,
 
 
 def _setup_context(ctx, inputs, output):
-    query, key, value, *rest = inputs
-    *rest, scale, window, softcap, dropout = rest
-    ctx.options = (scale, window, softcap, dropout)
+    query, key, value, *rest, ctx.numbers = inputs
     ctx.save_for_backward(query, key, value, *output, *rest)
 
 
 def _autograd_backward(ctx, grad, _grad_lse):
     saved = ctx.saved_tensors  # once: gradient checkpointing computes them on this access
-    sinks = saved[-2]
     *gradients, d_sinks = torch.ops.trl_packing.document_attention_backward(
-        grad, *saved, *ctx.options
+        grad, *saved, ctx.numbers
     )
-    d_sinks = None if sinks is None else d_sinks
-    return *gradients, None, None, None, d_sinks, None, None, None, None, None
+    return *gradients, None, None, None, d_sinks if saved[-2] is not None else None, None, None
 
 
 _forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+def _options(numbers: list[float]) -> KernelOptions:
+    scale, window, softcap, dropout = numbers
+    return KernelOptions(scale, int(window), softcap, None, dropout)
+
+
+def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
+    """Return a generator; forward and backward, which visit tiles in one order, share its seed."""
+    return None if seed is None else torch.Generator(device).manual_seed(int(seed))
+
+
+# --- tiles ----------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Queries ``[q0, q1)`` and keys ``[k0, k1)``; causal and windowed.
+
+    The query at row i is ``i - j - gap`` tokens behind the key at row j: tokens in between may be
+    on other paths of a row with shared prefixes. `merges` says that the queries have other tiles
+    before this one.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    gap: int = 0
+    merges: bool = False
+
+
+def cut_tiles(
+    cu_seqlens: Tensor, options: KernelOptions, query: Tensor, keys: PrefixKeys | None = None
+) -> Iterator[Tile]:
+    """Yield the tiles of all documents, then those of shared prefixes.
+
+    Raises:
+        ValueError: `cu_seqlens` does not run from 0 to the number of tokens of `query`.
+    """
+    boundaries = host_boundaries(cu_seqlens)
+    if boundaries[0] != 0 or boundaries[-1] != len(query):
+        raise ValueError(
+            f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, but the row holds tokens 0 "
+            f"to {len(query)}: every token must belong to a document"
+        )
+    scored = needs_scores(query, options)
+    for start, end in pairwise(boundaries):
+        within_window = not options.window or end - start <= options.window
+        block = end - start if within_window and not scored else BLOCK
+        for q0 in range(start, end, max(block, 1)):
+            reach = max(start, q0 - options.window + 1) if options.window else start
+            q1 = min(q0 + block, end)
+            yield Tile(q0, q1, reach, q1)
+    if keys is not None:
+        row = (host_values(x).astype(np.int64).tobytes() for x in (cu_seqlens, *keys[:2]))
+        yield from _prefix_tiles(*row, options.window or 0, scored, BLOCK)
+
+
+@functools.lru_cache(maxsize=4)  # all layers share the tiles of a row, forward and backward
+def _prefix_tiles(
+    cu_seqlens: bytes, cu_seqlens_k: bytes, key_index: bytes, window: int, scored: bool, block: int
+) -> list[Tile]:
+    """Return tiles in which every query sees a key, so that no softmax is empty."""
+    row = (np.frombuffer(x, np.int64) for x in (cu_seqlens, cu_seqlens_k, key_index))
+    segments, tiles = segments_with_prefixes(*row), []
+    if not window:
+        for q0, q1, k0, k1 in blocks_of_nodes(segments):
+            size = block if scored else max(q1 - q0, 1)
+            for start in range(q0, q1, size):
+                tiles.append(Tile(start, min(start + size, q1), k0, k1, merges=True))
+        return tiles
+    for q0, q1, k0, k1, gap in blocks_of_segments(segments):
+        last = min(q1, k1 + gap + window - 1)  # behind it, the window has left the keys
+        for start in range(q0, last, block):
+            reach = max(k0, start - gap - window + 1)
+            tiles.append(Tile(start, min(start + block, last), reach, k1, gap, merges=True))
+    return tiles
+
+
+def _split_by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, ...]:
+    """Return views ``(K, G, Q, D)``, ``(K, G, S, D)`` and ``(K, G, S, V)`` of the tile.
+
+    A key-value head serves its group of query heads without being repeated.
+    """
+    q = _split_by_group(query[tile.q0 : tile.q1], key.shape[1])
+    k, v = (
+        x[tile.k0 : tile.k1].transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+        for x in (key, value)
+    )
+    return q, k, v
+
+
+def _split_by_group(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Return `x` ``(tokens, heads, dim)`` as ``(K, G, tokens, dim)``."""
+    return x.transpose(0, 1).unflatten(0, (num_kv_heads, -1))
+
+
+# --- the attention of one tile --------------------------------------------------------------------
+
+
+def forward_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tile: Tile,
+    options: KernelOptions,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output ``(K, G, Q, V)`` and log-sum-exp ``(K, G, Q)`` float32 of one tile.
+
+    Args:
+        q: ``(K, G, Q, D)``.
+        k: ``(K, G, S, D)``.
+        v: ``(K, G, S, V)``.
+        tile: place of the tile in the row.
+        options: scale, window, soft-cap and dropout.
+        generator: draws the dropout.
+    """
+    if needs_scores(q, options):
+        # Autocast reaches into custom ops, and would turn float32 products into bf16.
+        with torch.autocast(q.device.type, enabled=False):
+            scores, _ = _scores(q, k, tile, options)
+            lse = torch.logsumexp(scores, -1)
+            kept = _dropout_factor(scores, options, generator)
+            return (torch.exp(scores - lse[..., None]) * kept) @ v.float(), lse
+    causal, mask = _causal_or_mask(q, tile, options)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_equally_wide(q, k, v), 0.0, causal, attn_mask=mask, scale=options.scale
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def backward_tile(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    options: KernelOptions,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of one tile, in their shapes.
+
+    Args:
+        grad: gradient of `out`.
+        q: as in `forward_tile`, and so are all that are not named here.
+        k: see above.
+        v: see above.
+        out: output of the forward, ``(K, G, Q, V)``.
+        lse: log-sum-exp of the forward, ``(K, G, Q)`` float32.
+        tile: see above.
+        options: see above.
+        generator: seeded as in the forward.
+    """
+    in_scores = needs_scores(q, options)
+    if in_scores or (q.dtype != torch.float32 and tile.k1 - tile.k0 < _SLOW_IN_HALF_PRECISION):
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    if in_scores:
+        with torch.autocast(q.device.type, enabled=False):
+            scores, slope = _scores(q, k, tile, options)
+            probabilities = torch.exp(scores - lse[..., None])
+            kept = _dropout_factor(scores, options, generator)
+            d_value = (probabilities * kept).transpose(-1, -2) @ grad
+            d_probabilities = (grad @ v.transpose(-1, -2)) * kept
+            received = (grad * out).sum(-1, keepdim=True)
+            d_scores = probabilities * (d_probabilities - received) * slope * options.scale
+            return d_scores @ k, d_scores.transpose(-1, -2) @ q, d_value
+    causal, mask = _causal_or_mask(q, tile, options)
+    wide = _equally_wide(q, k, v, grad, out)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        wide[3], *wide[:3], wide[4], lse, 0.0, causal, attn_mask=mask, scale=options.scale
+    )
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def _causal_or_mask(q: Tensor, tile: Tile, options: KernelOptions) -> tuple[bool, Tensor | None]:
+    if tile.k0 == tile.q0 and (not options.window or tile.q1 - tile.q0 <= options.window):
+        return True, None  # keys and queries are the same tokens, and each sees all before it
+    if tile.merges and not options.window:
+        return False, None  # each query sees all keys
+    visible = visible_keys(tile, options, q.device)
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+    return False, bias.expand(*q.shape[:2], -1, -1)
+
+
+def _equally_wide(*tensors: Tensor) -> list[Tensor]:
+    # Zero columns change neither scores nor the kept output (MLA: value_dim < head_dim).
+    width = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
+
+
+def visible_keys(tile: Tile, options: KernelOptions, device: torch.device) -> Tensor:
+    """Return True for each key that a query of the tile sees, ``(Q, S)`` bool."""
+    queries = torch.arange(tile.q0 - tile.gap, tile.q1 - tile.gap, device=device)[:, None]
+    keys = torch.arange(tile.k0, tile.k1, device=device)[None]
+    # Compared, not subtracted: a difference would take 8 bytes per pair, a comparison takes one.
+    visible = keys <= queries
+    return visible.logical_and_(keys > queries - options.window) if options.window else visible
+
+
+def needs_scores(query: Tensor, options: KernelOptions) -> bool:
+    """Whether scores must be materialized: the fused kernel runs on CPUs only.
+
+    It has no soft-cap and no dropout.
+    """
+    return bool(options.softcap or options.dropout) or query.device.type != "cpu"
+
+
+def _scores(
+    q: Tensor, k: Tensor, tile: Tile, options: KernelOptions
+) -> tuple[Tensor, Tensor | float]:
+    """Return masked scores and their slope, both ``(K, G, Q, S)`` float32.
+
+    The slope is the soft-cap's derivative by the scaled dot products; 1.0 without one.
+    """
+    scores = q.float() @ k.float().transpose(-1, -2) * options.scale
+    slope: Tensor | float = 1.0
+    if options.softcap:
+        squashed = torch.tanh(scores / options.softcap)
+        scores, slope = squashed * options.softcap, 1 - squashed**2
+    return scores.masked_fill(~visible_keys(tile, options, q.device), float("-inf")), slope
+
+
+def _dropout_factor(
+    scores: Tensor, options: KernelOptions, generator: torch.Generator | None
+) -> Tensor | float:
+    if not options.dropout:
+        return 1.0
+    uniform = torch.rand(scores.shape, generator=generator, device=scores.device)
+    return (uniform >= options.dropout).to(scores.dtype) / (1 - options.dropout)
+
+
+# --- by F.scaled_dot_product_attention, on any device ---------------------------------------------
+
+
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@sdpa_kernel(_BACKENDS)
+def sdpa_by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    window: int,
+    keys: PrefixKeys | None = None,
+) -> Tensor:
+    """Return causal attention within each document, ``(T, heads, value_dim)``.
+
+    GPUs without FlashAttention-2, and float32 inputs, run PyTorch's memory-efficient kernel here.
+    cuDNN is left out, because it would build a graph for every length of a document. Shapes and
+    `keys` as in `document_attention`; `window` is 0 without a sliding window.
+    """
+    lengths = lengths_k = _lengths(cu_seqlens)
+    if keys is not None:
+        key, value = (gather_keys(x, keys.key_index) for x in (key, value))
+        lengths_k = _lengths(keys.cu_seqlens_k)
+    group = query.shape[1] // key.shape[1]
+    if group > 1:
+        # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
+        # materialize all scores of a document for every head (torch 2.13).
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    rows = min(BLOCK, max(lengths, default=0))
+    bias = functools.cache(functools.partial(_bias, rows, window, query))
+    outputs = []
+    split = (query.split(lengths), key.split(lengths_k), value.split(lengths_k))
+    for q, k, v in zip(*split, strict=True):
+        prefix, beyond_window = k.shape[0] - q.shape[0], window and q.shape[0] > window
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        if prefix:
+            parts = _sdpa_by_tile(q, k, v, prefix, scale, window, bias)
+        elif beyond_window:
+            parts = _windowed_sdpa(q, k, v, scale, window, bias)
+        else:
+            parts = iter([_causal_sdpa(q, k, v, scale)])
+        outputs += [part[0].transpose(0, 1) for part in parts]
+    return torch.cat(outputs)
+
+
+def _lengths(boundaries: Tensor) -> list[int]:
+    return [end - start for start, end in pairwise(host_boundaries(boundaries)) if end > start]
+
+
+def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=True, scale=scale)
+
+
+def _windowed_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, bias: Callable[[int], Tensor]
+) -> Iterator[Tensor]:
+    """Yield attention of one document ``(1, heads, queries, dim)``, tile by tile.
+
+    The document is first cut into chunks, which see themselves and the chunk before, and these into
+    tiles. This keeps the work linear: for each tile, autograd fills a gradient as long as two
+    chunks instead of one as long as the document. Tiles share the masks of `bias`.
+    """
+    size = max(window, BLOCK)
+    chunks = [x.split(size, 2) for x in (q, k, v)]
+    for n, (queries, *_) in enumerate(zip(*chunks, strict=True)):
+        if n == 0 and queries.shape[2] <= window:
+            yield _causal_sdpa(queries, chunks[1][0], chunks[2][0], scale)
+            continue
+        keys, values = (torch.cat(x[max(n - 1, 0) : n + 1], 2) for x in chunks[1:])
+        past = keys.shape[2] - queries.shape[2]  # tokens of the chunk before
+        yield from _sdpa_by_tile(queries, keys, values, past, scale, window, bias)
+
+
+def _sdpa_by_tile(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    past: int,
+    scale: float,
+    window: int,
+    bias: Callable[[int], Tensor],
+) -> Iterator[Tensor]:
+    """Yield attention of queries ``(1, heads, queries, dim)`` behind `past` keys, tile by tile."""
+    for part in queries.split(BLOCK, 2):
+        # Kernels read keys and masks in units of 16 bytes.
+        start = max(past - window + 1, 0) // 8 * 8 if window else 0
+        stop = past + part.shape[2]
+        yield F.scaled_dot_product_attention(
+            part,
+            keys[:, :, start:stop],
+            values[:, :, start:stop],
+            attn_mask=bias(past - start)[: part.shape[2], : stop - start],
+            scale=scale,
+        )
+        past = stop
+
+
+def _bias(rows: int, window: int, query: Tensor, past: int) -> Tensor:
+    """Return 0 where a query of a tile sees a key, else -inf, ``(rows, past + rows)``.
+
+    `past` keys come before the first query; `window` is 0 without one. The dtype is that of
+    `query`: PyTorch would convert a bool mask in every call, and keep the result for the backward.
+    """
+    tile = Tile(past, past + rows, 0, past + rows)
+    visible = visible_keys(tile, KernelOptions(1.0, window), query.device)
+    # Rows are a multiple of 8 keys wide; PyTorch pads a copy of other masks in every call.
+    width = -(-visible.shape[1] // 8) * 8
+    bias = query.new_full((rows, width), float("-inf"))
+    return bias[:, : visible.shape[1]].masked_fill_(visible, 0.0)
 
 
 register_packed_kernel(NAME, document_attention)

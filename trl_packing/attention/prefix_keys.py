@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_packing.documents.host_row import host_boundaries, host_values
-
 _PART = 16_384  # keys whose gradients are summed at once
 
 
@@ -47,102 +45,77 @@ def prefix_keys(
     return PrefixKeys(cu_seqlens_k, key_index, max_length)
 
 
-class PrefixBlock(NamedTuple):
-    """Queries ``[q0, q1)``, and keys ``[k0, k1)`` that are in the prefix of all of them.
-
-    `gap` counts the tokens of the row between keys and queries that are on other paths: the query
-    at row i is ``i - j - gap`` tokens behind the key at row j. It is 0 where queries of several
-    segments are together, which differ in it.
-    """
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    gap: int
+# Queries ``[q0, q1)`` of a segment, and the positions of its keys without its own.
+Segment = tuple[int, int, np.ndarray]
 
 
-def blocks_of_nodes(cu_seqlens: Tensor, keys: PrefixKeys) -> Iterator[PrefixBlock]:
-    """Yield a block for each segment that is a prefix: its keys, and all queries that follow it.
-
-    In a row in depth-first order, the queries behind a segment are next to each other. In another
-    order, a segment has several blocks.
+def segments_with_prefixes(
+    boundaries: np.ndarray, boundaries_k: np.ndarray, key_index: np.ndarray
+) -> list[Segment]:
+    """Return the segments of a row with their prefixes.
 
     Args:
-        cu_seqlens: boundaries of the segments, ``(N + 1,)`` int32.
-        keys: the keys of each segment.
+        boundaries: of the segments, ``(N + 1,)``.
+        boundaries_k: of the keys of each segment in `key_index`, ``(N + 1,)``.
+        key_index: positions in the row of all keys, ``(K,)``.
 
     Raises:
         ValueError: the keys do not fit the segments.
     """
-    spans = list(pairwise(host_boundaries(cu_seqlens)))
-    starts = np.array([start for start, _ in spans])
-    open_nodes: list[tuple[int, int]] = []  # (segment, first query behind it)
-    for (q0, _), prefix in zip(spans, _prefixes(spans, keys), strict=True):
-        heads = prefix[np.flatnonzero(np.isin(prefix, starts))]
-        path = np.searchsorted(starts, heads, side="right") - 1
-        common = 0
-        while common < min(len(path), len(open_nodes)) and path[common] == open_nodes[common][0]:
-            common += 1
-        for node, since in open_nodes[common:]:
-            yield PrefixBlock(since, q0, *spans[node], 0)
-        open_nodes = open_nodes[:common] + [(int(node), q0) for node in path[common:]]
-    for node, since in open_nodes:
-        yield PrefixBlock(since, spans[-1][1], *spans[node], 0)
-
-
-def blocks_of_segments(cu_seqlens: Tensor, keys: PrefixKeys) -> Iterator[PrefixBlock]:
-    """Yield the keys of each segment's prefix in runs of neighbors, with their `gap`.
-
-    Arguments and errors as `blocks_of_nodes` has them.
-    """
-    spans = list(pairwise(host_boundaries(cu_seqlens)))
-    for (q0, q1), prefix in zip(spans, _prefixes(spans, keys), strict=True):
-        heads = np.flatnonzero(np.diff(prefix, prepend=-2) != 1).tolist()
-        for first, beyond in pairwise([*heads, len(prefix)]):
-            k0 = int(prefix[first])
-            gap = (q0 - k0) - (len(prefix) - first)
-            yield PrefixBlock(q0, q1, k0, k0 + beyond - first, gap)
-
-
-def _prefixes(spans: list[tuple[int, int]], keys: PrefixKeys) -> Iterator[np.ndarray]:
-    """Yield the keys of each segment without its own."""
-    boundaries = host_boundaries(keys.cu_seqlens_k)
-    index = host_values(keys.key_index)
-    if len(boundaries) != len(spans) + 1 or boundaries[0] != 0 or boundaries[-1] > len(index):
+    ends, most = boundaries_k, len(key_index)
+    if len(ends) != len(boundaries) or ends[0] != 0 or ends[-1] > most:
         raise ValueError(
-            f"cu_seqlens_k has {len(boundaries) - 1} segments and ends at {boundaries[-1]}; it "
-            f"needs {len(spans)}, as cu_seqlens has, and at most {len(index)} keys"
+            f"cu_seqlens_k has {len(ends) - 1} segments and ends at {ends[-1]}; it needs "
+            f"{len(boundaries) - 1}, as cu_seqlens has, and at most {most} keys"
         )
-    for (q0, q1), (k0, k1) in zip(spans, pairwise(boundaries), strict=True):
-        seen = index[k0:k1]
+    segments = []
+    spans = zip(pairwise(boundaries.tolist()), pairwise(ends.tolist()), strict=True)
+    for (q0, q1), (k0, k1) in spans:
+        seen = key_index[k0:k1]
         own = len(seen) - (q1 - q0)
         if own < 0 or not np.array_equal(seen[own:], np.arange(q0, q1)) or (seen[:own] >= q0).any():
             raise ValueError(
                 f"the keys of the segment [{q0}, {q1}) must be tokens before it, then its own"
             )
-        yield seen[:own]
+        segments.append((q0, q1, seen[:own]))
+    return segments
 
 
-def merge_softmax(
-    output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return attention over two disjoint sets of keys from the attention over each.
+def blocks_of_nodes(segments: list[Segment]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield queries ``[q0, q1)`` and keys ``[k0, k1)`` that are in the prefix of all of them.
 
-    Shape letters: Q queries, H heads, D values per head.
-
-    Args:
-        output: over the first keys, ``(Q, H, D)`` float32.
-        lse: log-sum-exp of the scores of the first keys, ``(H, Q)`` float32.
-        more: over the other keys, ``(Q, H, D)``.
-        more_lse: log-sum-exp of the other scores, ``(H, Q)`` float32.
-
-    Returns:
-        The output and the log-sum-exp over all keys, in the shapes given.
+    A segment that is a prefix has a block of its keys, and all queries that follow it. In a row in
+    depth-first order, these are next to each other; in another order, it has several blocks.
     """
-    merged = torch.logaddexp(lse, more_lse)
-    share, rest = (torch.exp(x - merged).t().unsqueeze(-1) for x in (lse, more_lse))
-    return output * share + more * rest, merged
+    starts = np.array([q0 for q0, _, _ in segments])
+    open_nodes: list[tuple[int, int]] = []  # (segment, first query behind it)
+
+    def close(nodes: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int, int, int]]:
+        for node, since in nodes:
+            yield since, end, *segments[node][:2]
+
+    for q0, _, prefix in segments:
+        heads = prefix[np.flatnonzero(np.isin(prefix, starts))]
+        path = np.searchsorted(starts, heads, side="right") - 1
+        common = 0
+        while common < min(len(path), len(open_nodes)) and path[common] == open_nodes[common][0]:
+            common += 1
+        yield from close(open_nodes[common:], q0)
+        open_nodes = open_nodes[:common] + [(int(node), q0) for node in path[common:]]
+    yield from close(open_nodes, segments[-1][1])
+
+
+def blocks_of_segments(segments: list[Segment]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the keys of each segment's prefix in runs of neighbors: q0, q1, k0, k1 and `gap`.
+
+    `gap` counts the tokens of the row between keys and queries that are on other paths: the query
+    at row i is ``i - j - gap`` tokens behind the key at row j.
+    """
+    for q0, q1, prefix in segments:
+        heads = np.flatnonzero(np.diff(prefix, prepend=-2) != 1).tolist()
+        for first, beyond in pairwise([*heads, len(prefix)]):
+            k0 = int(prefix[first])
+            yield q0, q1, k0, k0 + beyond - first, (q0 - k0) - (len(prefix) - first)
 
 
 def gather_keys(tensor: Tensor, key_index: Tensor) -> Tensor:
@@ -205,3 +178,69 @@ def _autograd_backward(ctx, grad):
 
 
 _gather_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+
+
+# --- a softmax in parts: of prefixes, and of attention sinks --------------------------------------
+
+
+def merge_softmax(
+    output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return attention over two disjoint sets of keys from the attention over each.
+
+    Shape letters: Q queries, H heads, D values per head.
+
+    Args:
+        output: over the first keys, ``(Q, H, D)`` float32.
+        lse: log-sum-exp of the scores of the first keys, ``(H, Q)`` float32.
+        more: over the other keys, ``(Q, H, D)``.
+        more_lse: log-sum-exp of the other scores, ``(H, Q)`` float32.
+
+    Returns:
+        The output and the log-sum-exp over all keys, in the shapes given.
+    """
+    merged = torch.logaddexp(lse, more_lse)
+    share, rest = (torch.exp(x - merged).t().unsqueeze(-1) for x in (lse, more_lse))
+    return output * share + more * rest, merged
+
+
+# A sink is a learned logit per head that takes part in the softmax and attends to nothing
+# (gpt_oss).
+# With ``out, lse`` of plain attention and sink logits s, the softmax over keys and sink returns
+# ``out' = out · exp(lse − lse')`` with ``lse' = logaddexp(lse, s)``. A kernel's backward rebuilds
+# its probabilities from the log-sum-exp. Given out' and lse', it returns the exact gradients of
+# query, key and value, and the gradient of the sinks is ``−Σ exp(s − lse') · Σ(dout' · out')``.
+# Shape letters: T tokens, H heads, D values per head.
+
+
+def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the log-sum-exp over keys and sink, ``(H, T)`` float32.
+
+    Args:
+        lse: log-sum-exp of plain attention, ``(H, T)`` float32.
+        sinks: sink logits, ``(H,)``.
+
+    Examples:
+        >>> lse, sinks = torch.zeros(1, 2), torch.zeros(1)  # a key of weight 1, a sink of weight 1
+        >>> torch.exp(lse_with_sinks(lse, sinks)).round().tolist()
+        [[2.0, 2.0]]
+    """
+    return torch.logaddexp(lse, sinks.float()[:, None])
+
+
+def share_of_keys(lse: Tensor, with_sinks: Tensor) -> Tensor:
+    """Return the weight ``(T, H, 1)`` in [0, 1] that the keys keep; the output is scaled by it."""
+    return torch.exp(lse - with_sinks).t().unsqueeze(-1)
+
+
+def gradient_of_sinks(grad: Tensor, output: Tensor, with_sinks: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sink logits, ``(H,)`` in their dtype.
+
+    Args:
+        grad: gradient of `output`.
+        output: output with sinks, ``(T, H, D)``.
+        with_sinks: log-sum-exp with sinks, ``(H, T)`` float32.
+        sinks: sink logits, ``(H,)``.
+    """
+    received = (grad.float() * output.float()).sum(-1).t()  # (H, T)
+    return -(torch.exp(sinks.float()[:, None] - with_sinks) * received).sum(1).to(sinks.dtype)

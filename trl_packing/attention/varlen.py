@@ -16,8 +16,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.interface import KernelOptions, one_dtype, register_packed_kernel
-from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys, sum_over_segments
-from trl_packing.attention.sinks import gradient_of_sinks, lse_with_sinks, share_of_keys
+from trl_packing.attention.prefix_keys import (
+    PrefixKeys,
+    gather_keys,
+    gradient_of_sinks,
+    lse_with_sinks,
+    share_of_keys,
+    sum_over_segments,
+)
 
 NAME = "packed_varlen"
 
@@ -90,7 +96,7 @@ def _options(scale: float, window: int | None) -> dict[str, Any]:
 class _Attention(torch.autograd.Function):
     """Attention with learned sinks or shared prefixes, on a kernel without them.
 
-    Sinks follow from the log-sum-exp (`sinks.py`). The keys of each segment are gathered in the
+    Sinks follow from the log-sum-exp. The keys of each segment are gathered in the
     forward and again in the backward, so that only the keys of the row are kept in between.
     """
 
