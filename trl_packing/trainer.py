@@ -44,7 +44,7 @@ from trl_packing.attention.calls import (
 )
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
-from trl_packing.attention.sharding import (
+from trl_packing.attention.state import (
     check_deepspeed_can_train,
     forget_evaluation_wrapper,
     gather_full_state_dict,

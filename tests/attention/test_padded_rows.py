@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 
 from trl_packing import PackedCollator
 from trl_packing.attention import padded_rows
-from trl_packing.attention.packed_calls import unwrap_packed_calls
+from trl_packing.attention.calls import unwrap_packed_calls
 from trl_packing.attention.padded_rows import group_documents, pad_packed_calls
 
 MOST_PADDING = 1 / 8

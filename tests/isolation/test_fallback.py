@@ -38,8 +38,8 @@ from trl_packing import (
 )
 from trl_packing.attention import block_mask
 from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.calls import unwrap_packed_calls
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.packed_calls import unwrap_packed_calls
 from trl_packing.isolation.guard import IsolationGuard, Precision, with_fallbacks
 
 TOLERANCE = 1e-5

@@ -24,13 +24,15 @@ from torch import nn
 
 # Importing document_sdpa registers `torch.ops.trl_packing`.
 from trl_packing.attention import block_mask, document_sdpa, flash_attn, padded_rows, varlen
-from trl_packing.attention.implementation import (
-    current_implementation,
-    is_packed_implementation,
-    native_implementation,
-)
 from trl_packing.attention.interface import implementation_name
-from trl_packing.attention.model_facts import invokes_adapter, layer_values, text_config
+from trl_packing.attention.model_facts import (
+    current_implementation,
+    invokes_adapter,
+    is_packed_implementation,
+    layer_values,
+    native_implementation,
+    text_config,
+)
 
 __all__ = ["AttentionChoice", "resolve_attention"]
 

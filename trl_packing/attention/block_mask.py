@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import layer_values, text_config
-from trl_packing.attention.packed_calls import wrap_packed_calls
 from trl_packing.documents.boundaries import mask_from_document_ids
 from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, to_device
 

@@ -21,19 +21,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention import block_mask, flash_attn, padded_rows, varlen
 from trl_packing.attention.backends import PADDED, AttentionChoice, outside_interface
-from trl_packing.attention.implementation import (
-    InstalledName,
-    current_implementation,
-    native_implementation,
-    restore_implementation,
-    set_implementation,
-)
-from trl_packing.attention.interface import mark_packed_calls
-from trl_packing.attention.model_facts import invokes_adapter, rope_thresholds, unwrap_peft
-from trl_packing.attention.packed_calls import (
+from trl_packing.attention.calls import (
     announce_boundaries,
     pass_packed_calls,
     unwrap_packed_calls,
+)
+from trl_packing.attention.interface import mark_packed_calls
+from trl_packing.attention.model_facts import (
+    InstalledName,
+    current_implementation,
+    invokes_adapter,
+    native_implementation,
+    restore_implementation,
+    rope_thresholds,
+    set_implementation,
+    unwrap_peft,
 )
 
 

@@ -23,8 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention.implementation import register_packed_name
-from trl_packing.attention.packed_calls import wrap_packed_calls
+from trl_packing.attention.calls import wrap_packed_calls
+from trl_packing.attention.model_facts import register_packed_name
 from trl_packing.attention.prefix_keys import PrefixKeys, prefix_keys
 
 

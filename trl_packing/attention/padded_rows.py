@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import requires
 from trl_packing.attention.neftune import announce_documents
-from trl_packing.attention.packed_calls import wrap_packed_calls
-from trl_packing.attention.sharding import all_reduce_max_if_sharded
+from trl_packing.attention.state import all_reduce_max_if_sharded
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,

@@ -29,18 +29,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.implementation import native_implementation
 from trl_packing.attention.install import try_backward, use_native_attention
 from trl_packing.attention.model_facts import (
     layer_values,
     length_constants,
+    native_implementation,
     requires,
     rope_thresholds,
     text_config,
     unwrap_model,
 )
-from trl_packing.attention.sharding import all_reduce_max_if_sharded
-from trl_packing.attention.state import preserve_state, restore_state
+from trl_packing.attention.state import all_reduce_max_if_sharded, preserve_state, restore_state
 from trl_packing.data.limits import learned_positions
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS

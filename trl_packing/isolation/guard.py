@@ -41,7 +41,7 @@ from trl_packing.attention.model_facts import (
     rope_thresholds,
     unwrap_peft,
 )
-from trl_packing.attention.sharding import all_reduce_max, announce_head
+from trl_packing.attention.state import all_reduce_max, announce_head
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
 from trl_packing.documents.arrow import ArrowDocuments, is_packed

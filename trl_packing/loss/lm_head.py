@@ -34,7 +34,7 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from trl_packing.attention.calls import complete_arguments, unbind_forward
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
-from trl_packing.attention.sharding import unshard_head
+from trl_packing.attention.state import unshard_head
 from trl_packing.documents.host_row import cached_values, is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.next_token import score_targets

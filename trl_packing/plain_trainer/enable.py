@@ -34,19 +34,17 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.calls import complete_call, other_rows, unbind_forward
-from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.calls import complete_call, other_rows, settle_first, unbind_forward
 from trl_packing.attention.model_facts import (
     invokes_adapter,
     length_constants,
     requires,
+    restore_implementation,
     text_config,
     unwrap_peft,
 )
 from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
-from trl_packing.attention.packed_calls import settle_first
-from trl_packing.attention.sharding import is_sharded
-from trl_packing.attention.state import preserve_state
+from trl_packing.attention.state import is_sharded, preserve_state
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers

@@ -24,10 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from trl_packing.attention.calls import allows_other_rows
-from trl_packing.attention.implementation import restore_implementation
+from trl_packing.attention.calls import allows_other_rows, settle_first
 from trl_packing.attention.install import install_attention, use_attention
-from trl_packing.attention.packed_calls import settle_first
+from trl_packing.attention.model_facts import restore_implementation
 from trl_packing.attention.state import temporarily
 from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_packing.attention.model_facts import unwrap_peft
-from trl_packing.attention.sharding import all_reduce_max
+from trl_packing.attention.state import all_reduce_max
 from trl_packing.documents.host_row import host_row
 from trl_packing.vision.placeholders import placeholder_token
 
