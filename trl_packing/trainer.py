@@ -66,13 +66,12 @@ from trl_packing.training.arguments import (
     reason_to_keep_rows_apart,
     unpack_without_capacity,
 )
-from trl_packing.training.checkpoints import checkpoint_to_resume, write_whole
+from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.renamed_weights import load_renamed
 from trl_packing.training.report import PackingReport, RunReport, describe_packing, with_tag
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, source_sets

@@ -147,7 +147,7 @@ def test_another_division_of_a_step_goes_on_with_its_documents(packing, saved, t
     then |= {"save_steps": 1}
     before = saved(**then)
     resumed = resume(before, 2, tmp_path, **now)
-    assert "the optimizer steps hold the same documents as then" in caplog.text
+    assert "per_device_train_batch_size=1 instead of 4" in caplog.text
     for step in range(2, before.state.max_steps):
         of_step = [
             sorted(
@@ -168,7 +168,7 @@ def test_the_same_steps_in_other_ranks_go_on_to_the_last_bit(saved, tmp_path, ca
         resume(whole, 3, tmp_path / str(rank), ranks=(2, rank), gradient_accumulation_steps=1)
         for rank in range(2)
     ]
-    assert "the optimizer steps hold the same documents" in caplog.text
+    assert "ranks=2 instead of 1" in caplog.text
     for step in range(3, whole.state.global_step):
         there = [batch for s, batch in zip(whole.steps, whole.trained, strict=True) if s == step]
         here = [
@@ -209,7 +209,7 @@ def test_between_epochs_anything_may_change(saved, tmp_path, caplog):
     now = {"seed": 7, "per_device_train_batch_size": 2, "num_train_epochs": 2}
     resumed = resume(before, per_epoch, tmp_path, **now)
     assert documents_of(resumed) == Counter(range(NUMBER))
-    assert "a whole epoch begins" in caplog.text
+    assert "in epoch 1 after 0 of its steps" in caplog.text
 
 
 # --- what cannot go on ----------------------------------------------------------------------------
@@ -265,7 +265,6 @@ def test_a_finished_run_has_nothing_left(saved, tmp_path, caplog):
     last = saved().state.max_steps
     resumed = resume(saved(), last, tmp_path, per_device_train_batch_size=2)
     assert resumed.trained == []
-    assert "nothing is left to train" in caplog.text
 
 
 def test_what_is_refused_may_begin_anew(saved, tmp_path):

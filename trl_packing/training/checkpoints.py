@@ -16,11 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from trl_packing.attention.model_facts import unwrap_model
 from trl_packing.attention.state import temporarily
 
 logger = get_logger(__name__)
@@ -38,9 +42,10 @@ _JSON_THAT_IS_READ = (
 
 @contextmanager
 def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
-    """Yield the checkpoint of this step, marked while the block writes it.
+    """Yield the checkpoint of this step, marked on all ranks together until all have written it.
 
-    It is uploaded, and older checkpoints are deleted, when it is whole.
+    With `save_on_each_node`, each node marks its own. It is uploaded, and older checkpoints are
+    deleted, when it is whole.
 
     Args:
         trainer: of the run.
@@ -49,12 +54,19 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
     args, limit = trainer.args, trainer.args.save_total_limit
     name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     checkpoint = Path(trainer._get_output_dir(trial=trial)) / name
+    if args.should_save:
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / MARK).touch()
+    trainer.accelerator.wait_for_everyone()
     trainer._push_from_checkpoint = lambda folder: None  # the mark would go with it
     try:
-        with temporarily(args, save_total_limit=None), mark_as_half_written(checkpoint, trainer):
+        with temporarily(args, save_total_limit=None):
             yield checkpoint
     finally:
         del trainer._push_from_checkpoint
+    trainer.accelerator.wait_for_everyone()
+    if args.should_save:
+        (checkpoint / MARK).unlink(missing_ok=True)
     if args.push_to_hub:
         trainer._push_from_checkpoint(str(checkpoint))
     if args.should_save:
@@ -62,38 +74,20 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
         rotate_checkpoints(str(checkpoint.parent), limit, best, use_mtime=True)
 
 
-@contextmanager
-def mark_as_half_written(checkpoint: Path, trainer: Any) -> Iterator[None]:
-    """Mark `checkpoint` inside the block, on all ranks together, until all have left it.
-
-    With `save_on_each_node`, each node marks its own.
-    """
-    mark, accelerator = checkpoint / MARK, trainer.accelerator
-    if trainer.args.should_save:
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    accelerator.wait_for_everyone()
-    yield
-    accelerator.wait_for_everyone()
-    if trainer.args.should_save:
-        mark.unlink(missing_ok=True)
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Return whether `checkpoint` was written to its end."""
-    return not (checkpoint / MARK).exists()
-
-
 def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[Path]]:
     """Return the last whole checkpoint of a run, and the half-written ones after it."""
     skipped: list[Path] = []
-    for checkpoint in sorted(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step, reverse=True):
-        if _step(checkpoint) < 0:
-            continue
-        if is_whole(checkpoint):
+    for checkpoint in reversed(_checkpoints(folder)):
+        if not (checkpoint / MARK).exists():
             return checkpoint, skipped
         skipped.append(checkpoint)
     return None, skipped
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    found = [each for each in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if each.is_dir()]
+    numbered = [each for each in found if each.name.rpartition("-")[2].isdecimal()]
+    return sorted(numbered, key=lambda each: int(each.name.rpartition("-")[2]))
 
 
 def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
@@ -103,32 +97,27 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
         ValueError: before anything is read, if the checkpoint is half-written and so are all
             others, or if a part is missing or damaged.
     """
-    checkpoint = _whole_checkpoint(asked, trainer.args.output_dir)
-    if isinstance(checkpoint, (str, Path)):
-        check_readable(Path(checkpoint))
-        if not trainer.is_deepspeed_enabled:
-            check_optimizer(Path(checkpoint), save_only_model=trainer.args.save_only_model)
-    return checkpoint
-
-
-def _whole_checkpoint(asked: Any, output_dir: str) -> Any:
-    """Return `asked`, or the last whole checkpoint of the run for True."""
     if asked is True:
-        whole, skipped = last_whole_checkpoint(Path(output_dir))
+        whole, skipped = last_whole_checkpoint(Path(trainer.args.output_dir))
         names = ", ".join(checkpoint.name for checkpoint in skipped)
         if skipped and whole is None:
             raise ValueError(
-                f"no checkpoint in {output_dir} is whole: {names} was being written when its run "
-                "stopped; start without resume_from_checkpoint"
+                f"no checkpoint in {trainer.args.output_dir} is whole: {names} was being written "
+                "when its run stopped; start without resume_from_checkpoint"
             )
         if skipped:
             logger.warning(f"{names} is half-written: resuming from {whole}")
-        return asked if whole is None else str(whole)
-    if isinstance(asked, (str, Path)) and not is_whole(Path(asked)):
-        raise ValueError(
-            f"resume_from_checkpoint={str(asked)!r} is half-written (it has a file {MARK!r}): its "
-            "run was stopped while saving; name an earlier one, or True for the last whole one"
-        )
+        asked = asked if whole is None else str(whole)
+    if isinstance(asked, (str, Path)):
+        if (Path(asked) / MARK).exists():
+            raise ValueError(
+                f"resume_from_checkpoint={str(asked)!r} is half-written (it has a file {MARK!r}): "
+                "its run was stopped while saving; name an earlier one, or True for the last whole "
+                "one"
+            )
+        check_readable(Path(asked))
+        if not trainer.is_deepspeed_enabled:  # it stops by itself without its optimizer files
+            check_optimizer(Path(asked), save_only_model=trainer.args.save_only_model)
     return asked
 
 
@@ -139,28 +128,34 @@ def check_readable(checkpoint: Path) -> None:
             f"resume_from_checkpoint={str(checkpoint)!r} has no {TRAINER_STATE_NAME}, so it is no "
             f"checkpoint of a training; name one{_others(checkpoint)}"
         )
-    for path in sorted(checkpoint.iterdir()):
-        if path.is_file() and (problem := _damage(path)):
+    for path in sorted(each for each in checkpoint.iterdir() if each.is_file()):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt"):
+                    continue
+            if any(path.match(name) for name in _JSON_THAT_IS_READ):
+                json.loads(path.read_text(encoding="utf-8"))
+            if path.suffix in (".bin", ".npz", ".pt", ".pth") and path.name != "training_args.bin":
+                with path.open("rb") as file:
+                    is_archive = file.read(2) in (b"PK", b"")  # others do not mark their end
+                if is_archive and not zipfile.is_zipfile(path):
+                    raise ValueError("its end is missing")
+        except (SafetensorError, OSError, ValueError) as problem:
             raise ValueError(
                 f"{path} is damaged ({problem}): it was cut short when it was written or copied. "
                 f"Copy it again, or resume from another checkpoint{_others(checkpoint)}"
-            )
+            ) from problem
 
 
 def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
     """Raise ValueError if the optimizer or its schedule is missing: Trainer would make new ones.
 
     A checkpoint of the model alone, as `save_only_model` saves it, is resumed with a warning.
-    DeepSpeed stores the optimizer in other files, and stops without them.
     """
-    missing = [
-        name
-        for name, is_there in (
-            ("optimizer.pt", _has_optimizer(checkpoint)),
-            ("scheduler.pt", (checkpoint / "scheduler.pt").is_file()),
-        )
-        if not is_there
-    ]
+    # An optimizer is a file, one file a rank, or a folder of shards.
+    files = [path.name for path in checkpoint.iterdir()]
+    missing = [] if any("optimizer" in name for name in files) else ["optimizer.pt"]
+    missing += [] if "scheduler.pt" in files else ["scheduler.pt"]
     if not missing:
         return
     words = " and no ".join(missing)
@@ -178,36 +173,33 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
     )
 
 
-def _has_optimizer(checkpoint: Path) -> bool:
-    """Return whether there is an optimizer: a file, one file a rank, or a folder of shards."""
-    return any("optimizer" in path.name for path in checkpoint.iterdir())
-
-
-def _damage(path: Path) -> str | None:
-    """Return what is wrong with the header or the end of a file; None if nothing is."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                return None
-        if any(path.match(name) for name in _JSON_THAT_IS_READ):
-            json.loads(path.read_text(encoding="utf-8"))
-    except (SafetensorError, OSError, ValueError) as problem:
-        return str(problem)
-    if path.suffix in (".bin", ".npz", ".pt", ".pth") and path.name != "training_args.bin":
-        with path.open("rb") as file:
-            is_archive = file.read(2) in (b"PK", b"")  # other formats do not mark their end
-        if is_archive and not zipfile.is_zipfile(path):
-            return "its end is missing"
-    return None
-
-
 def _others(checkpoint: Path) -> str:
     """Return the other whole checkpoints beside `checkpoint`, in words."""
-    beside = sorted(checkpoint.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step)
-    names = [p.name for p in beside if _step(p) >= 0 and is_whole(p) and p.name != checkpoint.name]
+    beside = [each for each in _checkpoints(checkpoint.parent) if not (each / MARK).exists()]
+    names = [each.name for each in beside if each.name != checkpoint.name]
     return f" ({', '.join(names[-3:])})" if names else ""
 
 
-def _step(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() and checkpoint.is_dir() else -1
+@torch.no_grad()
+def load_renamed(trainer: Any, checkpoint: Any) -> None:
+    """Load the weights of `checkpoint` into the model if they have other names there.
+
+    transformers saves many vision-language models under older names, which `from_pretrained`
+    translates. `Trainer` does not when it resumes or loads the best model (5.23): it warns of
+    missing names and trains on with the weights from before. Sharded engines load their own files.
+    """
+    model, is_sharded = trainer.model, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if is_sharded or not isinstance(checkpoint, (str, Path)):
+        return
+    index, single = Path(checkpoint) / SAFE_WEIGHTS_INDEX_NAME, Path(checkpoint) / SAFE_WEIGHTS_NAME
+    saved: set[str] = set()
+    if index.is_file():
+        saved = set(json.loads(index.read_text())["weight_map"])
+    elif single.is_file():
+        with safe_open(single, framework="pt") as file:
+            saved = set(file.keys())
+    if isinstance(model, PreTrainedModel) and not saved <= model.state_dict().keys():
+        inner: Any = unwrap_model(model)
+        inner.load_state_dict(
+            type(inner).from_pretrained(checkpoint, dtype=inner.dtype).state_dict()
+        )

@@ -262,7 +262,7 @@ class PackedLoaders:
         self.collators.hold_shapes()  # `auto_find_batch_size` may have changed the batch size
         self.report.follow_batch_size()
         self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
-        self.epochs.forget()
+        self.epochs.follow_stream(None)
         is_stream = isinstance(dataset, IterableDataset)
         sources = training_sources(dataset, options.source_column)
         names = () if sources is None else sources.names

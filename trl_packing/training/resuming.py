@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -31,18 +31,6 @@ from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
 from trl_packing.training.sampling import Sampling
 
 logger = get_logger(__name__)
-
-
-class Resumption(NamedTuple):
-    """The place at which a resumed run continues.
-
-    Attributes:
-        epoch: its number.
-        steps: optimizer steps of it to skip.
-    """
-
-    epoch: int
-    steps: int
 
 
 class ResumedEpochs:
@@ -62,9 +50,8 @@ class ResumedEpochs:
         self.stream: StreamBatches | None = None
         self._record: EpochRecord | None = None  # of the checkpoint to resume from
         self._sampler: PackedBatchSampler | None = None  # of the training that runs
-        self._documents: ArrowDocuments  # of that sampler
-        self._marks: DocumentMarks | None = None
-        self._resumed: Resumption | None = None
+        self._marks: DocumentMarks | None = None  # of its documents
+        self._place: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
         self._epoch = 0
         self._first_step = 0  # the step of the run at which the epoch began
 
@@ -72,94 +59,75 @@ class ResumedEpochs:
     def resuming(self, checkpoint: Any) -> Iterator[None]:
         """Continue inside the block where the record in `checkpoint` says, if it has one."""
         record = None
-        if isinstance(checkpoint, (str, Path)):
-            path = Path(checkpoint) / FILE
-            record = EpochRecord.load(path) if path.is_file() else None
+        if isinstance(checkpoint, (str, Path)) and (Path(checkpoint) / FILE).is_file():
+            record = EpochRecord.load(Path(checkpoint) / FILE)
         with temporarily(self, _record=record):
             yield
 
     # --- the place in an epoch ----------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Follow nothing: no sampler of ours trains now."""
-        self.stream = self._sampler = self._marks = self._resumed = None
-
-    def follow_stream(self, stream: StreamBatches) -> None:
-        """Follow a stream, which trains now."""
-        self.forget()
+    def follow_stream(self, stream: StreamBatches | None) -> None:
+        """Follow a stream, which trains now; None: no sampler of ours trains."""
         self.stream = stream
+        self._sampler = self._marks = self._place = None
 
     def follow(self, sampler: PackedBatchSampler, documents: ArrowDocuments) -> None:
-        """Follow `sampler`, which trains now, from the recorded place on."""
-        self.forget()
-        self._sampler, self._documents = sampler, documents
+        """Follow `sampler`, which trains now, from the recorded place on.
+
+        Raises:
+            ValueError: the steps of the epoch would hold other documents now.
+        """
+        self.follow_stream(None)
+        self._sampler, self._marks = sampler, DocumentMarks.of(documents)
         record = self._record
         if record is None:
             return
-        if self.trainer.args.ignore_data_skip:
-            if record.epoch != record.global_step // self._num_steps(len(sampler)):
-                self._resumed = Resumption(record.epoch, 0)
-        else:
-            self._resumed = self._place_in_epoch(record, sampler)
-
-    def _place_in_epoch(self, record: EpochRecord, sampler: PackedBatchSampler) -> Resumption:
-        """Return where the run continues."""
-        if record.trained.any():
-            settings = self.sampling.settings()
-            record.check(settings, self._marks_of_documents())
-            sampler.set_epoch(record.epoch)
-            trained = np.zeros(sampler.num_drawn, bool)
-            trained[sampler.places_in_first_steps(record.steps)] = True
-            record.check_steps(np.array_equal(trained, record.trained), settings)
-        return Resumption(record.epoch, record.steps)
+        if not self.trainer.args.ignore_data_skip:
+            if record.trained.any():
+                settings = self.sampling.settings()
+                record.check(settings, self._marks)
+                sampler.set_epoch(record.epoch)
+                is_same = np.array_equal(self._trained_in(record.steps), record.trained)
+                record.check_steps(is_same, settings)
+            self._place = (record.epoch, record.steps)
+        elif record.epoch != record.global_step // self._num_steps(len(sampler)):
+            self._place = (record.epoch, 0)
 
     def _num_steps(self, num_micro_batches: int) -> int:
         """Return the optimizer steps of `num_micro_batches` of one rank."""
         return -(-num_micro_batches // self.sampling.accumulation)
 
+    def _trained_in(self, steps: int) -> np.ndarray:
+        """Return which documents the first steps of the sampler's epoch train, bool."""
+        assert self._sampler is not None
+        trained = np.zeros(self._sampler.num_drawn, bool)
+        trained[self._sampler.places_in_first_steps(steps)] = True
+        return trained
+
     # --- numbers that `Trainer` computes ------------------------------------------------------
 
     def schedule(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `Trainer.set_initial_training_values` for a run that continues in an epoch."""
-        if self._resumed is None:
+        if self._place is None or self._record is None:
             return found
+        args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._place
         num_epochs, per_epoch, *others, max_steps = found
-        num_epochs, max_steps = self._schedule(num_epochs, per_epoch, max_steps)
-        assert self._record is not None
-        if changed := self._record.changed(self.sampling.settings()):
-            logger.warning(
-                f"resumed with {changed}: {self._continuation(max_steps)}; training ends after "
-                f"step {max_steps:,}"
-            )
-        return (num_epochs, per_epoch, *others, max_steps)
-
-    def _schedule(self, num_epochs: int, per_epoch: int, max_steps: int) -> tuple[int, int]:
-        """Return the number of epochs and of optimizer steps of the whole run."""
-        assert self._record is not None
-        assert self._resumed is not None
-        args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._resumed
         if step == epoch * per_epoch + behind:
-            return num_epochs, max_steps  # as `Trainer` counts
-        if args.max_steps > 0:
+            pass  # as `Trainer` counts
+        elif args.max_steps > 0:
             later = max(max_steps - step - (per_epoch - behind), 0)
             num_epochs = epoch + 1 + -(-later // per_epoch)
         else:
             requested = args.num_train_epochs - epoch
             left = max(_ceil(min(requested, 1) * per_epoch) - behind, 0)
             max_steps = step + left + max(_ceil((requested - 1) * per_epoch), 0)
-        return (num_epochs if max_steps > step else epoch), max_steps
-
-    def _continuation(self, max_steps: int) -> str:
-        """Return in words what is trained from here on."""
-        assert self._record is not None
-        assert self._resumed is not None
-        if max_steps <= self._record.global_step:
-            return "nothing is left to train"
-        if self.trainer.args.ignore_data_skip:
-            return "the epoch restarts, because ignore_data_skip=True"
-        if self._resumed.steps == 0:
-            return "a whole epoch begins"
-        return "the optimizer steps hold the same documents as then, and continue"
+            num_epochs = num_epochs if max_steps > step else epoch
+        if changed := self._record.changed(self.sampling.settings()):
+            logger.warning(
+                f"resumed with {changed} in epoch {epoch} after {behind:,} of its steps; training "
+                f"ends after step {max_steps:,}"
+            )
+        return (num_epochs, per_epoch, *others, max_steps)
 
     def resume(self, epoch: int, skipped: int, checkpoint: str | None) -> tuple[int, int]:
         """Return the epoch in which the run continues, and the micro-batches to skip in it.
@@ -173,9 +141,15 @@ class ResumedEpochs:
             ValueError: it was saved within a packed epoch, and now nothing is packed by lengths; or
                 it was saved on a stream, and now the training set is none.
         """
-        self._refuse_position_of_stream(checkpoint)
-        if self._resumed is not None:
-            epoch, steps = self._resumed
+        position = [] if checkpoint is None else [*Path(checkpoint).glob("stream_*.json")]
+        if position and self.stream is None and not self.trainer.args.ignore_data_skip:
+            raise ValueError(
+                f"{checkpoint} was saved on a stream, whose documents come in another order than "
+                "those of a data set, so those left to train are unknown. Resume with the stream, "
+                "or set ignore_data_skip=True to restart the epoch"
+            )
+        if self._place is not None:
+            epoch, steps = self._place
             return epoch, steps * self.sampling.accumulation
         if skipped and self._record is not None and self._record.trained.any():
             raise ValueError(
@@ -191,21 +165,11 @@ class ResumedEpochs:
                 "settings had not changed, which cannot be verified; if they have changed, "
                 "documents are lost and repeated"
             )
-        if self.stream is None or checkpoint is None or not skipped:
-            return epoch, skipped
-        # A stream has no length from which `Trainer` could compute the epoch.
-        epoch, steps = self.stream.load(self._stream_file(checkpoint))
-        return epoch, steps * self.sampling.accumulation
-
-    def _refuse_position_of_stream(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.stream is not None or self.trainer.args.ignore_data_skip:
-            return
-        if any(Path(checkpoint).glob("stream_*.json")):
-            raise ValueError(
-                f"{checkpoint} was saved on a stream, whose documents come in another order than "
-                "those of a data set, so those left to train are unknown. Resume with the stream, "
-                "or set ignore_data_skip=True to restart the epoch"
-            )
+        if skipped and self.stream is not None and checkpoint is not None:
+            # A stream has no length from which `Trainer` could compute the epoch.
+            epoch, steps = self.stream.load(self._stream_file(checkpoint))
+            skipped = steps * self.sampling.accumulation
+        return epoch, skipped
 
     def begin_epoch(self, epoch: int, *, epochs_trained: int, skipped: int) -> None:
         """Note the step at which an epoch began.
@@ -229,36 +193,26 @@ class ResumedEpochs:
         if self.stream is not None:
             checkpoint.mkdir(parents=True, exist_ok=True)
             self.stream.save(self._stream_file(checkpoint))
-        elif self._sampler is not None and self.trainer.args.should_save:
-            self.record().save(checkpoint / FILE)
-
-    def _stream_file(self, checkpoint: str | Path) -> str:
-        return str(Path(checkpoint) / f"stream_{self.trainer.args.process_index}.json")
-
-    def record(self) -> EpochRecord:
-        """Return the record of the epoch as it is trained so far."""
-        assert self._sampler is not None
+        if self._sampler is None or self._marks is None or not self.trainer.args.should_save:
+            return
         epoch, steps = self._epoch, self.trainer.state.global_step - self._first_step
-        trained = np.zeros(self._sampler.num_drawn, bool)
-        self._sampler.set_epoch(epoch)  # a callback may have made a data loader too
-        if steps >= self._num_steps(len(self._sampler)):
+        per_epoch = self._num_steps(len(self._sampler))
+        if steps >= per_epoch:
             epoch, steps = epoch + 1, 0
-        else:
-            trained[self._sampler.places_in_first_steps(steps)] = True
-        return EpochRecord(
+        self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
+        record = EpochRecord(
             global_step=self.trainer.state.global_step,
             epoch=epoch,
             steps=steps,
-            steps_per_epoch=self._num_steps(len(self._sampler)),
+            steps_per_epoch=per_epoch,
             settings=self.sampling.settings(),
-            marks=self._marks_of_documents(),
-            trained=trained,
+            marks=self._marks,
+            trained=self._trained_in(steps),
         )
+        record.save(checkpoint / FILE)
 
-    def _marks_of_documents(self) -> DocumentMarks:
-        if self._marks is None:
-            self._marks = DocumentMarks.of(self._documents)
-        return self._marks
+    def _stream_file(self, checkpoint: str | Path) -> str:
+        return str(Path(checkpoint) / f"stream_{self.trainer.args.process_index}.json")
 
 
 def _ceil(number: float) -> int:
