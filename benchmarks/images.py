@@ -29,7 +29,7 @@ from PIL import Image
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.vision.image_store import ImageStore
+from trl_packing.vision.images import ImageStore
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from helpers.vision import tiny_processor, vision_model

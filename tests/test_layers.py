@@ -51,7 +51,6 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {
             "packaging",
-            "accelerate",
             "datasets",
             "numpy",
             "pyarrow",

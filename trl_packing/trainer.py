@@ -79,8 +79,8 @@ from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
-from trl_packing.vision.choice import has_images
 from trl_packing.vision.run_images import RunImages
+from trl_packing.vision.support import has_images
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

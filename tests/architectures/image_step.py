@@ -27,7 +27,7 @@ from architectures.tiny_processors import NAMES, tiny_processor
 from architectures.tiny_step import LEAST_TOLERANCE, MOST_TOLERANCE, train_step
 from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
 from trl_packing.isolation.check import NOISE_FACTOR, round_differently
-from trl_packing.vision.families import why_no_family
+from trl_packing.vision.support import why_no_family
 
 
 @dataclass(frozen=True)

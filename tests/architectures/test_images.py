@@ -18,7 +18,7 @@ from architectures.tiny_processors import NAMES, tiny_processor
 from architectures.tiny_step import train_step
 from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
 from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.families import FAMILIES
+from trl_packing.vision.support import FAMILIES
 
 # GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

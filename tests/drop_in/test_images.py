@@ -15,7 +15,7 @@ from helpers.tiny import tiny_dataset, tiny_vlm
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packing.vision import families
+from trl_packing.vision import support
 
 
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "TRL's path"])
@@ -24,7 +24,7 @@ def test_images_train_as_in_trl(tmp_path, monkeypatch, is_packed):
     if is_packed:
         pytest.importorskip("transformers", "5.23")  # older ones take TRL's path
     else:
-        monkeypatch.setattr(families, "FAMILIES", ())
+        monkeypatch.setattr(support, "FAMILIES", ())
 
     def run(cls):
         model, processor = tiny_vlm("llava")
@@ -69,7 +69,7 @@ def test_images_train_with_what_trl_refuses(tmp_path, monkeypatch, changes, text
         return trainer_for(tmp_path, rows, model=model, processing_class=processor, **changes)
 
     trainer().train()
-    monkeypatch.setattr(families, "FAMILIES", ())
+    monkeypatch.setattr(support, "FAMILIES", ())
     with pytest.raises(ValueError, match=text):
         trainer()
 

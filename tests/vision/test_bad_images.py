@@ -11,8 +11,8 @@ from PIL import Image as PillowImage
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.image_store import ImageError, ImageStore
-from trl_packing.vision.placeholders import Placeholders
+from trl_packing.vision.images import ImageError, ImageStore
+from trl_packing.vision.sizes import Placeholders
 
 NAME = "qwen2_5_vl"
 MODES = ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "HSV", "I;16")
@@ -38,7 +38,7 @@ def test_modes_and_thin_images_have_the_planned_number_of_tokens(name):
     for image in images:
         output = processor(images=[[image]], text=[processor.image_token], add_special_tokens=False)
         found = (np.asarray(output["input_ids"][0]) == placeholders.feature_id).sum()
-        assert found == placeholders.of((*image.size[::-1], 1)).num_features, (
+        assert found == sum(placeholders.of((*image.size[::-1], 1)).runs), (
             image.mode,
             image.size,
         )

@@ -14,17 +14,17 @@ from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.blank_images import (
+from trl_packing.vision.batch import (
+    ImageBatches,
     StillTower,
     blank_document,
     check_no_experts_are_balanced,
+    hide_boundaries,
     parameters_of_images,
     ranks_wait_for_tower,
 )
-from trl_packing.vision.families import FAMILIES
-from trl_packing.vision.image_store import ImageStore
-from trl_packing.vision.tower import hide_boundaries
+from trl_packing.vision.images import ImageStore
+from trl_packing.vision.support import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 

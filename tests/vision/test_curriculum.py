@@ -13,6 +13,7 @@ from helpers.vision import image_dataset
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training.columns import documents_of
 
 CAPACITY = 320
 ROWS = 48  # four times the same 12
@@ -43,7 +44,7 @@ def test_a_step_equals_its_documents_one_at_a_time(model, processor, tmp_path):
 def test_documents_with_images_come_in_order(curriculum, layout, model, processor, tmp_path):
     options = {"documents_per_step": 4} if layout == "documents" else {"max_patches": 400}
     trainer = trainer_of(model, processor, tmp_path, curriculum=curriculum, **options)
-    documents = trainer._remove_unused_columns(trainer.train_dataset)
+    documents = documents_of(trainer.train_dataset, None)
     sampler = trainer._sampling.for_training(documents)
     batches = sampler.micro_batches()
     assert sorted(np.concatenate(batches)) == [*range(ROWS)]

@@ -11,10 +11,9 @@ from vision.test_exact import LAYOUTS, packed
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.image_check import check_images
-from trl_packing.vision.image_store import ImageStore
-from trl_packing.vision.tower import hide_boundaries
+from trl_packing.vision.batch import ImageBatches, hide_boundaries
+from trl_packing.vision.guard import check_images
+from trl_packing.vision.images import ImageStore
 
 NAME = "qwen2_5_vl"
 

@@ -10,7 +10,7 @@ from PIL import Image as PillowImage
 from PIL.PngImagePlugin import PngInfo
 
 from trl_packing.documents.labels import IMAGE_ROW
-from trl_packing.vision.image_store import ImageError, ImageStore
+from trl_packing.vision.images import ImageError, ImageStore
 
 
 def encoded(image, kind="PNG", **options):

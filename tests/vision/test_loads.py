@@ -12,17 +12,16 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing.patch_bins import ImageLoads
+from trl_packing.training.columns import documents_of
 from trl_packing.training.report import ImageCounts
-from trl_packing.vision import families
-from trl_packing.vision.patches import patch_size_of
-from trl_packing.vision.placeholders import Placeholders
+from trl_packing.vision import support
+from trl_packing.vision.sizes import Placeholders, patch_size_of
 
 SIZES = [(20, 36), (90, 30), (33, 120), (64, 64)]
 
 _FAST = {"qwen2_5_vl", "llava_next", "mistral3"}
 FAMILIES = [
-    pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow)
-    for name in families.FAMILIES
+    pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow) for name in support.FAMILIES
 ]
 
 # GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
@@ -83,7 +82,7 @@ def trainer_of(model, processor, folder, dataset, **options):
 
 def loads_of(trainer) -> tuple[Dataset, ImageLoads]:
     dataset = trainer.train_dataset
-    documents = trainer._remove_unused_columns(dataset)
+    documents = documents_of(dataset, None)
     return dataset, trainer._sampling.image_loads(documents)
 
 

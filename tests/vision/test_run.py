@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.vision import choice, run_images
+from trl_packing.vision import run_images, support
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -176,6 +176,6 @@ def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tm
 
 def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
     data = Dataset.from_list([{"text": "a", "images": []}])
-    monkeypatch.setattr(choice.transformers, "__version__", "5.22.4")
+    monkeypatch.setattr(support.transformers, "__version__", "5.22.4")
     reason = run_images.RunImages().why_not_packed("none", data, None, None, None)
     assert reason == "the data set has images, and transformers 5.22.4 is older than 5.23"

@@ -18,7 +18,7 @@ from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 from trl_packing.training.columns import documents_of
-from trl_packing.vision import families
+from trl_packing.vision import support
 from trl_packing.vision.batch import ImageBatches
 
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
@@ -183,7 +183,7 @@ def test_a_dictionary_that_only_trl_could_train_is_refused(model, processor, tmp
     with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
         trainer_of(model, processor, tmp_path, sets(), packing_strategy="wrapped")
     with monkeypatch.context() as patch:
-        patch.setattr(families, "FAMILIES", ())
+        patch.setattr(support, "FAMILIES", ())
         with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
             trainer_of(model, processor, tmp_path, sets())
     with pytest.raises(ValueError, match=f"{refusal}the data set has images"):

@@ -8,7 +8,7 @@ from helpers.one_step import ONE_STEP, Keep
 from helpers.vision import image_dataset, tiny_processor
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.vision import families
+from trl_packing.vision import support
 from trl_packing.vision.batch import ImageBatches
 
 NAME = "qwen2_5_vl"
@@ -70,7 +70,7 @@ def test_a_processor_that_contradicts_its_arithmetic_is_refused(model, tmp_path,
 
 
 def test_weights_that_trls_path_would_ignore_are_refused(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(families, "FAMILIES", ())
+    monkeypatch.setattr(support, "FAMILIES", ())
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
     with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
         trainer_of(model, tmp_path, train_dataset=dataset)

@@ -57,7 +57,7 @@ class PackedCollator:
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
     still takes part in the step. A blank image, also masked, does the same for the vision tower
-    where ranks wait for each other (vision/blank_images.py).
+    where ranks wait for each other (vision/batch.py).
 
     Attributes:
         pad_token_id: token id of the padding that `pad_to_multiple_of` adds.

@@ -39,12 +39,9 @@ from trl_packing.tools.training_command import (
     loading_options,
     processing_class_of,
 )
-from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.choice import has_images
-from trl_packing.vision.families import FAMILIES
-from trl_packing.vision.guard import documents_to_check
-from trl_packing.vision.image_check import check_images
-from trl_packing.vision.tower import hide_boundaries
+from trl_packing.vision.batch import ImageBatches, hide_boundaries
+from trl_packing.vision.guard import check_images, documents_to_check
+from trl_packing.vision.support import FAMILIES, has_images
 
 _LONGEST_PROBE = 1024  # tokens, in a run without a max_length
 _ROWS = 64  # of the data set, among which documents with images are chosen

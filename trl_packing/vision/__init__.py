@@ -1,8 +1,8 @@
 """Documents with images: their tokens, their pixels and the check that packing changes neither.
 
     rows             messages, prompts, texts with an `image` or `images` column
-       │  image_store    keep the files, read their sizes from headers
-       │  placeholders   size of an image → the text that stands for it
+       │  images         keep the files, read their sizes from headers
+       │  sizes          size of an image → the text that stands for it
        │  documents      rows → tokens, of which some belong to an image
        ▼
     documents        lengths are known; nothing is decoded yet

@@ -10,24 +10,37 @@
 
 Vision towers keep images apart by their sizes. The text model keeps documents apart by the
 boundaries of the row. The model's `get_rope_index` makes positions for each document alone; on the
-whole row, they would run on from one document to the next.
+whole row, they would run on from one document to the next. transformers passes all unknown
+arguments of a call on to the tower, whose attention would take the boundaries of the text for those
+of its patches; it is called without them.
+
+Ranks of FSDP and DeepSpeed gather the tower's parameters together, and reduce its gradients
+together; so do ranks of DDP that do not look for unused parameters. All ranks must therefore call
+the tower in each micro-batch:
+
+    rank 0    [a a i i i a | b b]            an image of document a
+    rank 1    [c c c | d d d d | i i]        a blank image, as a masked document behind the others
+
+No token of a blank image is trained, so its gradients are zeros.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
 
 from trl_packing.attention.model_facts import unwrap_peft
+from trl_packing.attention.state import all_reduce_max
+from trl_packing.documents.host_row import BOUNDARIES, host_row
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, IMAGE_ROW, TOKEN_WEIGHTS
-from trl_packing.vision.blank_images import blank_document
-from trl_packing.vision.image_store import ImageError, ImageStore
-from trl_packing.vision.placeholders import feature_id, placeholder_token
-from trl_packing.vision.positions import RopePositions
+from trl_packing.vision.images import ImageError, ImageStore
+from trl_packing.vision.sizes import feature_id, placeholder_token
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
@@ -246,3 +259,138 @@ def _behind_first_row(batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str,
         made[name] = torch.cat([values, behind], dim=1)
     made["input_ids"][0, -len(tokens) :] = torch.from_numpy(tokens)
     return made
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+class RopePositions:
+    """Positions of a document in time, height and width, from a model's `get_rope_index`.
+
+    Args:
+        maker: the module that has `get_rope_index`, without its weights.
+    """
+
+    def __init__(self, maker: Any):
+        self.maker = maker
+        self.arguments = frozenset(inspect.signature(type(maker).get_rope_index).parameters)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "RopePositions | None":
+        """Return the positions of `model`; None if it has one position for each token."""
+        found = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
+        return None if found is None else cls(_without_weights(found))
+
+    def of_document(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
+        """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
+
+        Args:
+            ids: its tokens ``(T,)``.
+            types: 1 on image tokens, else 0, ``(T,)``.
+            grids: time, height and width of each image in patches, ``(images, 3)``.
+        """
+        text = torch.arange(len(ids))[None, None]
+        if not len(grids):
+            return text.expand(4, 1, -1)
+        given = {"mm_token_type_ids": types[None], "image_grid_thw": grids}
+        given = {name: value for name, value in given.items() if name in self.arguments}
+        positions, _ = self.maker.get_rope_index(ids[None], **given)
+        return torch.cat([text, positions.to(text.dtype)])
+
+
+def _without_weights(module: nn.Module) -> Any:
+    """Return a copy of `module` that can be sent to workers: its config and methods only."""
+    bare = copy.copy(module)
+    plain = {name: value for name, value in vars(module).items() if not callable(value)}
+    bare.__dict__ = plain | {"_modules": {}, "_parameters": {}, "_buffers": {}}
+    return bare
+
+
+# --- the tower ------------------------------------------------------------------------------------
+
+#: Heights and widths from which the image with the fewest tokens is chosen: some processors cut
+#: wide images into fewer tiles.
+_SIZES = ((32, 32), (32, 128), (128, 32))
+
+
+def ranks_wait_for_tower(trainer: Any) -> bool:
+    """Return whether a rank that does not call the tower would stop the other ranks."""
+    if trainer.args.world_size == 1:
+        return False
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return True
+    return not trainer.args.ddp_find_unused_parameters  # TRL sets it for vision-language models
+
+
+def check_no_experts_are_balanced(trainer: Any) -> None:
+    """Raise ValueError if blank images would take part in the balance of experts."""
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            "rows without images get a blank one where ranks wait for each other, which would take "
+            "part in the balance of experts; set router_aux_loss_coef=0.0"
+        )
+
+
+def blank_document(processor: Any) -> dict[str, Any]:
+    """Return a document that is one gray image: `input_ids`, and `images` of one row."""
+    from PIL import Image as PillowImage
+
+    text, made = [placeholder_token(processor)], []
+    for height, width in _SIZES:
+        image = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
+        output = processor(images=[[image]], text=text, add_special_tokens=False)
+        ids = np.asarray(output["input_ids"][0], np.int64)
+        made.append({"input_ids": ids, "images": [[image]]})
+    return min(made, key=lambda document: len(document["input_ids"]))
+
+
+class StillTower(TrainerCallback):
+    """Leaves the tower as it is in a step without images, as on one rank.
+
+    Blank images give it gradients of zeros, for which optimizers decay weights and add momentum.
+    One rank gives it none. DeepSpeed steps on gradients of its own, zeros on any number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self._sees_images = True
+
+    def measure(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Note whether any rank has an image in the micro-batches of a step."""
+        rows = [host_row(batch) for batch in batches]
+        found = any(row is None or row.num_images for row in rows)
+        self._sees_images = bool(all_reduce_max(int(found)))
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Remove the gradients of a step without images."""
+        if not self._sees_images:
+            for parameter in parameters_of_images(model):
+                parameter.grad = None
+
+
+def parameters_of_images(model: Any) -> list[nn.Parameter]:
+    """Return the parameters of a model that text does not use: of its tower and projector."""
+    base = unwrap_peft(model)
+    text = (base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings())
+    of_text = {id(p) for module in text if module is not None for p in module.parameters()}
+    return [p for p in base.parameters() if id(p) not in of_text]
+
+
+_DROPPED = frozenset(BOUNDARIES) - {"position_ids"}  # a tower may have positions of its own
+
+
+def hide_boundaries(model: Any) -> None:
+    """Call the vision towers of `model` without the boundaries of documents, from now on."""
+    base = unwrap_peft(model)
+    config = getattr(base.config, "vision_config", None)
+    for module in base.modules():
+        is_tower = isinstance(module, PreTrainedModel) and module.config is config
+        if is_tower and _drop_boundaries not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_drop_boundaries, with_kwargs=True)
+
+
+def _drop_boundaries(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {name: value for name, value in kwargs.items() if name not in _DROPPED}

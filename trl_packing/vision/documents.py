@@ -11,121 +11,224 @@ difference is an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
+from transformers import ProcessorMixin
 from trl.data_utils import common_prefix_length, prepare_multimodal_messages
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, TOKEN_WEIGHTS
-from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
+from trl_packing.data.checks import check_weights_have_tokens
+from trl_packing.data.rules import Rules
+from trl_packing.documents.labels import (
+    IGNORE_INDEX,
+    IMAGE_IDS,
+    IMAGE_ROW,
+    SEQ_LENGTHS,
+    TOKEN_WEIGHTS,
+    document_columns,
+)
+from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate
+from trl_packing.formatting.messages import has_flags
 from trl_packing.formatting.row_format import RowFormat
 from trl_packing.formatting.tokenize import Rendered, Tokenized, tokenize
-from trl_packing.vision.placeholders import Placeholder, Size
+from trl_packing.vision.images import ImageStore
+from trl_packing.vision.sizes import Placeholder, Placeholders, Size
 
 _MESSAGES = ("messages", "prompt", "completion")
+WAY_OUT = "TRL's SFTTrainer trains rows with images padded"
 
 
-@dataclass(frozen=True)
-class ImageDocument:
-    """One tokenized document; all arrays ``(T,)``.
+# --- a whole data set -----------------------------------------------------------------------------
 
-    Attributes:
-        input_ids: token ids, int64.
-        weights: float32, 0 on tokens that are not trained.
-        image_ids: int32, 0 on text, n on feature tokens of image n − 1 of the row.
+
+def documents_with_images(
+    dataset: Dataset,
+    rules: Rules,
+    store: ImageStore,
+    placeholders: Placeholders,
+    chat_template: str | None,
+    name: str,
+) -> tuple[Dataset, list[list[int]]]:
+    """Return the documents of a data set, and the patches of the images of each row.
+
+    Args:
+        dataset: the rows, with numbers in place of their images.
+        rules: of the run.
+        store: the image files.
+        placeholders: of the processor.
+        chat_template: replaces the processor's; None: the processor's.
+        name: of the data set, for messages.
+
+    Raises:
+        ValueError: naming the row, for what cannot be rendered or tokenized; or the processor makes
+            other tokens of the pixels than of the sizes.
     """
+    processor = rules.processing_class
+    own = processor.chat_template
+    template = chat_template or (own.get("default") if isinstance(own, dict) else own)
+    # The rules of TRL: no EOS is added.
+    chat = ChatTemplate(processor.tokenizer, template)
+    row_format = replace(rules.row_format, chat=chat, eos_token="")
+    weighted = has_flags(dataset, dataset[0])
+    if weighted and row_format.flags_decide:
+        row_format = replace(row_format, train_on="assistant")
+    sizes = [store.sizes(row) for row in dataset[IMAGE_ROW]]
+    learned = _learn(placeholders, sizes, name)
+    kept = document_columns(dataset.column_names, rules.options.named_columns())
+    documents = dataset.with_format(None).map(
+        _tokenize_batch,
+        fn_kwargs={
+            "row_format": row_format,
+            "token": placeholders.token,
+            "feature_id": placeholders.feature_id,
+            "placeholders": learned,
+            "sizes": sizes,
+            "name": name,
+            "weighted": weighted and row_format.train_on in ("assistant", "last_assistant"),
+        },
+        batched=True,
+        with_indices=True,
+        remove_columns=[column for column in dataset.column_names if column not in kept],
+        num_proc=rules.args.dataset_num_proc,
+        desc=f"Tokenizing {name} dataset",
+    )
+    collate = DataCollatorForVisionLanguageModeling(
+        processor,
+        completion_only_loss="completion" in dataset.column_names and row_format.completion_only,
+        dataset_text_field=rules.args.dataset_text_field,
+        assistant_only_loss=row_format.assistant_only and row_format.train_on is None,
+        chat_template=chat_template,
+    )
+    compared = ("input_ids", "labels") if row_format.train_on is None else ("input_ids",)
+    for number in _spread(sizes):
+        row = {key: value for key, value in dataset[number].items() if value is not None}
+        expected = collate([{**row, "images": store.load(row.pop(IMAGE_ROW))}])
+        for column in compared:
+            tokens, ours = expected[column][0].tolist(), documents[number][column]
+            if tokens != ours:
+                found = len(tokens) if len(tokens) != len(ours) else "other"
+                raise ValueError(
+                    f"row {number} of the {name} dataset has {len(ours)} {column} by its image "
+                    f"sizes, but {type(processor).__name__} makes {found} of its pixels, so its "
+                    f"images cannot be packed; {WAY_OUT}"
+                )
+    return documents, [[learned[key].patches for key in keys_of(of_row)] for of_row in sizes]
 
-    input_ids: np.ndarray
-    weights: np.ndarray
-    image_ids: np.ndarray
 
-    @property
-    def labels(self) -> np.ndarray:
-        """The ids, with `IGNORE_INDEX` on tokens that are not trained."""
-        return np.where(self.weights > 0, self.input_ids, IGNORE_INDEX)
+def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
+    """Raise ValueError for settings and columns that rows with images cannot serve."""
+    if SEQ_LENGTHS in dataset.column_names:
+        raise ValueError(
+            f"rows of the {name} dataset are packed already (seq_lengths) and have images; pass "
+            "the documents"
+        )
+    options = rules.options
+    names = ("prompt_template", "response_template", "static_shapes", "append_eos")
+    refused = {setting: getattr(options, setting) for setting in names}
+    refused["train_on"] = options.train_on if options.train_on == "every_turn" else None
+    for setting, value in refused.items():
+        if value:
+            raise ValueError(
+                f"{setting}={value!r} is not available for data sets with images; leave it out"
+            )
+    if not isinstance(rules.processing_class, ProcessorMixin):
+        raise ValueError(
+            f"the {name} dataset has images, but processing_class is a "
+            f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
+        )
+    check_weights_have_tokens(dataset.column_names, name)
 
 
-@dataclass(frozen=True)
-class ImageRows:
-    """Turns rows with images into documents.
+def keys_of(sizes: np.ndarray) -> list[Size]:
+    """Return the keys of the placeholders of a row's images.
 
-    Attributes:
-        row_format: how rows are rendered and what is trained.
-        token: placeholder of an image in a rendered text.
-        feature_id: id of the tokens whose embeddings come from an image.
+    Args:
+        sizes: their heights and widths, ``(images, 2)``.
     """
+    return [(int(height), int(width), min(len(sizes), 2)) for height, width in sizes]
 
-    row_format: RowFormat
-    token: str
-    feature_id: int
 
-    @classmethod
-    def of(cls, row_format: RowFormat, token: str, feature_id: int) -> "ImageRows":
-        """Return the rules of TRL: no EOS is added, and prompts are tokenized alone."""
-        return cls(replace(row_format, eos_token=""), token, feature_id)
+def _learn(
+    placeholders: Placeholders, sizes: Sequence[np.ndarray], name: str
+) -> dict[Size, Placeholder]:
+    """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
+    found: dict[Size, int] = {}
+    for row, of_row in enumerate(sizes):
+        for size in keys_of(of_row):
+            found.setdefault(size, row)
+    try:
+        placeholders.learn(found)
+    except ValueError:
+        for size, row in found.items():
+            try:
+                placeholders.learn([size])
+            except ValueError as error:
+                raise ValueError(
+                    f"row {row} of the {name} dataset has an image of {size[1]} × {size[0]} "
+                    f"pixels, which the processor refuses ({error}); remove the row or resize it"
+                ) from error
+    return {size: placeholders.of(size) for size in found}
 
-    def rendered(
-        self, row: Mapping[str, Any], placeholders: Sequence[Placeholder]
-    ) -> list["ImageText"]:
-        """Return the texts of a row whose images have these placeholders: one, or two.
 
-        TRL tokenizes a prompt and its completion apart.
+def _spread(sizes: Sequence[np.ndarray]) -> list[int]:
+    """Return the numbers of a few rows: with the most images, the smallest one, and the first.
 
-        Raises:
-            ValueError: the row cannot be rendered, or has another number of placeholders.
-        """
-        row = with_image_parts(row, len(placeholders))
-        split = self._splits_prompt(row)
-        form = replace(self.row_format, completion_only=True) if split else self.row_format
-        [rendered] = form.documents(row, form.form(row))
-        found = rendered.text.count(self.token)
-        if found != len(placeholders):
-            raise ValueError(
-                f"its text has {found} image placeholders ({self.token}), but it has "
-                f"{len(placeholders)} images; give one image part for each image"
-            )
-        parts = [rendered]
-        if split and rendered.prompt is not None:
-            parts = _split(rendered)
-            if not self.row_format.completion_only:
-                parts = [replace(part, spans=None) for part in parts]
-        texts, first = [], 0
-        for part in parts:
-            last = first + part.text.count(self.token)
-            numbered = list(enumerate(placeholders, start=1))[first:last]
-            runs = [(number, run) for number, image in numbered for run in image.runs]
-            texts.append(ImageText(_expanded(part, self.token, placeholders[first:last]), runs))
-            first = last
-        return texts
+    Of rows without images, these are the first, the last, and the one between them.
+    """
+    areas = [int(of_row.prod(axis=1).max(initial=0)) for of_row in sizes]
+    if not any(areas):
+        return sorted({0, len(sizes) // 2, len(sizes) - 1} & {*range(len(sizes))})
+    most = int(np.argmax([len(of_row) for of_row in sizes]))
+    return sorted({0, most, int(np.argmin([area or np.inf for area in areas]))})
 
-    def document(self, texts: Sequence["ImageText"], tokens: Sequence[Tokenized]) -> ImageDocument:
-        """Return the document of a row, from its texts and their tokens.
 
-        Raises:
-            ValueError: a text has feature tokens that belong to no image.
-        """
-        parts = [self._part(*pair) for pair in zip(texts, tokens, strict=True)]
-        return ImageDocument(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+def _tokenize_batch(
+    batch: Mapping[str, Sequence[Any]],
+    indices: Sequence[int],
+    row_format: RowFormat,
+    token: str,
+    feature_id: int,
+    placeholders: Mapping[Size, Placeholder],
+    sizes: Sequence[np.ndarray],
+    name: str,
+    weighted: bool,
+) -> dict[str, list[Any]]:
+    def named(index: int, make: Callable[..., Any], *values: Any) -> Any:
+        try:
+            return make(*values)
+        except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
+            raise ValueError(f"row {index} of the {name} dataset: {error}") from error
 
-    def _part(self, text: "ImageText", tokens: Tokenized) -> tuple[np.ndarray, ...]:
-        """Return ids, weights and images of a text, every run of feature tokens in full."""
-        ids, weights = np.asarray(tokens.input_ids, np.int64), tokens.weights
-        weights = np.ones(len(ids), np.float32) if weights is None else weights
-        at = np.flatnonzero(ids == self.feature_id)
-        if len(at) != len(text.runs):
-            raise ValueError(
-                f"its text holds the token of images ({self.token}) outside of images; remove it"
-            )
-        times, image_ids = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
-        times[at] = [length for _, length in text.runs]
-        image_ids[at] = [number for number, _ in text.runs]
-        return tuple(np.repeat(values, times) for values in (ids, weights, image_ids))
+    render, texts = partial(_texts_of, row_format=row_format, token=token), []
+    for index, *values in zip(indices, *batch.values(), strict=True):
+        found = [placeholders[size] for size in keys_of(sizes[index])]
+        texts.append(named(index, render, dict(zip(batch, values, strict=True)), found))
+    flat = [text.rendered for of_row in texts for text in of_row]
+    tokens = iter(tokenize(row_format.chat.tokenizer, flat))
+    make = partial(_document_of, feature_id=feature_id, token=token)
+    documents = [
+        named(index, make, of_row, [next(tokens) for _ in of_row])
+        for index, of_row in zip(indices, texts, strict=True)
+    ]
+    columns = dict(
+        zip(
+            ("input_ids", TOKEN_WEIGHTS, IMAGE_IDS),
+            map(list, zip(*documents, strict=True)),
+            strict=True,
+        )
+    )
+    pairs = zip(columns["input_ids"], columns[TOKEN_WEIGHTS], strict=True)
+    columns["labels"] = [np.where(weights > 0, ids, IGNORE_INDEX) for ids, weights in pairs]
+    if not weighted:
+        del columns[TOKEN_WEIGHTS]
+    return columns
 
-    def _splits_prompt(self, row: Mapping[str, Any]) -> bool:
-        """Return whether TRL tokenizes prompt and completion of this row apart."""
-        return self.row_format.train_on is None and row.get("completion") is not None
+
+# --- one row --------------------------------------------------------------------------------------
 
 
 class ImageText(NamedTuple):
@@ -140,7 +243,66 @@ class ImageText(NamedTuple):
     runs: list[tuple[int, int]]
 
 
-def with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
+def _texts_of(
+    row: Mapping[str, Any], placeholders: Sequence[Placeholder], row_format: RowFormat, token: str
+) -> list[ImageText]:
+    """Return the texts of a row whose images have these placeholders: one, or two.
+
+    TRL tokenizes a prompt and its completion apart.
+
+    Raises:
+        ValueError: the row cannot be rendered, or has another number of placeholders.
+    """
+    row = _with_image_parts(row, len(placeholders))
+    splits = row_format.train_on is None and row.get("completion") is not None
+    form = replace(row_format, completion_only=True) if splits else row_format
+    [rendered] = form.documents(row, form.form(row))
+    found = rendered.text.count(token)
+    if found != len(placeholders):
+        raise ValueError(
+            f"its text has {found} image placeholders ({token}), but it has "
+            f"{len(placeholders)} images; give one image part for each image"
+        )
+    parts = [rendered]
+    if splits and rendered.prompt is not None:
+        parts = _split(rendered)
+        if not row_format.completion_only:
+            parts = [replace(part, spans=None) for part in parts]
+    texts, first = [], 0
+    for part in parts:
+        last = first + part.text.count(token)
+        numbered = list(enumerate(placeholders, start=1))[first:last]
+        runs = [(number, run) for number, image in numbered for run in image.runs]
+        texts.append(ImageText(_expanded(part, token, placeholders[first:last]), runs))
+        first = last
+    return texts
+
+
+def _document_of(
+    texts: Sequence[ImageText], tokens: Sequence[Tokenized], feature_id: int, token: str
+) -> tuple[np.ndarray, ...]:
+    """Return ids, weights and images of a row, every run of feature tokens in full, ``(T,)`` each.
+
+    Raises:
+        ValueError: a text has feature tokens that belong to no image.
+    """
+    parts = []
+    for text, tokenized in zip(texts, tokens, strict=True):
+        ids, weights = np.asarray(tokenized.input_ids, np.int64), tokenized.weights
+        weights = np.ones(len(ids), np.float32) if weights is None else weights
+        at = np.flatnonzero(ids == feature_id)
+        if len(at) != len(text.runs):
+            raise ValueError(
+                f"its text holds the token of images ({token}) outside of images; remove it"
+            )
+        times, image_ids = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
+        times[at] = [length for _, length in text.runs]
+        image_ids[at] = [number for number, _ in text.runs]
+        parts.append([np.repeat(values, times) for values in (ids, weights, image_ids)])
+    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+
+def _with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
     """Return a row whose messages have lists of parts as contents, as TRL passes them to templates.
 
     Raises:
@@ -203,15 +365,6 @@ def _expanded(part: Rendered, token: str, placeholders: Sequence[Placeholder]) -
     return replace(part, text="".join(texts), spans=spans, prompt=None, adds_special_tokens=False)
 
 
-def keys_of(sizes: np.ndarray) -> list[Size]:
-    """Return the keys of the placeholders of a row's images.
-
-    Args:
-        sizes: their heights and widths, ``(images, 2)``.
-    """
-    return [(int(height), int(width), min(len(sizes), 2)) for height, width in sizes]
-
-
 # --- images of a document ---------------------------------------------------------------------
 
 
@@ -244,83 +397,3 @@ def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
         ImageTokens(int(ids[start]) - 1, int(start), int(stop) + 1)
         for start, stop in zip(at[firsts], at[lasts], strict=True)
     ]
-
-
-# --- a whole data set -----------------------------------------------------------------------------
-
-
-def tokenize_rows(
-    dataset: Dataset,
-    rows: ImageRows,
-    placeholders: Mapping[Size, Placeholder],
-    sizes: Sequence[np.ndarray],
-    *,
-    kept: Sequence[str] = (),
-    weighted: bool = False,
-    num_proc: int | None = None,
-    name: str = "train",
-) -> Dataset:
-    """Return the documents of a data set, with the columns of tokens and `image_row`.
-
-    Args:
-        dataset: the rows, with numbers in place of their images.
-        rows: how a row is tokenized.
-        placeholders: by size.
-        sizes: height and width of the images of each row.
-        kept: columns that are kept, `image_row` among them.
-        weighted: keep the weights of tokens, too.
-        num_proc: processes that tokenize.
-        name: of the data set, for messages.
-
-    Raises:
-        ValueError: naming the row, for what cannot be rendered or tokenized.
-    """
-    options = {"rows": rows, "placeholders": placeholders, "sizes": sizes, "name": name}
-    return dataset.with_format(None).map(
-        _tokenize_batch,
-        fn_kwargs=options | {"weighted": weighted},
-        batched=True,
-        with_indices=True,
-        remove_columns=[column for column in dataset.column_names if column not in kept],
-        num_proc=num_proc,
-        desc=f"Tokenizing {name} dataset",
-    )
-
-
-def _tokenize_batch(
-    batch: Mapping[str, Sequence[Any]],
-    indices: Sequence[int],
-    rows: ImageRows,
-    placeholders: Mapping[Size, Placeholder],
-    sizes: Sequence[np.ndarray],
-    name: str,
-    weighted: bool,
-) -> dict[str, list[Any]]:
-    def named(index: int, make: Callable[..., Any], *values: Any) -> Any:
-        try:
-            return make(*values)
-        except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-            raise ValueError(f"row {index} of the {name} dataset: {error}") from error
-
-    texts: list[list[ImageText]] = []
-    for index, *values in zip(indices, *batch.values(), strict=True):
-        found = [placeholders[size] for size in keys_of(sizes[index])]
-        texts.append(named(index, rows.rendered, dict(zip(batch, values, strict=True)), found))
-    tokens = iter(
-        tokenize(
-            rows.row_format.chat.tokenizer,
-            [text.rendered for of_row in texts for text in of_row],
-        )
-    )
-    documents = [
-        named(index, rows.document, of_row, [next(tokens) for _ in of_row])
-        for index, of_row in zip(indices, texts, strict=True)
-    ]
-    made: dict[str, list[Any]] = {
-        "input_ids": [document.input_ids for document in documents],
-        "labels": [document.labels for document in documents],
-        IMAGE_IDS: [document.image_ids for document in documents],
-    }
-    if weighted:
-        made[TOKEN_WEIGHTS] = [document.weights for document in documents]
-    return made

@@ -2,9 +2,15 @@
 
     text probes     as in any run; image tokens are replaced by ordinary ones
     image probes    documents with one image, with several and with none, each after another one,
-                    and after the same one with other pixels (image_check.py)
+                    and after the same one with other pixels
 
-A backend must pass both. If it fails with images, the next backend is tried, as for text.
+    alone           [B]           without packing: ids, pixels, the model's own positions
+    packed          [A, B]        as in training; also with other images in A, and B first
+    contaminated    [A · B]       the same row as one document: the effect of a full leak
+
+A backend must pass both. If it fails with images, the next backend is tried, as for text. One that
+computes another attention between the tokens of one image than the model does (Gemma 3: both ways)
+differs from the document alone, and fails too.
 """
 
 from collections.abc import Sequence
@@ -14,15 +20,25 @@ import numpy as np
 from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
-from trl_packing.attention.model_facts import text_config
+from trl_packing.attention.model_facts import text_config, unwrap_model
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
-from trl_packing.isolation.check import CheckResult, Probe, random_tokens
+from trl_packing.isolation.check import (
+    CheckResult,
+    Document,
+    IsolationReport,
+    Probe,
+    Row,
+    check_probes,
+    random_tokens,
+)
 from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.vision.batch import parameters_of_images
 from trl_packing.vision.documents import images_of
-from trl_packing.vision.image_check import image_probes
-from trl_packing.vision.image_store import ImageStore
+from trl_packing.vision.images import ImageStore
 
+_MOST_POSITIONS = 64
 _SEARCHED = 1_000  # shortest documents with images, among which those of the check are found
 
 
@@ -105,12 +121,86 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
     chosen = np.concatenate([numbers[:most] for numbers in kinds])
     if not len(chosen):
         return []
-    return [_probe(dataset, number, store) for number in [*chosen.tolist(), *without[:1].tolist()]]
+    return [
+        _with_pixels(dataset, number, store) for number in [*chosen.tolist(), *without[:1].tolist()]
+    ]
 
 
-def _probe(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:
+def _with_pixels(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:
     row = dataset[number]
     images = np.unique(row[IMAGE_IDS])
     images = images[images > 0] - 1
     loaded = [store.load(int(row[IMAGE_ROW]), images)] if len(images) else []
     return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+
+def check_images(
+    model: nn.Module,
+    documents: Sequence[Document],
+    *,
+    collator: PackedCollator,
+    **options: Any,
+) -> IsolationReport:
+    """Return whether documents with images affect each other on `model`.
+
+    Args:
+        model: called as a training step calls it; packed calls run by the installed backend.
+        documents: with `input_ids` and decoded `images` (`batch.IMAGES`), of which some may have
+            none; at least one.
+        collator: makes the rows.
+        options: of `check_probes`. With `gradients`, those of the tower with its projector and
+            those of the text model are compared apart.
+
+    Raises:
+        Exception: any error that the model raises against a row with images.
+    """
+    return check_probes(
+        model,
+        image_probes(documents),
+        collator=collator,
+        apart=list(parameters_of_images(unwrap_model(model))),
+        **options,
+    )
+
+
+def image_probes(documents: Sequence[Document]) -> list[Probe]:
+    """Return a probe of each document, behind another one."""
+    return [_probe(*pair) for pair in zip([*documents[1:], *documents[:1]], documents, strict=True)]
+
+
+def _probe(before: Document, document: Document) -> Probe:
+    size, at = len(document["input_ids"]), np.arange(len(document["input_ids"]) - 1)
+    at, others = at[-_MOST_POSITIONS:], [before, _with_other_images(before)]
+    rows = [[others[0], document], [others[1], document]]
+    rows += [[document, before], [before, document, before]]
+
+    def place(row: list[Document]) -> Row:
+        first = [*map(id, row)].index(id(document))
+        return Row(row, sum(len(d["input_ids"]) for d in row[:first]) + at)
+
+    def one(other: Document) -> Row:
+        ids = np.concatenate([other["input_ids"], document["input_ids"]])
+        images = [*other["images"], *document["images"]]
+        return Row([{"input_ids": ids, "images": images}], len(ids) - size + at)
+
+    name = f"{_count(document)} image(s) after {_count(before)}"
+    return Probe(name, document, at, [place(row) for row in rows], [one(x) for x in others])
+
+
+def _with_other_images(document: Document) -> Document:
+    """Return `document` with noise of the same sizes as images."""
+    from PIL import Image as PillowImage
+
+    rng = np.random.default_rng(0)
+    images = [
+        [PillowImage.fromarray(rng.integers(0, 256, (*i.size[::-1], 3), np.uint8)) for i in row]
+        for row in document["images"]
+    ]
+    return {**document, "images": images}
+
+
+def _count(document: Document) -> int:
+    return sum(map(len, document["images"]))

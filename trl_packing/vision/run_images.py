@@ -1,61 +1,48 @@
-"""The images of one run: its image files, and its documents.
+"""The images of one run: its image files, its documents, and what their images cost.
 
-Whether its rows are packed is decided first (choice.py). It is an error if then the processor
-contradicts its arithmetic, or if no attention backend is exact with images.
+Whether its rows are packed is decided when the trainer is built (support.py).
+
+    rows of the user       row 0: images of 8 and 24 patches      row 1: none
+    documents, image_ids   [0 1 1 0 2 2 2 0]                      [0 0 0]
+    patches                32                                     0
 """
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-from accelerate.logging import get_logger
+import numpy as np
 from datasets import Dataset
 from transformers import ProcessorMixin
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.checks import check_weights_have_tokens
 from trl_packing.data.rules import Rules
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IMAGE_ROW, document_columns
-from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.messages import has_flags
+from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.patch_bins import ImageLoads
-from trl_packing.vision.batch import ImageBatches
-from trl_packing.vision.blank_images import (
+from trl_packing.vision.batch import (
+    ImageBatches,
     StillTower,
     check_no_experts_are_balanced,
+    hide_boundaries,
     ranks_wait_for_tower,
 )
-from trl_packing.vision.choice import (
+from trl_packing.vision.documents import WAY_OUT, check_settings, documents_with_images
+from trl_packing.vision.guard import ImageGuard
+from trl_packing.vision.images import ImageStore
+from trl_packing.vision.sizes import Placeholders, patch_size_of
+from trl_packing.vision.support import (
+    check_no_other_media,
     config_of,
     has_images,
     holds_conversations,
     named_sets,
     why_not_packed,
 )
-from trl_packing.vision.documents import ImageRows, keys_of, tokenize_rows
-from trl_packing.vision.guard import ImageGuard
-from trl_packing.vision.image_store import ImageStore
-from trl_packing.vision.loads import RunLoads
-from trl_packing.vision.other_media import check_no_other_media
-from trl_packing.vision.patches import patch_size_of
-from trl_packing.vision.placeholders import Placeholders
-from trl_packing.vision.preparation import (
-    check_settings,
-    learn,
-    template_of,
-)
-from trl_packing.vision.tower import hide_boundaries
-from trl_packing.vision.trl_check import difference_from_trl
-
-logger = get_logger(__name__)
-
-_WAY_OUT = "TRL's SFTTrainer trains rows with images padded"
 
 
 class RunImages:
@@ -70,7 +57,7 @@ class RunImages:
     def __init__(self) -> None:
         self.packs = False
         self.store = ImageStore()
-        self._loads = RunLoads()
+        self._loads = np.zeros((2, 0), np.int64)  # images and patches, by the number of the row
         self._patch_size = 0
         self._takes_texts = False
         self._tower: StillTower | None = None
@@ -97,12 +84,26 @@ class RunImages:
         self.packs = reason is None
         if self.packs:
             self._takes_texts = isinstance(train, dict)
-            self._loads, self._patch_size = RunLoads(), patch_size_of(config_of(model, args))
+            self._patch_size = patch_size_of(config_of(model, args))
         return reason
 
     def loads(self, documents: ArrowDocuments) -> ImageLoads | None:
-        """Return the images and patches of documents; None if they have none."""
-        return self._loads.of(documents) if self.packs else None
+        """Return images, image tokens and patches of documents; None if they have none.
+
+        A document has all images of its row.
+        """
+        if not self.packs or IMAGE_IDS not in documents.columns:
+            return None
+        stored = documents.dataset.data.column(IMAGE_ROW).to_numpy()
+        rows = stored[documents.stored_rows(np.arange(len(documents)))]
+        has_row = rows >= 0  # neither -1 nor NaN, as in documents of text
+        loads = np.zeros((2, len(rows)), np.int64)
+        loads[:, has_row] = self._loads[:, rows[has_row].astype(np.int64)]
+        tokens = [
+            np.diff(np.concatenate([[0], np.cumsum(values > 0)])[offsets])
+            for values, offsets in documents.readers[IMAGE_IDS].chunks
+        ]
+        return ImageLoads(loads[0], documents.in_order(tokens), loads[1])
 
     def check_options(self, options: PackingOptions) -> None:
         """Raise ValueError for a setting that only data sets with images have."""
@@ -130,7 +131,7 @@ class RunImages:
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
         made = copy.copy(self)
-        made.store, made._loads = ImageStore(), RunLoads()
+        made.store, made._loads = ImageStore(), np.zeros((2, 0), np.int64)
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
@@ -147,7 +148,7 @@ class RunImages:
         except NotIsolated as error:
             if not self.packs:
                 raise
-            raise NotIsolated(f"{error}; {_WAY_OUT}") from error
+            raise NotIsolated(f"{error}; {WAY_OUT}") from error
 
     def add_to(self, collator: PackedCollator, trainer: SFTTrainer) -> PackedCollator:
         """Return `collator`, with the tensors of images in its rows if the run has images.
@@ -191,30 +192,12 @@ class RunImages:
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
-        check_weights_have_tokens(dataset.column_names, name)
-        chat = ChatTemplate(processor.tokenizer, chat_template or template_of(processor))
         placeholders = Placeholders(processor, self._patch_size)
-        row_format = replace(rules.row_format, chat=chat)
-        weighted = has_flags(dataset, dataset[0])
-        if weighted and row_format.flags_decide:
-            row_format = replace(row_format, train_on="assistant")
-        rows = ImageRows.of(row_format, placeholders.token, placeholders.feature_id)
-        sizes = self.store.sizes_of(list(dataset[IMAGE_ROW]))
-        learned = learn(placeholders, sizes, name)
-        patches = [[learned[key].patches for key in keys_of(of_row)] for of_row in sizes]
-        self._loads.add(dataset[IMAGE_ROW], patches)
-        documents = tokenize_rows(
-            dataset,
-            rows,
-            learned,
-            sizes,
-            kept=document_columns(dataset.column_names, rules.options.named_columns()),
-            weighted=weighted and row_format.train_on in ("assistant", "last_assistant"),
-            num_proc=rules.args.dataset_num_proc,
-            name=name,
+        documents, patches = documents_with_images(
+            dataset, rules, self.store, placeholders, chat_template, name
         )
-        rules = replace(rules, row_format=row_format)
-        found = difference_from_trl(dataset, documents, self.store, rules, chat_template, name)
-        if found is not None:
-            raise ValueError(f"{found}, so its images cannot be packed; {_WAY_OUT}")
+        rows = np.array(dataset[IMAGE_ROW])
+        missing = max(int(rows.max()) + 1 - self._loads.shape[1], 0)
+        self._loads = np.pad(self._loads, ((0, 0), (0, missing)))
+        self._loads[:, rows] = [[*map(len, patches)], [*map(sum, patches)]]
         return documents

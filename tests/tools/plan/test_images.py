@@ -10,6 +10,7 @@ from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
+from trl_packing.training.columns import documents_of
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_the_planned_micro_batches_are_those_of_the_trainer(options, model, proc
         train_dataset=image_dataset(24),
         processing_class=processor,
     )
-    sampler = trainer._get_train_sampler(trainer._remove_unused_columns(trainer.train_dataset))
+    sampler = trainer._get_train_sampler(documents_of(trainer.train_dataset, None))
     assert [sorted(members) for members in plan.epoch.members] == [sorted(b) for b in sampler]
     assert plan.report.images == trainer.packing_report.images
     patches = [int(sampler.loads.patches[members].sum()) for members in plan.epoch.members]

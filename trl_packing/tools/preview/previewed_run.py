@@ -58,8 +58,8 @@ from trl_packing.training.arguments import (
 )
 from trl_packing.training.run_data import prepare_sources, source_sets, trains_completions
 from trl_packing.training.sampling import Sampling
-from trl_packing.vision.choice import has_images
 from trl_packing.vision.run_images import RunImages
+from trl_packing.vision.support import has_images
 
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
 _NAME = "inspected"

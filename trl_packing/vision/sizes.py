@@ -6,24 +6,31 @@
 A processor with arithmetic for runs is asked for lengths. Any other processor is run once for each
 size on a blank image. Either way the text depends on the size alone, and for some processors
 (LLaVA-OneVision) on whether the row has other images. A few rows are verified with their pixels.
+
+Patches are positions of the vision tower:
+
+    pixel_values    (patches, values of a patch)                 Qwen-VL, GLM-4V
+                    (images, [tiles,] channels, height, width)   all others
+
+A processor names patches, tiles or tokens of an image of any size. A rule is found that multiplies
+one of these numbers; it must agree with the pixels of all trial images.
 """
 
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
-from accelerate.logging import get_logger
 from tqdm.auto import tqdm
-
-from trl_packing.vision.patches import Rule, num_patches, patch_rule
-
-logger = get_logger(__name__)
+from transformers.image_processing_utils import select_best_resolution
 
 #: Height and width of an image, and how many images its row has, up to 2.
 Size = tuple[int, int, int]
+
+#: Pixels of a side of a patch where the config does not say it.
+_PATCH_SIZE = 14
 
 _TRIALS: tuple[Size, ...] = (
     *((112, 168, 1), (300, 224, 1), (640, 427, 1)),
@@ -33,8 +40,7 @@ _TRIALS: tuple[Size, ...] = (
 _PROGRESS = 50  # sizes from which measuring them shows a progress bar
 
 
-@dataclass(frozen=True)
-class Placeholder:
+class Placeholder(NamedTuple):
     """The text of an image, with every run of feature tokens written as one token.
 
     Attributes:
@@ -46,11 +52,6 @@ class Placeholder:
     text: str
     runs: tuple[int, ...]
     patches: int = 0
-
-    @property
-    def num_features(self) -> int:
-        """Tokens whose embeddings come from the image."""
-        return sum(self.runs)
 
 
 def placeholder_token(processor: Any) -> str:
@@ -79,7 +80,7 @@ class Placeholders:
         feature_token: the same as text.
     """
 
-    def __init__(self, processor: Any, patch_size: int = 14):
+    def __init__(self, processor: Any, patch_size: int = _PATCH_SIZE):
         self.processor = processor
         self.patch_size = patch_size
         self.token = placeholder_token(processor)
@@ -96,20 +97,24 @@ class Placeholders:
         new = sorted(set(map(self._key, sizes)) - self._known.keys())
         rule = self._patch_rule
         if rule is not None:
-            numbers = zip(new, self._lengths(new), rule(new), strict=True)
-            for size, length, patches in numbers:
+            for size, length, patches in zip(new, self._lengths(new), rule(new), strict=True):
                 self._known[size] = Placeholder(self.feature_token, (length,), patches)
             return
-        words = "Measuring image sizes"
-        for size in tqdm(new, desc=words, disable=len(new) < _PROGRESS):
+        for size in tqdm(new, desc="Measuring image sizes", disable=len(new) < _PROGRESS):
             self._known[size] = self._measured(size)
-
-    def _key(self, size: Size) -> Size:
-        return size if self.counts_images else (*size[:2], 1)
 
     def of(self, size: Size) -> Placeholder:
         """Return the placeholder of an image of a size that was learned."""
         return self._known[self._key(size)]
+
+    def images_kwargs(self) -> dict[str, Any]:
+        """Return the arguments with which the processor processes images by default."""
+        tokenizer = self.processor.tokenizer
+        merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
+        return merged["images_kwargs"]
+
+    def _key(self, size: Size) -> Size:
+        return size if self.counts_images else (*size[:2], 1)
 
     @cached_property
     def counts_images(self) -> bool:
@@ -118,7 +123,7 @@ class Placeholders:
         return self._measured((height, width, 1)) != self._measured((height, width, 2))
 
     @cached_property
-    def _patch_rule(self) -> Rule | None:
+    def _patch_rule(self) -> Callable[[Sequence[Size]], list[int]] | None:
         """Patches by size, if the processor's arithmetic is right in all trials; else None.
 
         Then an image is one run of tokens, as long as that arithmetic says.
@@ -126,40 +131,89 @@ class Placeholders:
         if not hasattr(self.processor, "_get_num_multimodal_tokens") or self.counts_images:
             return None
         try:
-            measured = {size: self._measured(size) for size in _TRIALS}
+            measured = [self._measured(size) for size in _TRIALS]
             lengths = self._lengths(_TRIALS)
         except Exception:  # arithmetic of some processors needs more than sizes
             return None
-        found = [(image.text, image.runs) for image in measured.values()]
-        if found != [(self.feature_token, (length,)) for length in lengths]:
+        if [image[:2] for image in measured] != [(self.feature_token, (n,)) for n in lengths]:
             return None
-        patches = {size: image.patches for size, image in measured.items()}
-        return patch_rule(self.processor, self.images_kwargs(), patches)
+        patches = [image.patches for image in measured]
+        for amounts in (self._named, self._lengths, self._by_image_processor, self._tiles):
+            try:
+                found = amounts(_TRIALS)
+            except Exception:  # arithmetic of some processors needs more than sizes
+                continue
+            factor, left = divmod(patches[0], max(found[0], 1))
+            if not left and [factor * amount for amount in found] == patches:
+                return partial(_multiplied, amounts, factor)
+        return None
 
     def _lengths(self, sizes: Sequence[Size]) -> list[int]:
+        return self._named(sizes, "num_image_tokens")
+
+    def _named(self, sizes: Sequence[Size], name: str = "num_image_patches") -> list[int]:
         if not sizes:
             return []
-        found = self.processor._get_num_multimodal_tokens(
-            image_sizes=[[*size[:2]] for size in sizes]
-        )
-        return [int(length) for length in found["num_image_tokens"]]
+        pairs = [[*size[:2]] for size in sizes]
+        found = self.processor._get_num_multimodal_tokens(image_sizes=pairs)
+        return [int(amount) for amount in found[name]]
+
+    def _by_image_processor(self, sizes: Sequence[Size]) -> list[int]:
+        count = self.processor.image_processor.get_number_of_image_patches
+        options = self.images_kwargs()
+        return [int(count(height, width, dict(options))) for height, width, _ in sizes]
+
+    def _tiles(self, sizes: Sequence[Size]) -> list[int]:
+        """Return the tiles of LLaVA-NeXT and its relatives: a grid, and the image as a whole."""
+        pinpoints = self.processor.image_processor.image_grid_pinpoints
+        side = min(min(pinpoint) for pinpoint in pinpoints)
+        best = [select_best_resolution(size[:2], pinpoints) for size in sizes]
+        return [1 + (height // side) * (width // side) for height, width in best]
 
     def _measured(self, size: Size) -> Placeholder:
         from PIL import Image as PillowImage
 
         height, width, images = size
         blank = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
-        images_kwargs = self.images_kwargs()
-        made, (text, *_) = self.processor._process_images([[blank] * images], **images_kwargs)
-        patches = num_patches(made, self.patch_size) // images
+        made, (text, *_) = self.processor._process_images(
+            [[blank] * images], **self.images_kwargs()
+        )
         run = re.compile(f"(?:{re.escape(self.feature_token)})+")
         runs = [len(found) // len(self.feature_token) for found in run.findall(text)]
         if not runs:
             raise ValueError(f"it writes no {self.feature_token} for an image, but {text[:80]!r}")
+        patches = num_patches(made, self.patch_size) // images
         return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs), patches)
 
-    def images_kwargs(self) -> dict[str, Any]:
-        """Return the arguments with which the processor processes images by default."""
-        tokenizer = self.processor.tokenizer
-        merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
-        return merged["images_kwargs"]
+
+def _multiplied(
+    amounts: Callable[[Sequence[Size]], list[int]], factor: int, sizes: Sequence[Size]
+) -> list[int]:
+    return [factor * amount for amount in amounts(sizes)]
+
+
+def patch_size_of(config: Any) -> int:
+    """Return the pixels of a side of a patch."""
+    size = getattr(getattr(config, "vision_config", None), "patch_size", None) or _PATCH_SIZE
+    return size[0] if isinstance(size, (list, tuple)) else size
+
+
+def num_patches(made: Mapping[str, Any], patch_size: int) -> int:
+    """Return the patches in the pixels that an image processor has made; 0 if it made none.
+
+    Args:
+        made: its output.
+        patch_size: pixels of a side of a patch.
+    """
+    name = next((name for name in made if name.startswith("pixel_values")), None)
+    return 0 if name is None else _num_patches(made[name], patch_size)
+
+
+def _num_patches(pixels: Any, patch_size: int) -> int:
+    if isinstance(pixels, (list, tuple)):
+        return sum(_num_patches(part, patch_size) for part in pixels)
+    shape: tuple[int, ...] = tuple(pixels.shape)
+    if len(shape) > 3 or (len(shape) == 3 and shape[0] == 3):
+        height, width = shape[-2:]
+        return math.prod(shape[:-3]) * (height // patch_size) * (width // patch_size)
+    return math.prod(shape[:-1])  # patches are rows of values

@@ -1,0 +1,212 @@
+"""The image files of a run: sizes from their headers, pixels only when a micro-batch is made.
+
+    rows of data sets    train 0 1 2   eval 0 1
+    numbers in the run         0 1 2        3 4      the column `image_row` of prepared documents
+
+Prepared documents hold numbers, and the files stay where they are: bytes in the Arrow file of the
+user's data set, or paths. A worker maps the file again; nothing is copied. `datasets.Image` reads
+the columns and decodes the files.
+"""
+
+import struct
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Image, LargeList, List
+
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
+
+if TYPE_CHECKING:  # only runs with images need Pillow
+    from PIL import Image as PillowImage
+
+_FIRST_ROWS = 20
+_ORIENTATION = 0x0112  # EXIF tag; values from 5 exchange width and height
+_NO_SIZES = np.zeros((0, 2), np.int64)
+
+File = dict[str, Any]  # its `bytes`, or its `path`
+
+
+class ImageError(ValueError):
+    """An image that cannot be read, or a row whose images do not fit its text."""
+
+
+class Source(NamedTuple):
+    """The images of a data set.
+
+    Attributes:
+        files: one column, of files or of lists of them; None if no row has an image.
+        sizes: height and width of the images of each row, ``(images, 2)`` int64 each.
+        name: of the data set, for messages.
+        first: number of its first row in the run.
+    """
+
+    files: Dataset | None
+    sizes: list[np.ndarray]
+    name: str
+    first: int
+
+
+class ImageStore:
+    """The images of all data sets of a run, by row.
+
+    Attributes:
+        sources: the data sets, in the order in which they were added.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+
+    def take(self, dataset: Dataset, name: str) -> Dataset:
+        """Return `dataset` with numbers in the column `image_row` in place of its images.
+
+        Args:
+            dataset: with a column `image` (an image, or null) or `images` (a list of them).
+            name: of the data set, for messages.
+
+        Raises:
+            ValueError: it has both columns, or the column holds no images.
+            ImageError: an image is missing or cannot be read, naming the row.
+        """
+        found = [column for column in IMAGE_COLUMNS if column in dataset.column_names]
+        if len(found) == 2:
+            raise ValueError(
+                f"the {name} dataset has the columns 'image' and 'images'; remove one of them"
+            )
+        if len(dataset.column_names) == 1:
+            raise ValueError(
+                f"the {name} dataset has images but no text; give it messages, or prompts and "
+                "completions"
+            )
+        try:
+            files = _files_of(dataset, found[0])
+        except (TypeError, ValueError, pa.ArrowException) as error:
+            raise ValueError(
+                f"the column {found[0]!r} of the {name} dataset holds "
+                f"{dataset.features[found[0]]}, but images are PIL images, paths or bytes, one or "
+                "a list of them in each row"
+            ) from error
+        sizes = [
+            np.array([_size(f, _name(at, n, name)) for at, f in enumerate(_files(row))], np.int64)
+            for n, row in enumerate(files)
+        ]
+        return self._add(dataset.remove_columns(found), files, sizes, name)
+
+    def take_texts(self, dataset: Dataset, name: str) -> Dataset:
+        """Return a `dataset` without images as one whose rows have none, with `image_row`."""
+        return self._add(dataset, None, [_NO_SIZES] * len(dataset), name)
+
+    def _add(
+        self, rows: Dataset, files: Dataset | None, sizes: list[np.ndarray], name: str
+    ) -> Dataset:
+        """Add the images of a data set; return its `rows` with their numbers in the run."""
+        first = sum(len(source.sizes) for source in self.sources)
+        sizes = [of_row if len(of_row) else _NO_SIZES for of_row in sizes]
+        self.sources.append(Source(files, sizes, name, first))
+        return rows.add_column(IMAGE_ROW, np.arange(first, first + len(sizes)))
+
+    def sizes(self, row: int) -> np.ndarray:
+        """Return height and width of each image of a row, ``(images, 2)`` int64."""
+        source, row = self._find(row)
+        return source.sizes[row]
+
+    def load(self, row: int, chosen: np.ndarray | None = None) -> list["PillowImage.Image"]:
+        """Return the images of a row, decoded as `datasets` decodes them.
+
+        Args:
+            row: its number in the run.
+            chosen: numbers of the images in the row; None for all of them.
+
+        Raises:
+            ImageError: an image cannot be decoded, naming the row.
+        """
+        source, row = self._find(row)
+        files = [] if source.files is None else _files(source.files[row])
+        numbers = range(len(files)) if chosen is None else chosen.tolist()
+        return [_decoded(files[at], _name(at, row, source.name)) for at in numbers]
+
+    def name_of(self, row: int) -> str:
+        """Return the words by which messages name a row."""
+        source, row = self._find(row)
+        return f"row {row} of the {source.name} dataset"
+
+    def _find(self, row: int) -> tuple[Source, int]:
+        source = next(source for source in reversed(self.sources) if source.first <= row)
+        return source, row - source.first
+
+
+def holds_addresses(dataset: Dataset) -> bool:
+    """Return whether the first images of a data set are addresses (https://, s3://), not files.
+
+    Their sizes are not known without a download.
+    """
+    for name in (column for column in IMAGE_COLUMNS if column in dataset.column_names):
+        try:
+            rows = _files_of(dataset.take(min(len(dataset), _FIRST_ROWS)), name)
+        except (TypeError, ValueError, pa.ArrowException):  # `take` refuses it by name
+            continue
+        files = [file for row in rows for file in _files(row) if file and file["bytes"] is None]
+        if any("://" in (file["path"] or "") for file in files):
+            return True
+    return False
+
+
+def _files_of(dataset: Dataset, column: str) -> Dataset:
+    """Return one column, each of its images as a dict of bytes and path."""
+    kind, file = dataset.features[column], Image(decode=False)
+    whole = List(file) if isinstance(kind, (List, LargeList)) else file
+    return dataset.select_columns([column]).with_format(None).cast_column(column, whole)
+
+
+def _files(row: dict[str, Any]) -> list[File | None]:
+    """Return the files of a row: an image, or a list of them, or null."""
+    (found,) = row.values()
+    return found if isinstance(found, list) else [found] * (found is not None)
+
+
+def _name(image: int, row: int, dataset: str) -> str:
+    return f"image {image} in row {row} of the {dataset} dataset"
+
+
+def _size(file: File | None, where: str) -> tuple[int, int]:
+    """Return height and width as they are after the EXIF orientation is applied; from a header."""
+    from PIL import Image as PillowImage
+
+    path, content = _source(file, where)
+    try:
+        with PillowImage.open(path if content is None else BytesIO(content)) as opened:
+            width, height = opened.size
+            # TIFF's size is turned already. The method is that of the base class: PNG's would
+            # decode the whole image to look behind its pixels.
+            turns = opened.format != "TIFF"
+            turns = turns and PillowImage.Image.getexif(opened).get(_ORIENTATION, 1) >= 5
+    except _errors() as error:
+        raise _unreadable(where, error) from error
+    return (width, height) if turns else (height, width)
+
+
+def _decoded(file: File | None, where: str) -> "PillowImage.Image":
+    path, content = _source(file, where)
+    try:
+        return Image().decode_example({"path": path, "bytes": content})
+    except _errors() as error:
+        raise _unreadable(where, error) from error
+
+
+def _source(file: File | None, where: str) -> tuple[Any, Any]:
+    """Return the path and the bytes of a file, one of which may be None."""
+    if file is None or (file["bytes"] is None and file["path"] is None):
+        raise ImageError(f"{where} is missing (null); remove it, or the row")
+    return file["path"], file["bytes"]
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    from PIL.Image import DecompressionBombError
+
+    # Damaged EXIF data raise the last two.
+    return OSError, SyntaxError, DecompressionBombError, ValueError, struct.error
+
+
+def _unreadable(where: str, error: Exception) -> ImageError:
+    return ImageError(f"{where} cannot be read ({str(error)[:200]}); replace it, or remove the row")

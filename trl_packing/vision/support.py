@@ -1,0 +1,207 @@
+"""Decides whether the rows with images of a run are packed.
+
+data set has images      model's type and settings              path
+no                                                              as without images
+yes                      in `FAMILIES`, data in memory          packed
+yes                      any other                              TRL's, unchanged, with the reason
+
+Videos and audio are refused by name: only their placeholders would be trained.
+"""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import transformers
+from datasets import Dataset, IterableDataset
+from packaging.version import Version
+from transformers import AutoConfig
+from trl.data_utils import get_dataset_column_names, is_conversational
+
+from trl_packing.documents.arrow import stored_rows
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
+from trl_packing.vision.images import holds_addresses
+
+_OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
+
+#: Each type is trained packed in `tests/architectures/test_images.py` and in the matrix of
+#: docs/compatibility.md: loss and gradients equal those of its documents one at a time.
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni_thinker"),
+    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl", "cohere_compass"),
+    *("llava", "llava_next", "llava_next_video", "llava_onevision", "vipllava"),
+    *("internvl", "qianfan_ocr", "aya_vision", "aria", "deepseek_vl", "janus"),
+    *("idefics3", "smolvlm", "granite_docling", "granite4_vision"),
+    *("mistral3", "lighton_ocr", "gemma3", "gemma4"),
+    *("exaone4_5", "hyperclovax_vision_v2", "video_llama_3"),
+)
+
+_BY_REASON = {
+    "not verified, because its image processor needs torchvision": "cohere2_vision gemma4_unified "
+    "inkling_mm_model kimi_k25 muse_glimmer muse_spark molmo2 step3p7 unlimited_ocr",
+    "not verified, because its tower needs timm": "fast_vlm gemma3n perception_lm",
+    "its documents are exact as padded rows only": "dots3_note glm5_next inkling2 kosmos-2.5 "
+    "lfm2_vl lfm3_vl llama4 minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral_large4 "
+    "nemotron_h_omni qwen3_5 qwen3_5_moe qwen4_exp",
+    "its text attends to the images of a whole row by cross-attention": "evolla idefics mllama",
+    "it is an encoder-decoder": "florence2 pix2struct pp_formulanet t5gemma2 udop "
+    "vision-encoder-decoder",
+    "it is not a causal language model of text and images": "blip diffusion_gemma git pi0 "
+    "shieldgemma2",
+    "its processor takes no text without an image, and TRL passes it completions": "got_ocr2 "
+    "pp_chart2table",
+    "its processor takes no completion without an image, and TRL's rows do not say where a prompt "
+    "ends, whose tokens see each other in both directions": "paligemma",
+    "its processor rewrites text around images": "chameleon fuyu idefics2",
+    "its images become tokens of its vocabulary": "emu3",
+}
+
+_LEFT_OUT = ("tools", "chat_template_kwargs")  # by TRL, of rows with images
+_PAYLOADS = ("image", "url", "path", "base64", "video", "audio")
+_OTHER_MEDIA = ("video", "videos", "audio", "audios")
+_OTHER_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
+_MESSAGES = ("messages", "prompt", "completion")
+
+
+def has_images(dataset: Any) -> bool:
+    """Return whether a data set, or one of a dictionary, has a column of images."""
+    if isinstance(dataset, dict):
+        return any(map(has_images, dataset.values()))
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return False
+    return bool({*IMAGE_COLUMNS} & set(get_dataset_column_names(dataset) or ()))
+
+
+def holds_conversations(dataset: Dataset) -> bool:
+    """Return whether rows are conversations of the form that rows with images may have."""
+    columns = {*dataset.column_names}
+    if {"input_ids", IMAGE_ROW, "conversations", "text", *_LEFT_OUT} & columns:
+        return False
+    forms = [form for form in ({"messages"}, {"prompt", "completion"}) if form <= columns]
+    if len(forms) != 1:
+        return False
+    rows = dataset.with_format(None).select_columns(sorted(forms[0]))
+    return is_conversational(next(iter(rows), {}))
+
+
+def named_sets(given: Any, name: str = "eval") -> list[tuple[str, Any]]:
+    """Return names and data sets of a dictionary, or one data set with `name`."""
+    return list(given.items()) if isinstance(given, dict) else [(name, given)]
+
+
+# --- which runs -----------------------------------------------------------------------------------
+
+
+def why_not_packed(model: Any, train: Any, evaluated: Any, args: Any, processor: Any) -> str | None:
+    """Return why a run takes TRL's path; arguments as for `RunImages.why_not_packed`."""
+    installed = transformers.__version__
+    if Version(installed).release[:2] < _OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
+        return f"the data set has images, and transformers {installed} is older than {oldest}"
+    sets = [dataset for _, dataset in (*named_sets(train), *named_sets(evaluated))]
+    sets = [dataset for dataset in sets if has_images(dataset)]
+    if reason := _why_no_data(sets, args):
+        return reason
+    model_type = config_of(model, args).model_type
+    if reason := why_no_family(model_type):
+        return reason
+    names = ("image_token", "image_token_ids", "_process_images")
+    if processor is not None and not all(hasattr(processor, name) for name in names):
+        return f"the data set has images, and {type(processor).__name__} has no image_token"
+    return None
+
+
+def why_no_family(model_type: str) -> str | None:
+    """Return why documents with images are not packed for a model type, or None if they are."""
+    if model_type in FAMILIES:
+        return None
+    found = (reason for reason, names in _BY_REASON.items() if model_type in names.split())
+    reason = next(found, "not verified")
+    return f"the data set has images, which are not packed for {model_type} models ({reason})"
+
+
+def _why_no_data(sets: list[Any], args: Any) -> str | None:
+    """Return why data sets with images, or settings of TRL, need TRL's path, or None."""
+    if any(isinstance(dataset, IterableDataset) for dataset in sets):
+        return "a data set is a stream with images, whose lengths are unknown"
+    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+        return "skip_prepare_dataset=True leaves rows with images as they are"
+    strategy = getattr(args, "packing_strategy", None)
+    if getattr(args, "packing", False) and strategy == "wrapped":
+        return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
+    if any(map(holds_addresses, sets)):
+        return "images are addresses, whose sizes are unknown without a download"
+    text_field = getattr(args, "dataset_text_field", "text")
+    for dataset in sets:
+        columns = set(dataset.column_names)
+        forms = [{"messages"}, {text_field}, {"prompt", "completion"}]
+        if sum(form <= columns for form in forms) > 1:
+            return "rows with images have several forms of text"
+        if found := {*_LEFT_OUT} & columns:
+            return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
+        keys = [field.name for parts in _parts(dataset).values() for field in parts.type]
+        if found := {*keys} & {*_PAYLOADS}:
+            return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
+    return None
+
+
+def config_of(model: Any, args: Any) -> Any:
+    """Return the config of a model, or of its name."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        return config
+    given = getattr(args, "model_init_kwargs", None) or {}
+    chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
+    return AutoConfig.from_pretrained(model, **chosen)
+
+
+# --- other media ----------------------------------------------------------------------------------
+
+
+def check_no_other_media(dataset: Dataset, name: str) -> None:
+    """Raise ValueError naming the first row with a video or audio.
+
+    Args:
+        dataset: rows for a model with a processor.
+        name: of the data set, for messages.
+    """
+    for column in (c for c in _OTHER_MEDIA if c in dataset.column_names):
+        values = dataset.data.column(column)
+        filled = pc.is_valid(values)
+        if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+            filled = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
+        rows = np.flatnonzero(np.asarray(filled, dtype=bool)[stored_rows(dataset)])
+        if len(rows):
+            raise ValueError(
+                f"row {rows[0]} of the {name} dataset has {column!r}; only text and images can be "
+                "trained here, so remove the row, or the column"
+            )
+    for column, parts in _parts(dataset).items():
+        if parts.type.get_field_index("type") < 0:
+            continue
+        found = set(pc.unique(pc.struct_field(parts, "type")).to_pylist()) & {*_OTHER_PARTS}
+        for row, messages in enumerate(dataset.with_format(None)[column] if found else ()):
+            kinds = [part.get("type") for m in messages or () for part in m["content"] or ()]
+            if {*kinds} & found:
+                raise ValueError(
+                    f"row {row} of the {name} dataset: a message has a part of type "
+                    f"{sorted(found)[0]!r}; only text and images can be trained here"
+                )
+
+
+def _parts(dataset: Dataset) -> dict[str, pa.ChunkedArray]:
+    """Return the parts of all messages, by column, where contents are lists of parts."""
+    found: dict[str, pa.ChunkedArray] = {}
+    for name in (name for name in _MESSAGES if name in dataset.column_names):
+        messages = _structs(dataset.data.column(name))
+        if messages is not None and messages.type.get_field_index("content") >= 0:
+            parts = _structs(pc.struct_field(messages, "content"))
+            found |= {} if parts is None else {name: parts}
+    return found
+
+
+def _structs(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
+    """Return the structures in a column of lists of them, None for any other type."""
+    value = getattr(column.type, "value_type", None)
+    return pc.list_flatten(column) if value is not None and pa.types.is_struct(value) else None
