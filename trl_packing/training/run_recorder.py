@@ -154,7 +154,7 @@ class RunRecorder(TrainerCallback):
             tokens = getattr(self.trainer, "_total_train_tokens", 0) - self._tokens_before
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
-            counted: list[Any] = [counts[name] for name in Totals._fields]
+            counted: list[Any] = [counts[name] for name in Totals.__annotations__]
             now = Totals(*counted)
             if self.trainer.attention.backend in _PADS:  # inside the model, where nobody counts
                 now = now._replace(computed_tokens=None)
