@@ -12,7 +12,7 @@ from helpers.combinations import fast
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.training.columns import documents_of
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
@@ -113,8 +113,11 @@ def test_losses_of_preparation_are_those_of_all_sources(tmp_path):
         (lambda sets: sets | {"b": sets["b"].select([])}, "the train dataset is empty"),
         (
             lambda sets: sets | {"b": Dataset.from_dict({"images": [[]], "prompt": ["a"]})},
-            "which only packed runs train, but the data set has images, which are not packed for "
-            "llama models",
+            "which only packed runs train, .* has images, .* llama",
+        ),
+        (
+            lambda sets: sets | {"b": Dataset.from_list([{"input_ids": [1], "labels": [-100]}])},
+            "of the 'b' dataset has a trained token",
         ),
     ],
 )
@@ -123,15 +126,11 @@ def test_a_dictionary_that_is_no_training_set_is_refused(tmp_path, train_dataset
         trainer_of(tmp_path, train_dataset(tokenized({"a": 8, "b": 8})))
 
 
-@pytest.mark.parametrize("source_sets", [True, False])
-def test_an_evaluation_set_without_columns_is_refused_by_its_name(tmp_path, source_sets):
+def test_an_evaluation_set_without_columns_is_refused_by_its_name(tmp_path):
     sets = tokenized({"a": 8, "b": 8})
-    trainer = trainer_of(tmp_path, sets if source_sets else sets["a"])
+    trainer = trainer_of(tmp_path, sets)
     assert trainer.evaluate({"x": sets["a"]})["eval_x_loss"] > 0
-    for wrong, sentence in (
-        ([1], "the eval dataset is a list; pass a Dataset or an IterableDataset"),
-        ({"x": None}, "the x dataset is a NoneType; pass a Dataset"),
-    ):
+    for wrong, sentence in (([1], "eval dataset is a list"), ({"x": None}, "x dataset is a None")):
         with pytest.raises(TypeError, match=sentence):
             trainer.evaluate(wrong)
 
@@ -156,12 +155,6 @@ def test_a_column_that_the_user_names_has_one_type(tmp_path):
     # Tokens are widened: one source may be rows of text, and another be tokenized already.
     sets = tokenized({"a": 4}) | {"b": tiny_dataset("language_modeling", 6)}
     assert len(trainer_of(tmp_path, sets).train_dataset) == 10
-
-
-def test_a_message_quotes_the_name_of_a_source(tmp_path):
-    untrained = Dataset.from_list([{"input_ids": [1, 2], "labels": [-100, -100]}])
-    with pytest.raises(ValueError, match="no document of the 'a' dataset has a trained token"):
-        trainer_of(tmp_path, {"a": untrained} | tokenized({"b": 4}))
 
 
 def test_a_curriculum_orders_the_documents_of_all_sets_by_their_column(tmp_path):
@@ -244,38 +237,26 @@ def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
     assert report.utilization == sum(tokens) / (report.bins * 64)
 
 
+TWICE = {"a": {"epochs": 2}, "b": {"epochs": 1}}
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"mixture": {"c": {"weight": 1}}}, "mixture names 'c', but the sources are a, b"),
-        ({"mixture": {"a": {"epochs": 0}, "b": {"epochs": 0}}}, "mixture draws no document"),
-        ({"mixture": {"a": {"weight": 0}, "b": {"weight": 0}}}, "mixture draws no document"),
-        (
-            {"mixture": {"a": {"epochs": 1e300}}},
-            "documents of 'a', and 1,000,000,000 are the most; lower its epochs",
-        ),
-        ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have a 'weight' or 'epochs'"),
-        ({"mixture": {"a": {"weight": 1, "epochs": 2}}}, "must have a 'weight' or 'epochs'"),
-        ({"mixture": {"a": {"weight": -1}}}, "weight=-1 of 'a' in mixture must be a number from 0"),
-        ({"mixture": {"a": {"epochs": "2"}}}, "epochs='2' of 'a' in mixture must be a number"),
+        ({"mixture": {"c": {"weight": 1}}}, "names 'c', but the sources are a, b"),
+        ({"mixture": {"a": {"epochs": 0}, "b": {"epochs": 0}}}, "draws no document"),
+        ({"mixture": {"a": {"weight": 0}, "b": {"weight": 0}}}, "draws no document"),
+        ({"mixture": {"a": {"epochs": 1e300}}}, "of 'a', and 1,000,000,000 are the most"),
+        ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have"),
+        ({"mixture": {"a": {"weight": 1, "epochs": 2}}}, "'weight' or 'epochs'"),
+        ({"mixture": {"a": {"weight": -1}}}, "weight=-1 of 'a' in mixture"),
+        ({"mixture": {"a": {"epochs": "2"}}}, "epochs='2' of 'a' in mixture"),
         ({"mixture": "math"}, "mixture='math' must name sources"),
         ({"mixture_temperature": 0}, "mixture_temperature=0 must be above 0"),
         ({"mixture_unit": "tokens"}, "mixture_unit='tokens' has no effect"),
-        (
-            {
-                "mixture": {"a": {"epochs": 2}, "b": {"epochs": 1}},
-                "mixture_temperature": 2.0,
-            },
-            "mixture_temperature=2.0 has no effect, because mixture has epochs for every source",
-        ),
-        (
-            {"mixture": {"a": {"weight": 1}}, "mixture_temperature": 2.0},
-            "mixture_temperature=2.0 and a weight of 'a' in mixture both say",
-        ),
-        (
-            {"mixture_temperature": 2.0, "train_sampling_strategy": "sequential"},
-            "train_sampling_strategy='sequential': a mixture draws",
-        ),
+        ({"mixture": TWICE, "mixture_temperature": 2.0}, "temperature=2.0 has no effect"),
+        ({"mixture": {"a": {"weight": 1}}, "mixture_temperature": 2.0}, "weight of 'a'.*both"),
+        ({"mixture": TWICE, "train_sampling_strategy": "sequential"}, "strategy='sequential'"),
         ({"mixture_temperature": 2.0, "prefix_sharing": "group"}, "prefix_sharing='group'"),
         ({"mixture_temperature": 2.0, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
     ],
@@ -291,13 +272,6 @@ def test_a_mixture_without_sources_is_refused(tmp_path):
         trainer_of(tmp_path, rows, mixture={"a": {"weight": 1}})
     with pytest.raises(ValueError, match="has no column 'kind'"):
         trainer_of(tmp_path, rows, mixture={"a": {"weight": 1}}, source_column="kind")
-
-
-def test_a_mixture_comes_from_json_too(tmp_path):
-    config = PackedSFTConfig(
-        str(tmp_path), use_cpu=True, bf16=False, mixture='{"a": {"weight": 2}, "b": {"epochs": 1}}'
-    )
-    assert config.mixture == {"a": {"weight": 2}, "b": {"epochs": 1}}
 
 
 # --- resuming, ranks ------------------------------------------------------------------------------
@@ -320,7 +294,7 @@ def assert_continues(resumed, uninterrupted):
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
-@pytest.mark.parametrize("mode", fast(MODES, ("packed",)))
+@pytest.mark.parametrize("mode", fast([*MODES], ("packed",)))
 def test_a_mixture_resumes_to_the_bit(mode, tmp_path):
     arguments = {
         "epochs": EPOCHS,

@@ -1,16 +1,23 @@
-"""Gradients of a run that shares prefixes are those of its documents, one at a time.
+"""A step, and an evaluation, that shares prefixes is that of its documents, one at a time.
 
-The kinds of steps and losses are ways and options of tests/test_oracle.py; here are the families.
-
-The reference (`harness.alone`) puts each document through the untouched model by itself, and knows
-nothing of rows. Gradients of documents that see their siblings, or lose their prefix, are apart by
-more than 0.1 (the negative controls).
+The kinds of steps and losses are ways and options of tests/test_oracle.py; here are the families,
+and rows at the edges of sharing. The reference (`harness.alone`) puts each document through the
+untouched model by itself, and knows nothing of rows. Gradients of documents that see their
+siblings, or lose their prefix, are apart by more than 0.1 (the negative controls).
 """
+
+import math
 
 import numpy as np
 import pytest
-from harness import assert_exact
-from helpers.by_hand import by_hand
+import torch
+import torch.nn.functional as F
+from architectures.tiny_models import DOCUMENT_IDS
+from architectures.tiny_step import tiny_tokenizer
+from datasets import Dataset
+from harness import alone, assert_exact, bound_of, in_dtype, losses_of_tokens, make_trainer
+from helpers.by_hand import LOSSES
+from helpers.one_step import ONE_STEP
 from helpers.shared_prefixes import (
     FAMILIES,
     build_model,
@@ -19,11 +26,16 @@ from helpers.shared_prefixes import (
     relative_error,
 )
 
+from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.packing import tree_row
 from trl_packing.training.prefix_sharing import PrefixSharing
 
 FAST = [("llama", False, "token"), ("deepseek_v3", True, "document")]
 ALL = [(n, lora, by) for n in FAMILIES for lora in (False, True) for by in ("token", "document")]
+
+
+def slow_but(fast, names) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def assert_is_one_at_a_time(step, expected, *, shares=1.5):
@@ -33,76 +45,218 @@ def assert_is_one_at_a_time(step, expected, *, shares=1.5):
     assert_exact(step, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "lora", "weighting"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
-)
-def test_families_train_each_document_as_alone(name, lora, weighting, tmp_path):
+@pytest.mark.parametrize("case", slow_but(FAST, ALL), ids=str)
+def test_families_train_each_document_as_alone(case, tmp_path):
+    name, lora, weighting = case
     model, documents = build_model(name, lora=lora), forked_documents(weighted=True)
     step = one_shared_step(model, documents, tmp_path, loss_weighting=weighting)
     assert step.documents == len(documents)
-    assert_is_one_at_a_time(step, by_hand(model, documents, weighting=weighting))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_other_documents_train_as_alone(seed, tmp_path):
-    model, documents = build_model("qwen3"), forked_documents(seed + 1, weighted=True)
-    step = one_shared_step(model, documents, tmp_path)
-    assert_is_one_at_a_time(step, by_hand(model, documents))
+    assert_is_one_at_a_time(step, alone(model, documents, weighting=weighting))
 
 
 @pytest.mark.slow
 def test_a_bf16_step_is_as_close_as_bf16_allows(tmp_path):
     """Autocast keeps 8 bits; the same run without sharing is as far from float32."""
     model, documents = build_model("llama"), forked_documents()
-    expected = by_hand(model, documents)[1]
-    errors = {
-        mode: relative_error(
-            one_shared_step(
-                model, documents, tmp_path / mode, prefix_sharing=mode, bf16=True
-            ).gradients,
-            expected,
-        )
-        for mode in ("bin", "off")
-    }
+    expected, errors = alone(model, documents)[1], {}
+    for mode in ("bin", "off"):
+        step = one_shared_step(model, documents, tmp_path / mode, prefix_sharing=mode, bf16=True)
+        errors[mode] = relative_error(step.gradients, expected)
     assert errors["bin"] < 1.3 * errors["off"] < 0.1
+
+
+# --- rows at the edges ----------------------------------------------------------------------------
+
+CAPACITY = 128
+
+
+def answers(number, *, answer=20, trains_prompt=(), seed=0, labels_plus=0):
+    """Return answers to one prompt of 40; those of `trains_prompt` train their prompt too.
+
+    With `labels_plus=1` they train other tokens than those of the document.
+    """
+    rng = np.random.default_rng(seed)
+    question, *others = (
+        rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, length).tolist()
+        for length in (40, *[answer] * number)
+    )
+    rows = []
+    for i, other in enumerate(others):
+        prompt = question if i in trains_prompt else [IGNORE_INDEX] * 40
+        labels = prompt + [token + labels_plus for token in other]
+        rows.append({"input_ids": question + other, "labels": labels})
+    return rows
+
+
+def with_weights(documents):
+    rng = np.random.default_rng(1)
+    weights = [(rng.integers(1, 9, len(d["input_ids"])) / 4).tolist() for d in documents]
+    return [d | {"loss_weights": w} for d, w in zip(documents, weights, strict=True)]
+
+
+# name -> documents, and whether they share anything.
+CASES = {
+    "one document": (answers(1), False),
+    "equal documents with other weights": (with_weights(answers(1) * 6), True),
+    "equal documents with labels of their own": (answers(1, labels_plus=1) * 6, False),
+    "labels of their own in some": (answers(3) + answers(3, labels_plus=1), True),
+    "prompts that some documents train": (answers(5, trains_prompt=(1, 4)), True),
+    "a document that another one begins with": ([*answers(2), *answers(2, answer=30)], True),
+}
+
+
+@pytest.mark.parametrize("sharing", slow_but(("bin",), ("bin", "group")))
+@pytest.mark.parametrize("case", slow_but(("labels of their own in some",), CASES))
+def test_unusual_documents_train_as_alone(case, sharing, tmp_path):
+    (documents, shares), model = CASES[case], build_model("llama")
+    step = one_shared_step(model, documents, tmp_path, prefix_sharing=sharing)
+    assert_exact(step, alone(model, documents))
+    assert step.documents == len(documents)
+    assert (step.computed < step.tokens) == shares
+
+
+@pytest.mark.parametrize("most", slow_but((64,), (64, 3)))
+def test_a_group_that_is_larger_than_a_bin_is_cut_and_trains_as_alone(most, tmp_path):
+    """Ten answers to a prompt compute 240 tokens; each bin of 128 repeats the prompt of 40."""
+    documents = [row for seed in range(3) for row in answers(10, seed=seed)]
+    groups = {"prefix_sharing": "group", "prefix_group_size": most, "max_length": CAPACITY}
+    bins = {"gradient_accumulation_steps": 12, "per_device_train_batch_size": 1}
+    model = build_model("llama")
+    step = one_shared_step(model, documents, tmp_path, **groups, **bins)
+    assert_exact(step, alone(model, documents))
+    sizes = [row.num_tokens for row in step.rows]
+    assert max(sizes) <= CAPACITY
+    assert len(sizes) >= 9
+    assert 3 * 240 < step.computed == sum(sizes) < 0.7 * step.tokens
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def metrics_by_hand(model, documents, loss="nll", weighting="token"):
+    """Return each metric of documents alone in float64, and how far float32 is from it."""
+    rounded, exact = (
+        metrics_in(dtype, model, documents, loss, weighting)
+        for dtype in (torch.float32, torch.float64)
+    )
+    return {name: (value, abs(rounded[name] - value)) for name, value in exact.items()}
+
+
+@torch.no_grad()
+def metrics_in(dtype, model, documents, loss, weighting):
+    """Return loss, entropy and accuracy, and the loss of each source, of documents alone."""
+    sums: dict[str, np.ndarray] = {}
+    entropies, hits, count = 0.0, 0, 0
+    for document in documents:
+        ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
+        trained = labels[1:] != IGNORE_INDEX
+        with in_dtype(model.eval(), dtype) as ready:
+            logits = ready(input_ids=ids[None]).logits[0, :-1][trained]
+        targets = labels[1:][trained]
+        weights = torch.tensor(document["loss_weights"])[1:][trained]
+        n = float(weights.sum())
+        divisor = {"token": 1.0, "document": n, "sqrt": math.sqrt(n)}[weighting] or 1.0
+        weights = weights.double() * document["loss_weight"] / divisor
+        losses = losses_of_tokens(logits, targets, loss).double()
+        for name in ("", f"_{document['source']}"):
+            of_both = float((weights * losses).sum()), float(weights.sum())
+            sums[name] = sums.get(name, np.zeros(2)) + of_both
+        log_probs = F.log_softmax(logits, -1)
+        entropies -= float((log_probs.exp() * log_probs).sum())
+        hits += int((logits.argmax(-1) == targets).sum())
+        count += len(targets)
+    return {
+        **{f"eval_loss{name}": loss / total for name, (loss, total) in sums.items()},
+        "eval_entropy": entropies / count,
+        "eval_mean_token_accuracy": hits / count,
+    }
+
+
+EVALUATIONS = {
+    "a row for two bins": {"per_device_eval_batch_size": 2},
+    "padding-free": {"eval_packing": False, "per_device_eval_batch_size": 7},
+    "weights of documents": {"loss_weighting": "document"},
+    "dft": LOSSES["dft"],
+    "smoothed": LOSSES["smoothed"],
+    "a worker": {"dataloader_num_workers": 1},
+    "a stream": {"source_column": None},
+}
+
+
+def evaluate(model, folder, documents, stream=False, **options):
+    settings = {"source_column": "source", "per_device_eval_batch_size": 8, "max_length": 128}
+    dataset = Dataset.from_list(documents)
+    trainer = make_trainer(
+        folder,
+        dataset,
+        model,
+        tokenizer=tiny_tokenizer(),
+        evaluated=dataset.to_iterable_dataset() if stream else dataset,
+        **ONE_STEP | {"prefix_sharing": "bin"} | settings | options,
+    )
+    trainer.evaluate()
+    assert trainer._isolation.sharing.reason is None
+    return trainer.state.log_history[-1]
+
+
+def weighted_documents():
+    """Siblings of one prefix belong to different sources, which train its positions together."""
+    documents = forked_documents(weighted=True)
+    return [d | {"source": "abc"[number % 3]} for number, d in enumerate(documents)]
+
+
+def assert_same_metrics(found, expected, names=None):
+    for name in names or expected:
+        value, error = expected[name]
+        assert found[name] == pytest.approx(value, rel=0, abs=bound_of(value, error)), name
+
+
+@pytest.mark.parametrize("name", slow_but(("weights of documents",), EVALUATIONS))
+def test_metrics_are_those_of_documents_alone(name, tmp_path):
+    model, documents, options = build_model("qwen3"), weighted_documents(), EVALUATIONS[name]
+    found = evaluate(model, tmp_path, documents, stream=name == "a stream", **options)
+    loss = name if name in ("dft", "smoothed") else "nll"
+    expected = metrics_by_hand(model, documents, loss, options.get("loss_weighting", "token"))
+    names = {"smoothed": [n for n in expected if "loss" in n], "a stream": ["eval_loss"]}
+    assert_same_metrics(found, expected, names.get(name))
+
+
+def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_path, monkeypatch):
+    """The control: entropy and accuracy need the documents that train each position."""
+    share = tree_row.share_prefixes
+
+    def lost(*args):
+        row = share(*args)
+        row.batch["target_counts"].clamp_(max=1)
+        return row
+
+    monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", lost)
+    model, documents = build_model("llama"), weighted_documents()
+    found = evaluate(model, tmp_path, documents)
+    with pytest.raises(AssertionError):
+        assert_same_metrics(found, metrics_by_hand(model, documents))
 
 
 # --- the negative controls ------------------------------------------------------------------------
 
 
-def _chain(tree):
-    """Every segment sees all tokens before it: its siblings too."""
-    ends = tree["cu_seqlens"][1:].astype(np.int64)
-    return [np.arange(end) for end in ends]
-
-
-def _no_prefix(tree):
-    """Every segment sees only itself."""
-    starts, ends = tree["cu_seqlens"][:-1], tree["cu_seqlens"][1:]
-    return [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
-
-
-def _with_keys(keys_of):
-    def spoil(tree):
-        keys = keys_of(vars(tree))
-        lengths = np.cumsum([0, *map(len, keys)]).astype(np.int32)
-        return {"cu_seqlens_k": lengths, "key_index": np.concatenate(keys).astype(np.int64)}
-
-    return spoil
+def with_keys(keys):
+    lengths = np.cumsum([0, *map(len, keys)]).astype(np.int32)
+    return {"cu_seqlens_k": lengths, "key_index": np.concatenate(keys).astype(np.int64)}
 
 
 SPOILED = {
-    "siblings see each other": _with_keys(_chain),
-    "branches lose their prefix": _with_keys(_no_prefix),
+    "siblings see each other": lambda tree: with_keys(
+        [np.arange(end, dtype=np.int64) for end in tree.cu_seqlens[1:]]
+    ),
+    "branches lose their prefix": lambda tree: with_keys(
+        [np.arange(*ends) for ends in zip(tree.cu_seqlens[:-1], tree.cu_seqlens[1:], strict=True)]
+    ),
     "positions go on": lambda tree: {"position_ids": np.arange(len(tree.position_ids))},
 }
 
 
-@pytest.mark.parametrize(
-    "fault", [k if "see" in k else pytest.param(k, marks=pytest.mark.slow) for k in SPOILED]
-)
+@pytest.mark.parametrize("fault", slow_but(("siblings see each other",), SPOILED))
 def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, monkeypatch):
     make = tree_row.build_prefix_tree
 
@@ -115,9 +269,8 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
     checked = one_shared_step(model, documents, tmp_path / "checked")
     assert "LEAK" in checked.trainer._isolation.sharing.reason
     assert checked.computed == checked.tokens
-    expected = by_hand(model, documents)
+    expected = alone(model, documents)
     assert_exact(checked, expected)
-
     monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
     unchecked = one_shared_step(model, documents, tmp_path / "unchecked")
     assert relative_error(unchecked.gradients, expected[1]) > 0.1
@@ -125,16 +278,31 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
         assert_is_one_at_a_time(unchecked, expected)
 
 
-def test_weights_that_count_once_fail_the_same_comparison(tmp_path, monkeypatch):
-    make = tree_row.share_prefixes
-
-    def once(*args):
+def once(make):
+    def spoiled(*args):
         row = make(*args)
         weights = row.batch["loss_weights"]
         row.batch["loss_weights"] = (weights > 0).to(weights.dtype)
         return row
 
-    monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", once)
-    model, documents = build_model("llama"), forked_documents()
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "documents"),
+    [
+        ("packing.collator.share_prefixes", once(tree_row.share_prefixes), forked_documents()),
+        # Documents that agree on tokens, and not on labels, are merged.
+        (
+            "packing.tree_row._groups",
+            lambda flat, starts: [0] * len(starts),
+            CASES["labels of their own in some"][0],
+        ),
+    ],
+    ids=["weights count once", "labels of their own are shared"],
+)
+def test_merged_targets_fail_the_same_comparison(place, fault, documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"trl_packing.{place}", fault)
+    model = build_model("llama")
     step = one_shared_step(model, documents, tmp_path)
-    assert relative_error(step.gradients, by_hand(model, documents)[1]) > 0.1
+    assert relative_error(step.gradients, alone(model, documents)[1]) > 0.1

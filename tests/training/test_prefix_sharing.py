@@ -1,22 +1,26 @@
-"""A run that shares prefixes is the run that does not: losses, gradients, counts, evaluation."""
+"""Which runs share prefixes, what the report says of it, and which bins groups of prefixes fill."""
+
+import json
 
 import numpy as np
 import pytest
 import torch
 from architectures import tiny_models as architectures
-from datasets import Dataset
-from harness import TWO_RUNS
-from helpers.combinations import fast
-from helpers.tiny import tiny_model, tiny_tokenizer
+from datasets import Dataset, IterableDataset
+from harness import TWO_RUNS, make_trainer
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
-from trl_packing.packing import tree_row
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.collator import DataCollatorWithFlattening
-from trl_packing.packing.prefix_tree import PrefixTree
-from trl_packing.training.prefix_sharing import PrefixSharing
-
-FAMILIES = fast(["llama", "deepseek_v3", "gemma2"], ("llama",))
+from trl_packing.packing.prefix_groups import group_documents
+from trl_packing.packing.prefix_index import PrefixIndex
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.training import prefix_sharing
+from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
+from trl_packing.training.report import report_of
+from trl_packing.training.sampling import Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -25,220 +29,177 @@ def sharing_is_asked_for(monkeypatch):
     monkeypatch.setattr("trl_packing.config.PackingOptions.prefix_sharing", "off")
 
 
-def documents(number=40, *, shared=True):
-    rng = np.random.default_rng(0)
-    size = len(tiny_tokenizer())
-    prompts = [rng.integers(6, size, 40) for _ in range(4)]
+def answers(number=60, *, prompt=40, prompts=3, own_labels=False, seed=0) -> list[dict]:
+    """Return answers to parts of some prompts; every fourth document has no prompt."""
+    rng = np.random.default_rng(seed)
+    questions = [rng.integers(6, 90, prompt).tolist() for _ in range(prompts)]
     rows = []
-    for i in range(number):
-        prompt = prompts[i % 4][: rng.integers(20, 40)] if shared else rng.integers(6, size, 30)
-        answer = rng.integers(6, size, rng.integers(2, 20)).tolist()
-        rows.append(
-            {"input_ids": [*prompt.tolist(), *answer], "labels": [-100] * len(prompt) + answer}
-        )
-    return Dataset.from_list(rows)
+    for n in range(number):
+        question = questions[n % prompts][: rng.integers(5, prompt)] if n % 4 else []
+        answer = rng.integers(6, 90, rng.integers(2, 20)).tolist()
+        labels = [-100] * len(question) + answer
+        if own_labels and n % 5 == 0:
+            labels[len(labels) // 2] = 3
+        rows.append({"input_ids": question + answer, "labels": labels})
+    return rows
 
 
-def train(
-    folder,
-    model="llama",
-    data=None,
-    *,
-    trainer=PackedSFTTrainer,
-    data_collator=None,
-    evaluates=True,
-    **options,
-):
-    defaults = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1}
-    options = defaults | {"prefix_sharing": "off"} | options
-    args = PackedSFTConfig(
-        str(folder),
-        logging_steps=1,
-        learning_rate=0.0,  # so that every step compares gradients of the same weights
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
-        **options,
-    )
-    data = documents() if data is None else data
-    trainer = trainer(
-        tiny_model(model) if isinstance(model, str) else model,
-        args,
-        data_collator,
-        train_dataset=data,
-        eval_dataset=data.select(range(15)),
-        processing_class=tiny_tokenizer(),
-    )
+def of_groups(prompts=12, each=5) -> list[dict]:
+    """Return answers to whole prompts in random order."""
+    rng = np.random.default_rng(0)
+    questions = rng.integers(6, 90, (prompts, 40))
+    rows = []
+    for of in rng.permutation(np.repeat(np.arange(prompts), each)):
+        answer = rng.integers(6, 90, rng.integers(4, 20)).tolist()
+        ids = questions[of].tolist() + answer
+        rows.append({"input_ids": ids, "labels": [-100] * 40 + answer})
+    return rows
+
+
+APART = documents_of_lengths([30] * 40)
+
+
+def trainer_of(folder, rows=None, model="llama", **options) -> PackedSFTTrainer:
+    settings = {
+        "max_length": 256,
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 1,
+        "learning_rate": 0.0,  # so that every step compares gradients of the same weights
+        "logging_steps": 1,
+        "prefix_sharing": "bin",
+        "run_page": False,
+    }
+    rows = answers(prompt=60) if rows is None else rows
+    rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return make_trainer(folder, rows, model, evaluated=rows, **settings | options)
+
+
+def trained(folder, *args, **options) -> PackedSFTTrainer:
+    trainer = trainer_of(folder, *args, **options)
     trainer.train()
-    if evaluates:
-        trainer.evaluate()
     return trainer
 
 
-def assert_same(shared, apart, tolerance=TWO_RUNS):
-    logs = list(zip(shared.state.log_history, apart.state.log_history, strict=True))
-    assert len(logs) > 3
-    compared = 0
-    for ours, theirs in logs:
-        for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "eval_loss"):
-            if name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), name
-                compared += 1
-        for name in ("documents_per_step", "num_tokens", "train_documents", "train_tokens"):
-            assert ours.get(name) == theirs.get(name)
-    assert compared > 10
+def line(trainer) -> str | None:
+    return dict(trainer.packing_report.lines()).get("prefixes")
 
 
-@pytest.fixture
-def saved(monkeypatch):
-    """Return [tokens of documents, tokens computed] of all rows that share."""
-    counts, make = [0, 0], tree_row.build_prefix_tree
-
-    def counted(ids, **options):
-        tree = make(ids, **options)
-        counts[0] += sum(map(len, ids))
-        counts[1] += int(tree.starts[-1])
-        return tree
-
-    monkeypatch.setattr(tree_row, "build_prefix_tree", counted)
-    return counts
+def logs_of(trainer) -> list[list[float]]:
+    names = ("loss", "grad_norm", "documents_per_step", "num_tokens", "entropy")
+    history = trainer.state.log_history
+    return [[log[name] for name in names] for log in history if "grad_norm" in log]
 
 
-@pytest.mark.parametrize("model", FAMILIES)
-def test_losses_gradients_and_counts_stay(model, tmp_path, saved):
-    shared = train(tmp_path / "a", model, prefix_sharing="bin")
-    assert saved[1] < 0.8 * saved[0], "nothing was shared"
-    assert_same(shared, train(tmp_path / "b", model))
+# --- who shares -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_weighting": "sqrt", "gradient_accumulation_steps": 3},
-        pytest.param({"documents_per_step": 7}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_every_kind_of_step_stays(options, tmp_path, saved):
-    shared = train(tmp_path / "a", prefix_sharing="bin", **options)
-    assert saved[1] < saved[0]
-    assert_same(shared, train(tmp_path / "b", **options))
+def test_losses_gradients_and_counts_stay(tmp_path):
+    options = {"loss_weighting": "sqrt", "gradient_accumulation_steps": 3}
+    shared, apart = (trained(tmp_path, prefix_sharing=s, **options) for s in ("bin", "off"))
+    np.testing.assert_allclose(logs_of(shared), logs_of(apart), rtol=TWO_RUNS)
+    counts = shared._meter.so_far()
+    assert counts["shared"] > 0.1 * counts["tokens"]
 
 
-def test_siblings_that_see_each_other_would_be_found(tmp_path, monkeypatch):
-    """The control: keys of a chain instead of a tree change the loss, and the check refuses it."""
-
-    def chain(tree):
-        ends = tree.cu_seqlens[1:].astype(np.int64)
-        keys = np.concatenate([np.arange(end) for end in ends])
-        return np.cumsum([0, *ends]).astype(np.int32), keys
-
-    make = tree_row.build_prefix_tree
-
-    def leaking(ids, **options):
-        tree = make(ids, **options)
-        cu_seqlens_k, key_index = chain(tree)
-        return PrefixTree(**{**vars(tree), "cu_seqlens_k": cu_seqlens_k, "key_index": key_index})
-
-    monkeypatch.setattr(tree_row, "build_prefix_tree", leaking)
-    trainer = train(tmp_path, prefix_sharing="bin")
-    assert "LEAK" in trainer._isolation.sharing.reason
-    assert not trainer.data_collator.shares_prefixes
+class OwnLoss(PackedSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        pytest.param(
-            *("mamba", "attention='padded' has one set of boundaries"), marks=pytest.mark.slow
-        ),
-        ("bloom", "attention='padded' has one set of boundaries"),
-    ],
-)
-def test_models_that_cannot_share_train_as_without(name, reason, tmp_path, caplog):
-    def model():
-        torch.manual_seed(0)
-        made = architectures.tiny_model(name)
-        made.resize_token_embeddings(len(tiny_tokenizer()))
-        return made
+class OwnStep(PackedSFTTrainer):
+    """Computes the loss of a row, in which a shared token would count once."""
 
-    shared = train(tmp_path / "a", model(), prefix_sharing="bin")
-    assert "prefix_sharing='bin' does nothing in this run: " in caplog.text
-    assert reason in caplog.text
-    assert_same(shared, train(tmp_path / "b", model()))
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        inputs = self._prepare_inputs(inputs)
+        loss = model(**{k: v for k, v in inputs.items() if "weight" not in k}).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
 
 
-def test_documents_without_common_prefixes_train_on_the_same_rows(tmp_path):
-    data = documents(shared=False)
-    shared = train(tmp_path / "a", data=data, prefix_sharing="bin")
-    assert_same(shared, train(tmp_path / "b", data=data))
+class Timed(PackedSFTTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
 
 
-def test_a_loss_of_the_user_counts_each_document(tmp_path, caplog):
-    class Own(PackedSFTTrainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+class OwnRows(PackedCollator):
+    """A class of a user, with its own constructor, that masks a token of the last document."""
 
-    args = PackedSFTConfig(
-        str(tmp_path), prefix_sharing="bin", max_length=128, use_cpu=True, bf16=False, max_steps=1
-    )
-    data = documents()
-    Own(tiny_model("llama"), args, train_dataset=data, processing_class=tiny_tokenizer()).train()
-    assert "the loss is your own" in caplog.text
+    def __init__(self, masked=1):
+        super().__init__()
+        self.masked = masked
 
-
-def test_a_step_of_the_user_that_calls_the_model_itself_is_refused(tmp_path):
-    """It would compute the loss of a row, in which a shared token counts once."""
-
-    class Own(PackedSFTTrainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            inputs = self._prepare_inputs(inputs)
-            loss = model(**{k: v for k, v in inputs.items() if "weight" not in k}).loss
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    class Timed(PackedSFTTrainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    with pytest.raises(RuntimeError, match=r"training_step of Own .*set prefix_sharing='off'"):
-        train(tmp_path / "a", trainer=Own, evaluates=False, prefix_sharing="bin")
-    assert train(tmp_path / "b", trainer=Timed, prefix_sharing="bin").data_collator.shares_prefixes
+    def __call__(self, documents):
+        batch = super().__call__(documents)
+        batch["labels"][:, -self.masked :] = -100
+        return batch
 
 
-def test_noise_for_each_document_is_not_shared(tmp_path):
-    """A shared token would get one noise for all documents, as large as that of its segment."""
-    noisy = train(tmp_path / "a", prefix_sharing="bin", neftune_noise_alpha=5.0)
-    assert "neftune_noise_alpha=5.0 draws noise" in noisy._isolation.sharing.reason
-    assert_same(noisy, train(tmp_path / "b", neftune_noise_alpha=5.0), tolerance=0)
+def of_architecture(name):
+    torch.manual_seed(0)
+    made = architectures.tiny_model(name)
+    made.resize_token_embeddings(len(tiny_tokenizer()))
+    return made
 
 
-@pytest.mark.parametrize("place", ["attention_dropout", "lora_dropout", "jitter"])
-def test_dropout_for_each_document_is_not_shared(place, tmp_path):
-    """Dropout of a shared token would be the same for all of its documents."""
+def with_dropout(place):
     model = tiny_model("llama")
-    if place == "attention_dropout":
-        for module in model.modules():
-            if hasattr(module, place):
-                setattr(module, place, 0.25)
-    elif place == "lora_dropout":
-        model = get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"]))
-    else:
+    if place == "lora_dropout":
+        return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"]))
+    for module in model.modules():
+        if hasattr(module, place):
+            setattr(module, place, 0.25)
+    if place == "jitter":
         model.model.layers[0].mlp.input_jitter_noise = 0.25
-    trainer = train(tmp_path, model, prefix_sharing="bin")
-    assert "=0.25 draws for each document" in trainer._isolation.sharing.reason
+    return model
+
+
+# arguments of `trainer_of`, and why nothing is shared.
+APART_BECAUSE = {
+    "padded rows": (lambda: {"model": of_architecture("bloom")}, "attention='padded'"),
+    "the model's attention": (lambda: {"attention": "model"}, "attention='model'"),
+    "a loss": (lambda: {"cls": OwnLoss}, "the loss is your own"),
+    "noise": (lambda: {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 draws noise"),
+    "rows": (
+        lambda: {"collator": OwnRows(), "isolation_check": "off"},
+        "data_collator is your own",
+    ),
+    **{
+        place: (lambda place=place: {"model": with_dropout(place)}, "=0.25 draws for each document")
+        for place in ("attention_dropout", "lora_dropout", "jitter")
+    },
+}
+
+
+@pytest.mark.parametrize("case", APART_BECAUSE)
+def test_runs_in_which_each_document_needs_its_tokens_do_not_share(case, tmp_path, caplog):
+    arguments, reason = APART_BECAUSE[case]
+    trainer = trained(tmp_path, **arguments())
     assert not trainer.data_collator.shares_prefixes
-    # evaluation drops nothing
-    assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
+    assert reason in trainer._isolation.sharing.reason
+    assert line(trainer).startswith("not shared: ")
+    assert "prefix_sharing='bin' does nothing in this run: " in caplog.text
+    if "dropout" in case:  # an evaluation drops nothing
+        assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
+
+
+def test_other_classes_share(tmp_path):
+    for arguments in ({"cls": Timed}, {"collator": DataCollatorWithFlattening()}):
+        assert trained(tmp_path, **arguments).data_collator.shares_prefixes
+
+
+def test_a_loss_that_is_set_later_counts_each_document(tmp_path):
+    trainer = trained(tmp_path)
+    assert trainer.data_collator.shares_prefixes
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: (
+        outputs.logits.square().mean()
+    )
+    trainer.train()
+    assert not trainer.data_collator.shares_prefixes
 
 
 @pytest.mark.parametrize("kind", ["all", "non_padding"])
-def test_tokens_seen_are_those_of_the_documents(kind, tmp_path, saved):
-    options = {"include_num_input_tokens_seen": kind, "prefix_sharing": "bin"}
-    trainer = train(tmp_path, pad_to_multiple_of=32, **options)
-    assert saved[1] < 0.8 * saved[0]
+def test_tokens_seen_are_those_of_the_documents(kind, tmp_path):
+    trainer = trained(tmp_path, pad_to_multiple_of=32, include_num_input_tokens_seen=kind)
     tokens = sum(map(len, trainer.train_dataset["input_ids"]))
     seen = trainer.state.num_input_tokens_seen
     assert seen == tokens if kind == "non_padding" else tokens < seen < 1.3 * tokens
@@ -247,14 +208,11 @@ def test_tokens_seen_are_those_of_the_documents(kind, tmp_path, saved):
 @pytest.mark.parametrize("fails_in", ["training", "evaluation"])
 def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_path, monkeypatch):
     """Rows of training must not share after an evaluation for which the check has passed."""
-    failure = PrefixSharing._failure
+    check = PrefixSharing._failure
 
     def failing(self, model, documents, training):
-        return (
-            "it fails"
-            if training == (fails_in == "training")
-            else failure(self, model, [], training)
-        )
+        fails = training == (fails_in == "training")
+        return "it fails" if fails else check(self, model, [], training)
 
     monkeypatch.setattr(PrefixSharing, "_failure", failing)
     monkeypatch.setattr(PackedSFTTrainer, "_loss_is_ours", lambda self: True)
@@ -265,67 +223,281 @@ def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_pat
             rows[model.training].append("key_index" in inputs)
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 1}
-    train(tmp_path, trainer=Seen, prefix_sharing="bin", **options)
-    assert len(rows[True]) > 4
-    assert len(rows[False]) > 4
-    assert {any(rows[True]), any(rows[False])} == {True, False}
+    trained(tmp_path, cls=Seen, eval_strategy="steps", eval_steps=2)
     assert any(rows[fails_in == "evaluation"])
+    assert not any(rows[fails_in == "training"])
 
 
-class OwnRows(PackedCollator):
-    """A class of a user, with its own constructor, that masks a token of the last document."""
-
-    def __init__(self, masked):
-        super().__init__()
-        self.masked = masked
-
-    def __call__(self, documents):
-        batch = super().__call__(documents)
-        batch["labels"][:, -self.masked :] = -100
-        return batch
+# --- savings --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["off", "bin"])
-def test_rows_that_a_class_of_the_user_changes_are_not_shared(mode, tmp_path, saved):
-    options = {"data_collator": OwnRows(masked=1), "isolation_check": "off"}
-    trainer = train(tmp_path / "a", prefix_sharing=mode, **options)
-    assert saved == [0, 0]
-    apart = train(tmp_path / "b", **options)
-    assert_same(trainer, apart, tolerance=0)
-    if mode == "bin":
-        assert "data_collator is your own" in trainer._isolation.sharing.reason
+def computed_by_collator(documents, batches) -> list[int]:
+    collate = PackedCollator(shares_prefixes=True)
+    rows = [collate(documents.__getitems__(batch)) for batch in batches if len(batch)]
+    return [row["input_ids"].shape[1] for row in rows]
 
 
-def test_a_class_of_ours_with_another_constructor_shares(tmp_path, saved):
-    train(tmp_path, prefix_sharing="bin", data_collator=DataCollatorWithFlattening())
-    assert saved[1] < 0.8 * saved[0]
+SAMPLERS = {
+    "bins": {"capacity": 256, "bins_per_batch": 2, "num_ranks": 2, "accumulation": 2},
+    "documents": {"documents_per_step": 20, "num_ranks": 2},
+    # The last step has 3 documents for 4 ranks.
+    "idle ranks": {"documents_per_step": 57, "num_ranks": 4, "allow_idle_ranks": True},
+    "packed rows": {"rows": True, "bins_per_batch": 2},
+}
 
 
-def test_rows_of_a_collator_are_shared_only_where_the_config_asks_for_it(tmp_path):
-    with pytest.raises(ValueError, match=r"data_collator has shares_prefixes=True.*'bin'"):
-        train(tmp_path, data_collator=PackedCollator(shares_prefixes=True))
+def documents_for(name, **options) -> ArrowDocuments:
+    rows = answers(**options)
+    if name != "packed rows":
+        return ArrowDocuments(Dataset.from_list(rows), ["input_ids", "labels"])
+    packed = [
+        {key: [x for row in rows[at : at + 5] for x in row[key]] for key in rows[0]}
+        | {"seq_lengths": [len(row["input_ids"]) for row in rows[at : at + 5]]}
+        for at in range(0, len(rows), 5)
+    ]
+    columns = ["input_ids", "labels", "seq_lengths"]
+    return ArrowDocuments(Dataset.from_list(packed), columns)
 
 
-def test_a_loss_that_is_set_later_counts_each_document(tmp_path, saved):
-    trainer = train(tmp_path, prefix_sharing="bin", evaluates=False)
-    shared = list(saved)
-    assert shared[1] < shared[0]
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: (
-        outputs.logits.square().mean()
+@pytest.mark.parametrize("own_labels", [True, False])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_savings_are_those_of_the_collators_rows(name, own_labels):
+    documents = documents_for(name, own_labels=own_labels)
+    sampler = PackedBatchSampler(documents.lengths(), **SAMPLERS[name])
+    found = prefix_savings(documents, sampler, "bin")
+    assert found.is_whole
+    assert found.tokens == documents.lengths().sum()
+    rows = computed_by_collator(documents, sampler.micro_batches())
+    assert found.computed == sum(rows) < 0.9 * found.tokens
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "packed rows"])
+def test_groups_fill_bins_with_computed_tokens(name):
+    documents, options = documents_for(name, own_labels=True), SAMPLERS[name]
+    lengths = documents.lengths()
+    groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
+    sampler = PackedBatchSampler(lengths, groups=groups, **options)
+    found = prefix_savings(documents, sampler, "group")
+    batches = [batch.tolist() for batch in sampler.micro_batches()]
+    rows = computed_by_collator(documents, batches)
+    apart = prefix_savings(documents, PackedBatchSampler(lengths, **options), "group")
+    assert found.computed == sum(rows) < apart.computed
+    # By hand: the groups of which a document is in each step.
+    slots = sampler.num_ranks * sampler.accumulation
+    steps = [batches[at : at + slots] for at in range(0, len(batches), slots)]
+    per_step = [len({groups.numbers[d] for batch in step for d in batch}) for step in steps]
+    assert found.per_step == sum(per_step) / len(per_step)
+    args = PackedSFTConfig("unused", max_length=256, use_cpu=True, bf16=False, report_to="none")
+    columns = documents.dataset.column_names
+    report = report_of(
+        Sampling(args, True), documents, sampler, columns=columns, prefix_sharing="group"
     )
+    if name == "bins":
+        assert report.tokens_computed == sampler.plan().tokens.sum() < lengths.sum()
+        assert report.utilization == report.tokens_computed / (report.bins * 256) <= 1
+    else:
+        assert report.largest_micro_batch == max(rows)
+
+
+def test_a_large_data_set_is_estimated_from_a_part(monkeypatch):
+    documents = documents_for("bins", number=600)
+    sampler = PackedBatchSampler(documents.lengths(), 512)
+    whole = prefix_savings(documents, sampler, "bin")
+    monkeypatch.setattr(prefix_sharing, "_MOST_TOKENS", whole.tokens // 3)
+    part = prefix_savings(documents, sampler, "bin")
+    assert 0.2 < part.tokens / whole.tokens < 0.5
+    assert part.saved == pytest.approx(whole.saved, abs=0.05)
+    assert str(part).startswith("about ")
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (PrefixSavings("bin", 2400, 1000, True), "2.4× fewer tokens computed"),
+        (PrefixSavings("bin", 1130, 1000, False), "about 1.13× fewer tokens computed"),
+        (PrefixSavings("off", 1130, 1000, True), "'bin' would compute 1.13× fewer tokens"),
+        (PrefixSavings("off", 1010, 1000, True), ""),
+        (PrefixSavings("bin", 1130, 1000, True, "it cannot"), "not shared: it cannot"),
+        (PrefixSavings("bin", reason="it cannot"), "not shared: it cannot"),
+        (PrefixSavings("bin"), ""),
+        (PrefixSavings("bin", 1000, 1000, True, "it cannot"), "nothing to share"),
+    ],
+)
+def test_the_report_says_it_in_a_line(found, words):
+    assert words in str(found)
+    assert bool(words) == bool(str(found))
+
+
+def test_the_reports_savings_are_those_of_the_run(tmp_path):
+    trainer = trainer_of(tmp_path, pad_to_multiple_of=8)
+    planned = trainer.packing_report.prefixes
     trainer.train()
-    assert saved == shared
-    assert "the loss is your own" in trainer._isolation.sharing.reason
+    counts = trainer._meter.so_far()
+    assert counts["tokens"] - counts["shared"] == planned.computed
+    assert line(trainer) == f"{planned.tokens / planned.computed:.2f}× fewer tokens computed"
+    found = json.loads(trainer.packing_report.to_json())["prefixes"]
+    assert (found["tokens"], found["computed"]) == (planned.tokens, planned.computed)
 
 
-def test_a_collator_of_the_user_makes_its_own_rows(tmp_path):
-    args = PackedSFTConfig(str(tmp_path), prefix_sharing="group", use_cpu=True, bf16=False)
-    with pytest.raises(ValueError, match=r"prefix_sharing='group', but data_collator is your own"):
-        PackedSFTTrainer(
-            tiny_model("llama"),
-            args,
-            train_dataset=documents(),
-            data_collator=lambda rows: rows,
-            processing_class=tiny_tokenizer(),
-        )
+def test_a_run_that_does_not_share_names_the_setting(tmp_path):
+    off = {"prefix_sharing": "off"}
+    assert line(trainer_of(tmp_path, **off)).startswith("prefix_sharing='bin' would compute 1.")
+    assert line(trainer_of(tmp_path, APART, **off)) is None
+    # A model that cannot share is not advised to.
+    assert line(trainer_of(tmp_path, attention="model", **off)) is None
+
+
+def test_documents_without_common_prefixes_cost_no_check(tmp_path, monkeypatch):
+    checks, check = [], prefix_sharing.check_prefixes
+
+    def counted(*args, **kwargs):
+        checks.append(args)
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(prefix_sharing, "check_prefixes", counted)
+    trainer = trained(tmp_path, APART)
+    assert line(trainer).startswith("nothing to share")
+    assert not checks
+    # An evaluation set may share where training does not.
+    batches = trainer.get_eval_dataloader(Dataset.from_list(answers(prompt=60)))
+    assert any("key_index" in batch for batch in batches)
+    assert not trainer.data_collator.shares_prefixes
+    assert checks, "the control: with common prefixes the model is checked"
+
+
+def test_a_stream_is_reported_when_it_was_trained(tmp_path, capsys):
+    rows = answers(prompt=60)
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    trainer = trainer_of(tmp_path, stream, max_steps=4)
+    assert line(trainer) is None
+    trainer.train()
+    counts = trainer._meter.so_far()
+    assert (
+        trainer.packing_report.prefixes.computed
+        == counts["tokens"] - counts["shared"]
+        < counts["tokens"]
+    )
+    assert capsys.readouterr().out.count("× fewer tokens computed") == 1
+
+
+def test_the_default_warns_of_nothing(tmp_path, monkeypatch, caplog):
+    """As the default, "bin" is a try: the report has the reason, and no warning is logged."""
+    monkeypatch.setattr("trl_packing.config.PackingOptions.prefix_sharing", "bin")
+    trainer = trained(tmp_path, attention="model")
+    assert "does nothing" not in caplog.text
+    assert line(trainer).startswith("not shared: attention='model'")
+    assert line(trainer_of(tmp_path, APART)) is None
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+KINDS = {
+    "packed": {},
+    "padding-free": {"packing": False, "per_device_train_batch_size": 8},
+    "documents_per_step": {"documents_per_step": 16, "gradient_accumulation_steps": 2},
+    "stream": {"max_steps": 4},
+    "padding-free stream": {"packing": False, "per_device_train_batch_size": 8, "max_steps": 4},
+}
+
+
+class RowsApart(PackedSFTTrainer):
+    """Trains the same bins and steps by rows without sharing."""
+
+    def _before_first_step(self):
+        super()._before_first_step()
+        self._collators.packed.shares_prefixes = False
+
+
+def grouped(folder, **options) -> PackedSFTTrainer:
+    rows = Dataset.from_list(of_groups())
+    rows = rows.to_iterable_dataset() if "max_steps" in options else rows
+    return trained(folder, rows, **{"prefix_sharing": "group", "learning_rate": 1e-3} | options)
+
+
+@pytest.mark.parametrize(
+    "kind", ["packed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in [*KINDS][1:])]
+)
+def test_steps_are_those_of_their_documents_apart(kind, tmp_path):
+    trainer = grouped(tmp_path, **KINDS[kind])
+    apart = grouped(tmp_path, cls=RowsApart, **KINDS[kind])
+    np.testing.assert_allclose(logs_of(trainer), logs_of(apart), rtol=TWO_RUNS)
+    counts = trainer._meter.so_far()
+    assert counts["tokens"] - counts["shared"] < 0.5 * counts["tokens"]
+    # Control: without groups, steps hold other documents.
+    other = grouped(tmp_path, prefix_sharing="off", **KINDS[kind])
+    assert abs(logs_of(other)[0][0] - logs_of(trainer)[0][0]) > 1e-4
+
+
+@pytest.mark.slow
+def test_an_epoch_resumed_with_other_groups_is_refused(tmp_path):
+    trainer_of(tmp_path, prefix_sharing="group", save_strategy="steps", save_steps=1).train()
+    other = trainer_of(tmp_path, prefix_sharing="group", prefix_group_size=3)
+    with pytest.raises(ValueError, match="prefix_group_size=3 instead of 8"):
+        other.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-1")
+
+
+def test_a_model_that_fails_the_check_trains_single_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_sharing, "check_prefixes", _fail)
+    trainer = trainer_of(tmp_path, of_groups(), prefix_sharing="group")
+    planned = trainer.packing_report.bins
+    trainer.train()
+    assert planned < trainer.packing_report.bins
+    assert "not shared: RuntimeError: no" in str(trainer.packing_report)
+
+
+@pytest.mark.slow
+def test_a_model_that_fails_only_when_it_is_wrapped_stops(tmp_path, monkeypatch):
+    """Its bins hold more tokens than a row may have without sharing."""
+    calls, check = [], prefix_sharing.check_prefixes
+
+    def fails_later(*args, **kwargs):
+        calls.append(1)
+        return check(*args, **kwargs) if len(calls) == 1 else _fail()
+
+    monkeypatch.setattr(prefix_sharing, "check_prefixes", fails_later)
+    with pytest.raises(RuntimeError, match="cannot share as it runs now"):
+        trained(tmp_path, of_groups(), prefix_sharing="group")
+
+
+def _fail(*_args, **_kwargs):
+    raise RuntimeError("no")
+
+
+class OwnSampler(PackedSFTTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+PACKED = [{"input_ids": [7] * 30, "labels": [7] * 30, "seq_lengths": [20, 10]}] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefix_group_size": 1}, "prefix_group_size=1 must be at least 2"),
+        ({"prefix_group_size": 4, "prefix_sharing": "bin"}, "prefix_group_size=4 has no effect"),
+        ({"prefix_group_size": 2.5}, "prefix_group_size=2.5 must be a whole number"),
+        ({"packing_strategy": "wrapped"}, "packing_strategy='wrapped': pieces are cut where"),
+        ({"static_shapes": True}, "static_shapes=True"),
+        ({"rows": PACKED}, "cannot regroup rows that were packed before"),
+        ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
+        ({"collator": lambda rows: rows}, "prefix_sharing='group', but data_collator is your own"),
+        ({"cls": OwnStep}, "training_step of OwnStep .*set prefix_sharing='off'"),
+        (
+            {"collator": PackedCollator(shares_prefixes=True), "prefix_sharing": "off"},
+            "shares_prefixes=True.*'bin'",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_cannot_be_combined_are_refused(options, message, tmp_path):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        trained(tmp_path, **{"prefix_sharing": "group"} | options)
+
+
+def test_the_size_of_groups_changes_the_run(tmp_path):
+    small, large = (
+        trainer_of(tmp_path, of_groups(), prefix_sharing="group", prefix_group_size=size)
+        for size in (2, 8)
+    )
+    assert small.packing_report.bins > large.packing_report.bins
