@@ -77,9 +77,8 @@ def _show_packed_rows(
     run: "PreviewedRun", arguments: argparse.Namespace, drawn: Sequence[int], color: bool
 ) -> dict[str, Any]:
     """Print micro-batches, write the page of rows, and return the micro-batches for JSON."""
-    from trl_packing.tools.rows.packed_rows import PackedEpoch
-    from trl_packing.tools.rows.page import rows_page
-    from trl_packing.tools.rows.text import micro_batches, show_row
+    from trl_packing.tools.rows import PackedEpoch, micro_batches, show_row
+    from trl_packing.tools.rows_page import rows_page
 
     epoch = PackedEpoch.of(run)
     rows = list(micro_batches(epoch, drawn))
@@ -96,10 +95,13 @@ def _show_packed_rows(
 
 def _compare_preparations(arguments: argparse.Namespace) -> int:
     """Print the differences of two preparations; return 1 if there are any."""
-    from trl_packing.tools.preparations.compare import compare
-    from trl_packing.tools.preparations.other import check_against, other_side
-    from trl_packing.tools.preparations.side import Side
-    from trl_packing.tools.preparations.text import comparison_text
+    from trl_packing.tools.compare_preparations import (
+        Side,
+        check_against,
+        compare,
+        comparison_text,
+        other_side,
+    )
 
     for name in ("rows", "all", "html"):
         if getattr(arguments, name):

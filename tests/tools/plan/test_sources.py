@@ -8,12 +8,12 @@ from datasets import Dataset
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.tools.compare_preparations import documents_by_trl
 from trl_packing.tools.plan.page import plan_page, shares_of_steps
 from trl_packing.tools.plan.plan import plan_run
-from trl_packing.tools.preparations.side import documents_by_trl
 from trl_packing.tools.preview.preview import preview_epoch, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.rows.packed_rows import PackedEpoch
+from trl_packing.tools.rows import PackedEpoch
 from trl_packing.tools.training_command import TrainerCall
 
 FORMS = ("language_modeling", "prompt_completion", "conversational_prompt_completion")

@@ -34,7 +34,7 @@ def show_rows(
 ) -> str:
     """Return a picture of rows, one line for each: letters are documents, "·" is padding.
 
-    For the tokens of a run's rows, see `tools/rows/page.py` and `trl-packing inspect --html`.
+    For the tokens of a run's rows, see `tools/rows_page.py` and `trl-packing inspect --html`.
 
     Args:
         rows: the lengths of the documents of each row, in tokens.

@@ -1,0 +1,227 @@
+"""Two preparations are compared on every row; a difference of one label is found."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from helpers.attacks import ATTACKS, harmful
+from helpers.tiny import CHATML, save_tiny_model, tiny_model, tiny_tokenizer
+from trl import SFTConfig, SFTTrainer
+
+from trl_packing.cli import main
+from trl_packing.tools import compare_preparations
+from trl_packing.tools.compare_preparations import (
+    DIFFERENCES,
+    DROPPED,
+    DROPPED_BY_BOTH,
+    EQUAL,
+    LABELS,
+    TOKENS,
+    WEIGHTS,
+    Side,
+    compare,
+    comparison_text,
+    documents_by_trl,
+)
+from trl_packing.tools.preview.previewed_run import PreviewedRun
+
+
+def run_of(rows, *options, tokenizer=None):
+    return PreviewedRun.from_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
+
+
+def compared(rows, first=(), second=(), *, by_trl=False, other=None, tokenizer=None):
+    a = run_of(rows, *first, tokenizer=tokenizer)
+    b = run_of(rows if other is None else other, *second, tokenizer=tokenizer)
+    return compare(Side("here", a), Side("trl" if by_trl else "there", b, by_trl=by_trl))
+
+
+def found(comparison):
+    return {kind: number for kind in DIFFERENCES if (number := comparison.counts[kind])}
+
+
+def chats(number: int = 12) -> Dataset:
+    turns = lambda i: [  # noqa: E731
+        {"role": "user", "content": "Why? " * (1 + i % 4)},
+        {"role": "assistant", "content": "Because. " * (1 + i % 3)},
+    ]
+    return Dataset.from_list([{"messages": turns(i) * (1 + i % 2)} for i in range(number)])
+
+
+def texts(*numbers: int) -> Dataset:
+    return Dataset.from_dict({"text": ["one two three " * n for n in numbers]})
+
+
+def tokenized(labels, **columns) -> Dataset:
+    ids = [[7 + k for k in range(len(row))] for row in labels]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels, **columns})
+
+
+def changed(rows, row, column, at, value):
+    lists = rows.to_list()
+    lists[row][column][at] = value
+    return Dataset.from_list(lists)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (chats(), ["--max_length", "30"]),
+        (chats(), ["--assistant_only_loss", "true", "--shuffle_dataset", "true"]),
+        (chats(), ["--eos_token", "<|other|>"]),
+        (texts(1, 5, 2), ["--max_length", "16"]),
+        (Dataset.from_dict({"prompt": ["Why? ", "Who?"], "completion": ["So.", ""]}), []),
+        (tokenized([[7, 8, 9], [-100, 8], [-100, -100]]), []),
+    ],
+)
+def test_settings_that_trl_has_prepare_the_same(rows, options):
+    options = ["--max_length", "64", *options]
+    tokenizer = tiny_tokenizer(chat="generation")
+    comparison = compared(rows, options, options, by_trl=True, tokenizer=tokenizer)
+    assert comparison.is_equal
+    assert comparison.counts[EQUAL] + comparison.counts[DROPPED_BY_BOTH] == len(rows)
+    assert comparison.totals[0].tolist() == comparison.totals[1].tolist()
+    assert comparison.totals.all()
+
+
+def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
+    args = SFTConfig(str(tmp_path), max_length=30, use_cpu=True, bf16=False, report_to="none")
+    trainer = SFTTrainer(
+        tiny_model("llama"), args, train_dataset=chats(), processing_class=tiny_tokenizer(chat=True)
+    )
+    shown = documents_by_trl(run_of(chats(), "--max_length", "30"))
+    assert shown["input_ids"][:] == trainer.train_dataset["input_ids"][:]
+    assert shown["labels"][:] == trainer.train_dataset["labels"][:]
+
+
+def test_rows_that_trl_cannot_prepare_are_refused_with_its_reason():
+    rows = Dataset.from_dict({"question": ["Why?"], "answer": ["So."]})
+    options = ["--prompt_template", "{question}"]
+    with pytest.raises(ValueError, match="TRL cannot prepare these rows: KeyError: 'text'"):
+        compared(rows, options, options, by_trl=True)
+    with pytest.raises(ValueError, match="here has 2 rows and there has 3"):
+        compared(texts(1, 2), other=texts(1, 2, 3))
+
+
+def test_one_label_among_many_rows_is_found(monkeypatch):
+    """The negative control: everything is equal but for one label of one row."""
+    monkeypatch.setattr(compare_preparations, "_CHUNK", 7)
+    rows = tokenized([list(range(7, 12))] * 50)
+    assert compared(rows).is_equal
+    comparison = compared(rows, other=changed(rows, 33, "labels", 3, -100))
+    assert found(comparison) == {LABELS: 1}
+    assert comparison.counts[EQUAL] == 49
+    (difference,) = comparison.differences
+    assert (difference.row, difference.at) == (33, 3)
+
+
+def test_each_kind_of_difference_is_found():
+    rows = tokenized([[7, 8, 9]] * 3, loss_weights=[[1.0, 1.0, 1.0]] * 3)
+    token = changed(changed(rows, 1, "input_ids", 2, 20), 1, "labels", 2, 20)
+    assert found(compared(rows, other=token)) == {TOKENS: 1}
+    assert found(compared(rows, other=changed(rows, 2, "loss_weights", 1, 0.5))) == {WEIGHTS: 1}
+    weighted = tokenized([[7, 8, 9]] * 3, loss_weight=[1.0, 2.0, 1.0])
+    assert found(compared(rows, other=weighted)) == {WEIGHTS: 1}
+    # A weight without a trained token, and the label of a first token, train nothing.
+    untrained = tokenized([[7, -100, 9]] * 3, loss_weights=[[1.0, 1.0, 1.0]] * 3)
+    assert compared(untrained, other=changed(untrained, 2, "loss_weights", 1, 0.5)).is_equal
+    assert compared(rows, other=changed(rows, 1, "labels", 0, -100)).is_equal
+    limit = ["--max_length", "16"]
+    comparison = compared(texts(12, 1, 12), [*limit, "--overflow", "drop"], limit)
+    assert found(comparison) == {DROPPED: 2}
+    assert comparison.totals[:, 0].tolist() == [1, 3]
+    assert found(compared(texts(12, 1), limit, [*limit, "--overflow", "split"])) == {TOKENS: 1}
+
+
+def test_shuffled_rows_are_compared_with_themselves():
+    shuffled = ["--shuffle_dataset", "true", "--packing", "false"]
+    assert compared(chats(), [*shuffled, "--seed", "1"], [*shuffled, "--seed", "2"]).is_equal
+
+
+def test_the_text_shows_counts_and_the_lines_that_differ():
+    tokenizer = tiny_tokenizer(chat=True)
+    comparison = compared(chats(2), *[["--train_on", "assistant"]] * 2, by_trl=True)
+    text = comparison_text(comparison, [tokenizer, tokenizer])
+    assert "labels differ 2 rows" in " ".join(text.split())
+    assert "The preparations differ in 2 of 2 rows." in text
+    lines = text.split("\n")
+    start = lines.index("row 0 · labels differ from token 1 on")
+    assert lines[start + 1 : start + 3] == ["--- here", "+++ trl"]
+    assert any(line.startswith("-") and "⟦Because. <|im_end|>⟧" in line for line in lines[start:])
+
+
+def test_tokens_of_the_same_text_are_told_by_their_ids():
+    class Alike:
+        """A tokenizer of which all tokens have the same text."""
+
+        def decode(self, ids, **_):
+            return "x" * len(ids)
+
+    rows = tokenized([[7, 8, 9, 10, 11]])
+    comparison = compared(rows, other=changed(rows, 0, "input_ids", 3, 20))
+    text = comparison_text(comparison, [Alike(), Alike()])
+    assert "\n-      10      1 'x'\n" in text
+    assert "\n+      20      1 'x'\n" in text
+
+
+def test_hostile_text_does_not_act_in_the_terminal():
+    hostile = [text for name, text in ATTACKS.items() if name != "lone surrogate"]
+    rows = Dataset.from_dict({"prompt": ["Why? "] * len(hostile), "completion": hostile})
+    comparison = compared(rows, [], ["--completion_only_loss", "false"])
+    assert not harmful(comparison_text(comparison, [tiny_tokenizer(chat=True)] * 2))
+    assert harmful("".join(hostile))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The options of a run on conversations."""
+    data = tmp_path / "chats.jsonl"
+    chats(6).to_json(data)
+    model = save_tiny_model(tmp_path / "model", "llama", chat=True)
+    return ["inspect", "--model", model, "--data", str(data), "--max_length", "256"]
+
+
+def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_path, monkeypatch):
+    class Printing(SFTTrainer):
+        """DeepSpeed logs to stdout when accelerate imports it, which TRL's trainer causes."""
+
+        def __init__(self, *args, **kwargs):
+            print("[WARNING] Setting accelerator to CPU.")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(compare_preparations, "SFTTrainer", Printing)
+    config, template = tmp_path / "other.yaml", tmp_path / "other.jinja"
+    assistant = ["--train_on", "assistant"]
+
+    def kinds(*words, status):
+        assert main([*command, *words, "--json"]) == status
+        found = json.loads(capsys.readouterr().out)
+        return {kind: n for kind, n in found["counts"].items() if n}, found["names"][1]
+
+    assert kinds("--against", "trl", status=0) == ({EQUAL: 6}, "TRL")
+    assert kinds(*assistant, "--against", "trl", status=1) == ({LABELS: 6}, "TRL")
+    config.write_text("train_on: last_assistant\nmax_length: 256\n")
+    against = [*assistant, "--against", str(config)]
+    assert kinds(*against, status=1) == ({EQUAL: 3, LABELS: 3}, "other.yaml")
+    config.write_text(f"model_name_or_path: {command[2]}\ndataset_name: {command[4]}\n")
+    assert kinds(*against, status=1) == ({LABELS: 6}, "other.yaml")  # a run of its own
+    template.write_text(CHATML.replace("<|im_start|>' +", "<|im_start|>the ' +"))
+    assert kinds("--against", str(template), status=1) == ({TOKENS: 6}, "other.jinja")
+    assert main([*command, "--against", "trl"]) == 0
+    assert "Both preparations make the same documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--against", "axolotl"], "name trl, a .jinja template or a .yaml file"),
+        (["--against", "none.yaml"], "none.yaml does not exist"),
+        (["--against", "trl", "--all"], "--all has no effect beside --against"),
+    ],
+)
+def test_other_words_are_refused_in_one_line(command, capsys, words, said):
+    assert main([*command, *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,466 @@
+"""The page of packed rows shows the batches of the trainer, and any text without harm."""
+
+import json
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from helpers.attacks import harmful
+from helpers.browser import HOSTILE, open_page
+from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
+from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
+from trl_packing.cli import main
+from trl_packing.packing.prefix_tree import build_prefix_tree
+from trl_packing.tools.preview.previewed_run import PreviewedRun, trace_documents
+from trl_packing.tools.preview.show import token_texts
+from trl_packing.tools.rows import (
+    CUT,
+    NO_STOP_TOKEN,
+    NOTHING_TRAINED,
+    WEIGHTED,
+    PackedEpoch,
+    micro_batches,
+    segments_of,
+    show_row,
+)
+from trl_packing.tools.rows_page import MAX_TOKENS, rows_page
+from trl_packing.tools.training_command import TrainerCall
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def chats(number: int = 24) -> Dataset:
+    """Conversations of one to three turns, of different lengths."""
+    rows = []
+    for i in range(number):
+        turns = []
+        for turn in range(1 + i % 3):
+            turns += [
+                {"role": "user", "content": " ".join(WORDS[: 1 + (i + turn) % 7])},
+                {"role": "assistant", "content": " ".join(WORDS[-1 - (i * 5 + turn) % 9 :])},
+            ]
+        rows.append({"messages": turns})
+    return Dataset.from_list(rows)
+
+
+def answers(number: int = 24) -> Dataset:
+    """Four answers to each question, which is longer than the shortest prefix that is shared."""
+    questions = [" ".join((WORDS * 3)[i : i + 18]) for i in range(number // 4)]
+    ends = [" ".join(WORDS[-1 - i * 5 % 9 :]) for i in range(number)]
+    return Dataset.from_list(
+        [{"prompt": questions[i // 4], "completion": f" {i} {end}"} for i, end in enumerate(ends)]
+    )
+
+
+def tokenized(number: int = 20, **columns) -> Dataset:
+    lengths = [3 + i * 7 % 19 for i in range(number)]
+    ids = [[10 + (i + k) % 250 for k in range(length)] for i, length in enumerate(lengths)]
+    labels = [[-100 if k < 2 else token for k, token in enumerate(row)] for row in ids]
+    rows = {"input_ids": ids, "labels": labels}
+    return Dataset.from_dict(rows | {name: make(lengths) for name, make in columns.items()})
+
+
+def weights(lengths):
+    return [[0.1 * (k % 4) for k in range(n)] for n in lengths]
+
+
+def run_of(rows, *options, tokenizer=None) -> PreviewedRun:
+    return PreviewedRun.from_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
+
+
+def data_of(html: str) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1])
+
+
+def page_of(run, **options) -> str:
+    return rows_page(PackedEpoch.of(run), **options)
+
+
+def joined(rows: list[dict], name: str) -> list[list]:
+    """Return the values of each micro-batch, from its rows."""
+    found: dict[int, list] = {}
+    for row in rows:
+        found.setdefault(row["microBatch"], []).extend(row[name])
+    return [found[number] for number in sorted(found)]
+
+
+# --- the batches of the trainer -------------------------------------------------------------------
+
+SETTINGS = {
+    "several bins": (
+        chats,
+        ["--train_on", "last_assistant", "--max_length", "64", "--shuffle_dataset", "true"],
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
+    ),
+    "split": (chats, ["--max_length", "24", "--overflow", "split", "--pad_to_multiple_of", "16"]),
+    "without packing": (
+        chats,
+        ["--packing", "false", "--max_length", "40", "--shuffle_dataset", "true"],
+        {"per_device_train_batch_size": 4},
+    ),
+    "documents per step": (
+        chats,
+        ["--documents_per_step", "6", "--max_length", "64"],
+        {"gradient_accumulation_steps": 2},
+    ),
+    "weights": (lambda: tokenized(loss_weights=weights), ["--max_length", "32"]),
+    "document weights": (
+        lambda: tokenized(loss_weight=lambda n: [0.5 + i for i in range(len(n))]),
+        ["--max_length", "32", "--loss_weighting", "sqrt"],
+    ),
+    "static shapes": (
+        chats,
+        ["--max_length", "64", "--static_shapes", "true"],
+        {"per_device_train_batch_size": 2},
+    ),
+    "shared prefixes with weights": (
+        lambda: answers().add_column("loss_weight", [0.5 + i for i in range(24)]),
+        ["--prefix_sharing", "bin", "--max_length", "128", "--pad_to_multiple_of", "8"],
+        {"per_device_train_batch_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
+    make, options, *rest = SETTINGS[name]
+    rest = {"per_device_train_batch_size": 1} | dict(*rest)
+    options = [
+        *options,
+        *(text for key, value in rest.items() for text in (f"--{key}", str(value))),
+    ]
+    path = save_tiny_model(tmp_path / "model", "llama", chat=True)
+    run = PreviewedRun.from_settings(make(), tiny_tokenizer(chat=True), options, str(path))
+    run.args.output_dir = str(tmp_path)
+    trainer = PackedSFTTrainer(
+        str(path), run.args, train_dataset=make(), processing_class=tiny_tokenizer(chat=True)
+    )
+    trainer._collators.packed.shares_prefixes = "shared" in name  # after the check of a model
+    loader, epoch = trainer.get_train_dataloader(), PackedEpoch.of(run)
+    for number in (0, 1):
+        loader.batch_sampler.set_epoch(number)
+        epoch.sampler.set_epoch(number)
+        batches = list(loader)
+        rows = data_of(rows_page(epoch, max_rows=1000))["rows"]
+        names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
+        for shown, of_batch in names.items():
+            assert joined(rows, shown) == [batch[of_batch][0].tolist() for batch in batches]
+        for place, batch in enumerate(batches):
+            parts = [row["weights"] for row in rows if row["microBatch"] == place]
+            if "loss_weights" in batch:
+                found = np.float32([weight for part in parts for weight in part])
+                assert np.array_equal(found, batch["loss_weights"][0].numpy())
+            else:
+                assert parts == [None] * len(parts)
+        starts = {part["start"] for row in rows for part in row.get("segments", row["documents"])}
+        assert starts <= {at for batch in batches for at in batch["cu_seq_lens_q"][:-1].tolist()}
+    assert any("segments" in row for row in rows) == ("shared" in name)
+    assert ("loss_weights" in batches[0]) == ("weights" in name)
+
+
+def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
+    collator = PackedCollator(pad_token_id=3, pad_to_multiple_of=32)
+    args = PackedSFTConfig(str(tmp_path), max_length=40, use_cpu=True, bf16=False, report_to="none")
+    tokenizer = tiny_tokenizer(chat=True)
+    trainer = PackedSFTTrainer(
+        tiny_model("llama"), args, collator, chats(), processing_class=tokenizer
+    )
+    expected = [batch["input_ids"][0].tolist() for batch in trainer.get_train_dataloader()]
+    run = PreviewedRun.from_call(TrainerCall(None, args, chats(), tokenizer, collator))
+    assert joined(data_of(page_of(run, max_rows=99))["rows"], "ids") == expected
+    assert any(3 in ids for ids in expected)
+
+
+def test_other_settings_give_another_page():
+    """The negative control of the comparison with the data loader."""
+    options = ([], ["--seed", "7"], ["--train_on", "assistant"])
+    runs = [run_of(chats(), "--max_length", "64", *more) for more in options]
+    first, seed, labels = (data_of(page_of(run, max_rows=99))["rows"] for run in runs)
+    assert joined(first, "ids") != joined(seed, "ids")
+    assert joined(first, "ids") == joined(labels, "ids")
+    assert joined(first, "labels") != joined(labels, "labels")
+
+
+def test_rows_that_no_epoch_draws_are_refused():
+    packed = Dataset.from_dict(
+        {"input_ids": [[7, 8, 9]], "labels": [[7, 8, 9]], "seq_lengths": [[2, 1]]}
+    )
+    for rows, words in ((packed, "packed already"), (chats().to_iterable_dataset(), "a stream is")):
+        with pytest.raises(ValueError, match=words):
+            page_of(run_of(rows, "--max_length", "40"))
+
+
+# --- shared prefixes ------------------------------------------------------------------------------
+
+DOCUMENTS = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(DOCUMENTS, st.sampled_from([1, 3]))
+def test_the_segments_of_a_document_add_up_to_it(documents, min_shared):
+    tree = build_prefix_tree(documents, min_shared=min_shared)
+    ids, segments = tree.place(np.concatenate(documents)), segments_of(tree)
+    assert [s["start"] for s in segments] == tree.cu_seqlens[:-1].tolist()
+    for place, document in enumerate(tree.order.tolist()):
+        held = [s for s in segments if place in s["documents"]]
+        parts = [ids[s["start"] : s["stop"]] for s in held]
+        assert np.array_equal(np.concatenate(parts), documents[document])
+        assert [s["position"] for s in held] == np.cumsum([0, *map(len, parts)])[:-1].tolist()
+        assert held[0]["parent"] is None
+        assert all(segments[b["parent"]] is a for a, b in pairwise(held))
+        assert [s["level"] for s in held] == list(range(len(held)))
+    if min_shared == 1:
+        no_target = np.isin(np.arange(tree.offsets[-1]), tree.offsets)  # the first tokens
+        targets = set(tree.targets[~no_target].tolist())
+        roots = {s["start"] for s in segments if s["parent"] is None}
+        copies = {s["start"] for s in segments if s["repeats"]}
+        assert copies == set(range(tree.starts[-1])) - targets - roots
+
+
+def shared_run(mode: str) -> PreviewedRun:
+    return run_of(
+        answers(), "--max_length", "512", "--prefix_sharing", mode, tokenizer=tiny_tokenizer()
+    )
+
+
+def test_a_page_of_shared_prefixes_says_who_holds_and_who_trains_a_token():
+    tokenizer, page = tiny_tokenizer(), page_of(shared_run("bin"), max_rows=99)
+    data = data_of(page)
+    for row in data["rows"]:
+        documents = [answers()[d["row"]] for d in row["documents"]]
+        held = [0] * len(documents)
+        for segment in row["segments"]:
+            ids = row["ids"][segment["start"] : segment["stop"]]
+            for k in segment["documents"]:
+                text = documents[k]["prompt"] + documents[k]["completion"] + tokenizer.eos_token
+                assert tokenizer(text)["input_ids"][held[k] : held[k] + len(ids)] == ids
+                held[k] += len(ids)
+        assert held == [d["stop"] - d["start"] for d in row["documents"]]
+        assert sum(held) == row["realTokens"] > 1.5 * len(row["ids"])
+        assert sum(row["counts"]) == sum(d["trained"] for d in row["documents"])
+        words = "".join(data["texts"][i] for i in row["texts"][: row["segments"][0]["stop"]])
+        assert (documents[0]["prompt"] + documents[0]["completion"]).startswith(words)
+    tokens = sum(len(row["ids"]) for row in data["rows"])
+    assert f"<b>{tokens:,}</b><span>computed, prefixes once" in page
+    apart = page_of(shared_run("off"), max_rows=99)  # the negative control
+    assert all("segments" not in row for row in data_of(apart)["rows"])
+    assert tokens < sum(len(row["ids"]) for row in data_of(apart)["rows"])
+    assert "computed, prefixes once" not in apart
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
+def test_documents_know_their_row_and_their_uncut_length(overflow):
+    tokenizer = tiny_tokenizer()
+    texts = [" ".join(WORDS[:n]) for n in (2, 9, 1, 10, 3)]
+    options = ["--max_length", "12", "--overflow", overflow, "--shuffle_dataset", "true"]
+    run = run_of(Dataset.from_dict({"text": texts}), *options, tokenizer=tokenizer)
+    traced = trace_documents(run)
+    lengths = [len(tokenizer(text + tokenizer.eos_token)["input_ids"]) for text in texts]
+    assert traced.uncut.tolist() == [lengths[row] for row in traced.rows]
+    for document, row in zip(traced.dataset, traced.rows.tolist(), strict=True):
+        assert tokenizer.decode(document["input_ids"]) in texts[row] + tokenizer.eos_token
+    kept = {row for row, length in enumerate(lengths) if overflow != "drop" or length <= 12}
+    assert set(traced.rows.tolist()) == kept
+
+
+def test_documents_to_look_at_are_marked():
+    tokenizer = tiny_tokenizer()
+    eos = tokenizer.eos_token_id
+    ids = [[9, 10, eos], [11, 12, 13], [14, 15, 16, 17, 18, eos], [19, 20, eos], [21, 22, eos]]
+    rows = Dataset.from_dict(
+        {
+            "input_ids": ids,
+            "labels": ids,
+            "loss_weights": [[1.0] * 3, [1.0] * 3, [1.0] * 6, [1.0, 0.5, 1.0], [0.0] * 3],
+        }
+    )
+    run = run_of(rows, "--max_length", "5", tokenizer=tokenizer)
+    found = {
+        d["row"]: d["properties"] for row in data_of(page_of(run))["rows"] for d in row["documents"]
+    }
+    assert found == {
+        0: [],
+        1: [NO_STOP_TOKEN],
+        2: [NO_STOP_TOKEN, CUT],
+        3: [WEIGHTED],
+        4: [NOTHING_TRAINED, WEIGHTED],
+    }
+
+
+def test_a_row_is_added_for_a_property_that_the_first_rows_lack():
+    ids = [[9 + i] * 6 for i in range(40)]
+    rows = Dataset.from_dict({"input_ids": ids, "loss_weight": [1.0] * 39 + [2.0]})
+    data = data_of(page_of(run_of(rows, "--max_length", "6", "--seed", "1"), max_rows=2))
+    holders = [row for row in data["rows"] if any(d["row"] == 39 for d in row["documents"])]
+    assert [row["reason"] for row in holders] == ["shown for a document: weighted"]
+
+
+def test_the_page_is_bounded_and_says_what_is_left_out():
+    run = run_of(Dataset.from_dict({"input_ids": [[9, 10, 11, 12]] * 100}), "--max_length", "8")
+    html = page_of(run, max_rows=3)
+    assert len(data_of(html)["rows"]) == 3
+    assert "3 rows of 50" in html
+    assert [len(row["ids"]) for row in data_of(page_of(run, max_tokens=20))["rows"]] == [8, 8]
+    one = data_of(page_of(run, max_tokens=5))["rows"]
+    assert [(row["stop"] - row["start"], len(row["ids"])) for row in one] == [(8, 5)]
+    with pytest.raises(ValueError, match="max_rows=0"):
+        page_of(run, max_rows=0)
+
+
+@settings(max_examples=150)
+@given(text=st.text(max_size=30))
+def test_the_texts_of_tokens_add_up_to_the_document(text):
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    texts = token_texts(ids, tokenizer)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == tokenizer.decode(ids)
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+
+def colored() -> Dataset:
+    """Rows whose answers name the colors of their images, widths 24, 32, 40."""
+    rows = []
+    for number in range(9):
+        names = [["red", "green", "blue"][(number + n) % 3] for n in range(number % 3)]
+        images = [Image.new("RGB", (24 + 8 * (number % 3), 24), name) for name in names]
+        question = [{"type": "image", "text": None}] * len(names)
+        question += [{"type": "text", "text": f"Question {number}?"}]
+        answer = [{"type": "text", "text": " ".join(names) or "none"}]
+        said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"images": images, "messages": said})
+    return Dataset.from_list(rows)
+
+
+def test_images_stand_at_the_tokens_of_their_document(tmp_path):
+    processor = tiny_processor("qwen2_5_vl")
+    model = tiny_vision_model("qwen2_5_vl", processor)
+    options = {"max_length": 128, "per_device_train_batch_size": 2, "train_on": "assistant"}
+    options |= {"use_cpu": True, "bf16": False, "report_to": "none"}
+    args = PackedSFTConfig(str(tmp_path), **options)
+    epoch = PackedEpoch.of(PreviewedRun.from_call(TrainerCall(model, args, colored(), processor)))
+    rows = data_of(rows_page(epoch, max_rows=100))["rows"]
+    pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    seen = 0
+    for row in rows:
+        at = [i for i, token in enumerate(row["ids"]) if token == pad]
+        assert at == [i for image in row["images"] for i in range(image["start"], image["stop"])]
+        for document in row["documents"]:
+            inside = range(document["start"] - row["start"], document["stop"] - row["start"])
+            images = [image for image in row["images"] if image["start"] in inside]
+            assert len(images) == document["row"] % 3
+            sizes = {image["size"] for image in images}
+            assert sizes <= {f"{24 + 8 * (document['row'] % 3)} × 24"}
+            seen += len(images)
+    assert seen == 9
+    row = next(row for row in micro_batches(epoch, [1]) if row.num_images)
+    heading, line = show_row(row, epoch).split("\n")
+    assert f" · {row.num_images} image" in heading
+    assert "▒" in line
+    assert sum(len(d.get("images", ())) for d in row.to_dict()["documents"]) == row.num_images
+    trainer = PackedSFTTrainer(model, args, None, image_dataset(), processing_class=processor)
+    epoch = PackedEpoch.of(
+        PreviewedRun.from_call(TrainerCall(model, args, image_dataset(), processor))
+    )
+    rows = data_of(rows_page(epoch, max_rows=100))["rows"]
+    batches = list(trainer.get_train_dataloader())
+    assert joined(rows, "ids") == [batch["input_ids"][0].tolist() for batch in batches]
+    counted = [batch["position_ids"][0, 0].tolist() for batch in batches]  # the first of four
+    assert joined(rows, "positions") == counted
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+def hostile_page(tmp_path):
+    """Write a page of hostile texts, most of which are a token each, so that they stay whole."""
+    rows = Dataset.from_dict({"prompt": ["Why? "] * len(HOSTILE), "completion": list(HOSTILE)})
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(list(HOSTILE[:-1]))
+    run = run_of(rows, "--max_length", "64", tokenizer=tokenizer)
+    path = tmp_path / "rows.html"
+    path.write_text(page_of(run, title=HOSTILE[0], command=HOSTILE[2]), encoding="utf-8")
+    return path
+
+
+def test_hostile_text_is_shown_and_never_run(tmp_path):
+    path = hostile_page(tmp_path)
+    assert not harmful(path.read_text(encoding="utf-8"))
+    tokens = "[...document.querySelectorAll('.token')].map((t) => t.textContent).join('')"
+    with open_page(path) as page:
+        found = ""
+        for index in range(page.evaluate("document.querySelectorAll('.strip').length")):
+            page.click(f".strip[data-row='{index}']")
+            found += page.evaluate(tokens)
+        assert page.problems() == []
+    assert all(text in found for text in HOSTILE if not harmful(text))
+    assert "\\u202e\\x1b[2Jbackwards" in found
+    unsafe = path.read_text(encoding="utf-8").replace(r"\u003c", "<").replace(r"\u003e", ">")
+    path.write_text(unsafe, encoding="utf-8")
+    with open_page(path) as page:  # the negative control
+        assert page.evaluate("window.hostile") == 1
+
+
+def test_a_long_row_is_drawn(tmp_path):
+    rows = Dataset.from_dict({"input_ids": [[9 + i % 200 for i in range(1500)]] * 30})
+    path = tmp_path / "rows.html"
+    path.write_text(page_of(run_of(rows, "--max_length", "40000")), encoding="utf-8")
+    with open_page(path) as page:
+        assert page.evaluate("document.querySelectorAll('.token').length") == MAX_TOKENS
+        assert "more tokens" in page.text("#documents")
+        assert page.problems() == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_rows_filters_and_tokens_are_explored(tmp_path, width, capsys):
+    model = save_tiny_model(tmp_path, "llama", chat=True)
+    answers().to_json(tmp_path / "rows.jsonl")
+    words = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl")]
+    words += ["--max_length", "100", "--prefix_sharing", "bin", "--hub_token", "hf_123"]
+    path = tmp_path / "rows.html"
+    assert main(["inspect", *words, "--rows", "0", "--html", str(path)]) == 0
+    assert f"wrote {path}" in capsys.readouterr().err
+    row = data_of(path.read_text())["rows"][0]
+    shared = next(s for s in row["segments"] if len(s["documents"]) > 1)
+    own = next(s for s in row["segments"] if s["repeats"])
+    event = "new KeyboardEvent('keydown', {key: '%s', bubbles: true})"
+    press = f"document.activeElement.dispatchEvent({event})"
+    visible = "[...document.querySelectorAll('.strip')].filter((s) => !s.hidden).length"
+    with open_page(path, width=width, dark=width == 390) as page:
+        # Title and command are those of the arguments, not of this process, without secrets.
+        assert page.text("h1").startswith(f"Packed rows · {words[3]}")
+        assert page.text("section:last-of-type pre").startswith("trl-packing inspect --model ")
+        assert "hf_123" not in page.text()
+        assert "instead of" in page.text("#row-summary")
+        assert page.evaluate("document.querySelectorAll('#tree g').length") == len(row["segments"])
+        page.hover(f".token[data-token='{shared['start']}']")
+        assert f"{len(shared['documents'])} documents: " in page.text("#tip")
+        page.hover(f".token[data-token='{own['start']}']")
+        assert "a copy for this branch" in page.text("#tip")
+        page.evaluate("document.querySelector('.token[data-token=\"3\"]').click()")
+        assert "position\n3" in page.text("#tip")
+        page.evaluate(press % "ArrowRight")
+        for fact in (row["ids"][4], row["labels"][4], "position\n4", "weight", "boundary"):
+            assert str(fact) in page.text("#tip")
+        page.evaluate(press % "Escape")
+        assert page.evaluate("document.getElementById('tip').hidden")
+        page.click(".strip[data-row='1']")
+        assert page.text("#row-name") == "Micro-batch 2"
+        rows = page.evaluate(visible)
+        page.click("#filters button:not(:first-child):not(:disabled)")
+        assert 0 < page.evaluate(visible) <= rows
+        assert page.problems() == []

@@ -1,0 +1,389 @@
+"""The packed rows of an epoch as the trainer's data loader yields them, before a run starts.
+
+documents  →  the trainer's sampler  →  micro-batches  →  the trainer's collator  →  batches
+                                          │
+                                          └ rows: a bin each, or a whole micro-batch without bins
+
+A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch. With shared
+prefixes, all documents of a micro-batch are one row, and its segments say who holds which token:
+
+micro-batch 1 · 3 documents · 831 tokens instead of 1,852 (2.2× fewer)
+═══════════════════════════AAAAAAAAA document 12        640 tokens
+                           BBBBBBBBB document 40        640 tokens, 511 above
+                           CCCC      document 7         572 tokens, 510 above
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trl_packing.data.counts import quantity
+from trl_packing.data.stop_tokens import ends_in_stop_token
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
+from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.prefix_index import PrefixIndex
+from trl_packing.packing.prefix_tree import PrefixTree
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.packing.tree_row import tree_of_row
+from trl_packing.tools.preview.preview import collator_of
+from trl_packing.tools.preview.previewed_run import PreviewedRun, TracedDocuments, trace_documents
+from trl_packing.tools.preview.show_rows import show_rows
+from trl_packing.training.columns import documents_of
+from trl_packing.vision.documents import ImageTokens, images_of
+
+# Properties of documents that a reader looks for.
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES = (
+    "nothing trained",
+    "no stop token",
+    "cut",
+    "weighted",
+)
+
+_CELLS = 36  # of a line; the rest of 80 columns names its document
+
+
+class RowDocument(NamedTuple):
+    """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
+
+    Where documents share prefixes, these are its tokens in the row of the documents apart.
+
+    Attributes:
+        start: its first token in the micro-batch, a boundary of `cu_seqlens`.
+        stop: the next boundary.
+        number: its number among the prepared documents; None for padding.
+        row: the row of the user's data set that it comes from; None for padding.
+        uncut: its tokens before it was cut to fit.
+        properties: those of `PROPERTIES` that it has.
+        images: the tokens of its images, counted from `start`.
+    """
+
+    start: int
+    stop: int
+    number: int | None = None
+    row: int | None = None
+    uncut: int = 0
+    properties: tuple[str, ...] = ()
+    images: tuple[ImageTokens, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A bin as it is trained, or a whole micro-batch where nothing is packed.
+
+    Attributes:
+        micro_batch: its number in the epoch, over all ranks.
+        index: which row of the micro-batch it is.
+        batch: the micro-batch as the data loader yields it.
+        documents: in the order of their tokens, padding included.
+        apart: the micro-batch of the documents without shared prefixes; may be `batch`.
+        segments: of a row whose documents share prefixes, without padding; else empty.
+        shared: tokens of each document that stand in the documents before it; empty without
+            `segments`.
+    """
+
+    micro_batch: int
+    index: int
+    batch: Any = field(repr=False)
+    documents: tuple[RowDocument, ...]
+    apart: Any = field(repr=False)
+    segments: Sequence[dict[str, Any]] = ()
+    shared: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        """Return the first token in the micro-batch."""
+        return 0 if self.segments else self.documents[0].start
+
+    @property
+    def stop(self) -> int:
+        """Return the position after the last token in the micro-batch."""
+        return self.batch["labels"].shape[1] if self.segments else self.documents[-1].stop
+
+    @property
+    def real(self) -> list[RowDocument]:
+        """Return the documents without padding."""
+        return [document for document in self.documents if document.number is not None]
+
+    @property
+    def real_tokens(self) -> int:
+        """Return the tokens of all documents, those that they share in each of them."""
+        return sum(document.stop - document.start for document in self.real)
+
+    @property
+    def num_images(self) -> int:
+        """Return the images of all documents."""
+        return sum(len(document.images) for document in self.documents)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row for JSON: its documents, their images, and the tokens that they share."""
+        shared = self.shared or [0] * len(self.real)
+        return {
+            "micro_batch": self.micro_batch + 1,
+            "tokens": self.stop - self.start,
+            "documents": [
+                {"number": d.number, "row": d.row, "tokens": d.stop - d.start, "shared": above}
+                | ({"images": [[i.start, i.stop] for i in d.images]} if d.images else {})
+                for d, above in zip(self.real, shared, strict=True)
+            ],
+        }
+
+    def values(self, name: str) -> np.ndarray:
+        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
+        return self.batch[name][0, self.start : self.stop].numpy()
+
+
+def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
+    """Return the segments of the row of `tree`, in its order: tokens that the same documents hold.
+
+        start, stop    boundaries of `cu_seqlens`
+        position       of its first token in the documents
+        parent         number of the segment that the documents hold before it; None at their start
+        level          number of segments before it in its documents
+        documents      that hold it, as their places in the sorted order of the tree
+        repeats        its first token is a copy of the last common token, which is a target in
+                       another branch
+
+    Examples:
+        >>> from trl_packing.packing.prefix_tree import build_prefix_tree
+        >>> tree = build_prefix_tree([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])])
+        >>> [(s["start"], s["stop"], s["parent"], s["documents"]) for s in segments_of(tree)]
+        [(0, 2, None, [0, 1]), (2, 4, 0, [0]), (4, 6, 0, [1])]
+    """
+    found: list[dict[str, Any]] = []
+    deepest: dict[int, int] = {}  # of each document, the last segment so far
+    for number, (start, stop) in enumerate(pairwise(tree.cu_seqlens.tolist())):
+        position = int(tree.position_ids[start])
+        first = int(np.searchsorted(tree.starts[:-1], start, side="right")) - 1
+        # The documents behind the first one hold the segment until one leaves its path above it.
+        leaves = np.flatnonzero(tree.depths[first + 1 :] <= position)
+        end = first + 1 + int(leaves[0]) if len(leaves) else len(tree.depths)
+        parent = deepest.get(first) if position else None
+        repeats = False
+        if position and start == tree.starts[first]:
+            # The document before goes on with another token, or ends here.
+            own = tree.starts[first] - tree.starts[first - 1]
+            repeats = bool(position < tree.depths[first - 1] + own)
+        found.append(
+            {
+                "start": start,
+                "stop": stop,
+                "position": position,
+                "parent": parent,
+                "level": 0 if parent is None else found[parent]["level"] + 1,
+                "documents": list(range(first, end)),
+                "repeats": repeats,
+            }
+        )
+        deepest.update(dict.fromkeys(range(first, end), number))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class PackedEpoch:
+    """The packed rows of the epochs of a run.
+
+    Attributes:
+        run: the run.
+        traced: its documents, and where they come from.
+        sampler: the trainer's, of rank 0.
+        documents: what the collator reads.
+        collator: the trainer's.
+        with_property: which documents have each of `PROPERTIES`, ``(documents,)`` bool each. A
+            document is weighted if any of its tokens has a weight other than 1, or its length
+            enters its weight.
+    """
+
+    run: PreviewedRun
+    traced: TracedDocuments
+    sampler: PackedBatchSampler
+    documents: ArrowDocuments
+    collator: PackedCollator
+    with_property: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, run: PreviewedRun, *, ranks: int = 1) -> "PackedEpoch":
+        """Return the rows of `run`.
+
+        Args:
+            run: the run.
+            ranks: data-parallel processes.
+
+        Raises:
+            ValueError: preparation refuses the data, or they are a stream, a mixture or packed.
+        """
+        if run.is_stream:
+            raise ValueError(
+                "a stream is packed while it is read, so its rows are not known before; only a "
+                "data set with a length has a page of rows"
+            )
+        traced = trace_documents(run)
+        documents = documents_of(traced.dataset, None)
+        if is_packed(documents):
+            raise ValueError(
+                "the rows are packed already (they have seq_lengths), so this run packs none that "
+                "could be drawn; inspect them with --rows"
+            )
+        sampler = run.sampling(ranks).for_training(documents)
+        if sampler.draw is not None:
+            raise ValueError(
+                "an epoch of a mixture draws some documents several times, which the page of rows "
+                "cannot show; leave mixture out to see the rows of all documents"
+            )
+        collator, eos = collator_of(run, sampler), run.preparation.eos
+        of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
+        nothing = (documents.num_trained() == 0) | (of_document == 0)
+        weighted = (of_document != 1) | (collator.loss_weighting != "token")
+        if TOKEN_WEIGHTS in documents.columns:
+            weighted[documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights != 1)] = True
+            weighs = np.zeros(len(documents), bool)
+            weighs[documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights > 0)] = True
+            nothing |= ~weighs
+        no_stop = documents.num_trained() > 0
+        if eos.stop_ids and "labels" in documents.columns:
+            no_stop &= ~ends_in_stop_token(documents, eos)
+        else:
+            no_stop[:] = False
+        cut = traced.uncut > documents.lengths()
+        has = dict(zip(PROPERTIES, (nothing, no_stop, cut, weighted), strict=True))
+        return cls(run, traced, sampler, documents, collator, has)
+
+    @property
+    def capacity(self) -> int | None:
+        """Return the tokens that a bin may hold; None where nothing is packed."""
+        return None if self.sampler.documents_per_step else self.sampler.capacity
+
+    @property
+    def unit(self) -> str:
+        """Return the word for a row: "bin", or "micro-batch" where nothing is packed."""
+        return "micro-batch" if self.sampler.documents_per_step else "bin"
+
+    def bins(self) -> Any:
+        """Return the documents of each row of the epoch, in any order."""
+        return self.sampler.plan() or self.sampler.micro_batches()
+
+    def computed_tokens(self) -> int | None:
+        """Return the tokens of all rows, prefixes once in each; None if none can be shared."""
+        if not self.collator.shares_prefixes:
+            return None
+        micro_batches = [*self.sampler.micro_batches()]
+        offsets = np.cumsum([0, *map(len, micro_batches)])
+        index, chosen = PrefixIndex.of(self.documents), np.concatenate(micro_batches)
+        computed = index.computed_tokens(self.documents.lengths(), chosen, offsets)
+        return int(computed.sum())
+
+    def group_of_documents(self, groups: Any) -> np.ndarray:
+        """Return the number of the group of every document, ``(documents,)``; -1 without one."""
+        numbers = np.full(len(self.documents), -1)
+        for number, documents in enumerate(groups):
+            numbers[documents] = number
+        return numbers
+
+    def rows(self, micro_batches: Sequence[int]) -> Iterator[PackedRow]:
+        """Yield the rows of micro-batches of the sampler's epoch, in order."""
+        of_epoch, bins = self.sampler.micro_batches(), self.group_of_documents(self.bins())
+        for number in micro_batches:
+            yield from self._rows_of(number, of_epoch[number], bins)
+
+    def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
+        documents = self.documents.__getitems__(chosen.tolist())
+        apart = self.collator.replaced(shares_prefixes=False)(documents)
+        boundaries, numbers = apart["cu_seq_lens_q"].tolist(), iter(chosen.tolist())
+        found = [
+            self._document(*ends, next(numbers, None))
+            for ends in pairwise(boundaries)
+            if ends[0] < ends[1]
+        ]
+        real = [d for d in found if d.number is not None]
+        if self.collator.shares_prefixes:
+            tokens = {k: x[:, : real[-1].stop] for k, x in apart.items() if x.ndim == 2}
+            tree = tree_of_row(tokens, [d.stop - d.start for d in real])
+            if tree is not None:
+                in_order = tuple(real[place] for place in tree.order)
+                shared = tuple(tree.depths.tolist())
+                batch, segments = self.collator(documents), segments_of(tree)
+                yield PackedRow(number, 0, batch, in_order, apart, segments, shared)
+                return
+        of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
+        changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
+        for index, (first, end) in enumerate(pairwise([0, *changes, len(found)])):
+            yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
+
+    def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
+        if number is None:
+            return RowDocument(start, stop)
+        row, uncut = int(self.traced.rows[number]), int(self.traced.uncut[number])
+        properties = tuple(name for name, has in self.with_property.items() if has[number])
+        has_images = IMAGE_IDS in self.documents.columns
+        images = tuple(images_of(self.documents[number])) if has_images else ()
+        return RowDocument(start, stop, number, row, uncut, properties, images)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def micro_batches(epoch: PackedEpoch, numbers: Sequence[int]) -> Iterator[PackedRow]:
+    """Yield the rows of micro-batches, whose numbers count from 1, as on the page of rows.
+
+    Raises:
+        ValueError: a micro-batch does not exist. Nothing is yielded then.
+    """
+    total = len(epoch.sampler.micro_batches())
+    for number in numbers:
+        if not 1 <= number <= total:
+            raise ValueError(
+                f"micro-batch {number} is not among the {total:,} of the epoch; they count from 1"
+            )
+    yield from epoch.rows([number - 1 for number in numbers])
+
+
+def show_row(row: PackedRow, epoch: PackedEpoch, *, color: bool = False) -> str:
+    """Return a packed row as text, with background colors for a terminal if asked."""
+    lengths = [d.stop - d.start for d in row.real]
+    tokens = row.segments[-1]["stop"] if row.segments else row.real_tokens
+    shared = f" instead of {row.real_tokens:,} ({row.real_tokens / tokens:.1f}× fewer)"
+    in_bin = f", {epoch.unit} {row.index + 1}" * bool(epoch.capacity and not row.segments)
+    parts = [
+        f"micro-batch {row.micro_batch + 1:,}{in_bin}",
+        quantity(len(lengths), "document"),
+        *[quantity(row.num_images, "image")] * bool(row.num_images),
+        f"{tokens:,} tokens{shared * bool(row.segments)}",
+    ]
+    lines = (
+        _tree_lines(row, lengths, color) if row.segments else _bin_lines(row, lengths, epoch, color)
+    )
+    return "\n".join([" · ".join(parts), *lines])
+
+
+def _bin_lines(row: PackedRow, lengths: list[int], epoch: PackedEpoch, color: bool) -> list[str]:
+    images = [
+        (d.start - row.start + image.start, d.start - row.start + image.stop)
+        for d in row.real
+        for image in d.images
+    ]
+    cell = -(-max(sum(lengths), epoch.capacity or 0, 1) // 80)
+    drawn = show_rows(
+        [lengths], images=[images], capacity=epoch.capacity, tokens_per_cell=cell, color=color
+    )
+    return [drawn]
+
+
+def _tree_lines(row: PackedRow, lengths: list[int], color: bool) -> list[str]:
+    """Return a line for each document: its own tokens below those that it shares, and its name."""
+    cell = -(-max(lengths) // _CELLS)
+    drawn = [
+        show_rows([lengths], shared=[row.shared], tokens_per_cell=cell, color=each).split("\n")
+        for each in (color, False)
+    ]
+    lines = []
+    for document, length, above, tree, plain in zip(
+        row.real, lengths, row.shared, *drawn, strict=True
+    ):
+        name = f"document {document.number:<7,}{length:>6,} tokens" + f", {above:,} above" * bool(
+            above
+        )
+        lines.append(f"{tree}{' ' * (_CELLS - len(plain))} {name}")
+    return lines
