@@ -172,12 +172,12 @@ MUTATIONS = [
         "trained=self._trained_in(steps)",
         "trained=self._trained_in(steps + 1)",
     ),
-    ("streams", "streaming/windows.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
+    ("streams", "streaming/reader.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
     ("streams", "streaming/reader.py", "if taken > skipped:", "if taken >= skipped:"),
     (
         "streams",
         "streaming/reader.py",
-        "return number % self.num_ranks == self.rank",
+        "return number % num_ranks == rank",
         "return True",
     ),
 ]

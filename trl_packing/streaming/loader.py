@@ -12,8 +12,9 @@ and would add the gradient of an incomplete step to the next epoch's first step 
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ _ENDED, _GOES_ON, _FAILED = 0, 1, 2
 _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the training
 
 
+@dataclass(eq=False, repr=False)
 class StreamBatches(IterableDataset):
     """Collated micro-batches of one rank, epoch by epoch, with a position to save and load.
 
@@ -55,34 +57,22 @@ class StreamBatches(IterableDataset):
         RuntimeError: while reading, another rank has failed.
     """
 
-    def __init__(
-        self,
-        documents: Iterable[Document],
-        settings: StreamSettings,
-        collate: Callable[[list[Document]], Any],
-        *,
-        rank: int = 0,
-        accumulation: int = 1,
-        num_workers: int = 0,
-        global_step: Callable[[], int] = lambda: 0,
-        agree: Callable[[int], int] | None = None,
-        loading: dict[str, Any] | None = None,
-        limits: ModelLimits = NO_LIMITS,
-        sources: Sequence[str] | None = None,
-    ):
-        self.documents = documents
-        self.settings = settings
-        self.limits = limits
-        self.sources = sources
-        self.collate = collate
-        self.rank = rank
-        self.accumulation = accumulation
-        self.num_workers = num_workers
+    documents: Iterable[Document]
+    settings: StreamSettings
+    collate: Callable[[list[Document]], Any]
+    _: KW_ONLY
+    rank: int = 0
+    accumulation: int = 1
+    num_workers: int = 0
+    global_step: Callable[[], int] = lambda: 0
+    agree: Callable[[int], int] = all_reduce_max
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    limits: ModelLimits = NO_LIMITS
+    sources: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
         self.epoch = 0
         self.counts = PreparationCounts()  # of everything this rank has read, also before resuming
-        self._global_step = global_step
-        self._agree = agree or all_reduce_max
-        self._loading = loading or {}
         self._positions: dict[int, dict[str, Any]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -99,7 +89,7 @@ class StreamBatches(IterableDataset):
         position. accelerate's `skip_first_batches` discards them.
         """
         position, self._resumed = self._resumed, None
-        first = self._global_step()
+        first = self.global_step()
         if position is not None:
             self._positions[first] = position
             yield from ({} for _ in range(position["steps"] * self.accumulation))
@@ -123,9 +113,9 @@ class StreamBatches(IterableDataset):
                     self.counts += counts
                     batches.append(batch)
             except Exception:
-                self._agree(_FAILED)
+                self.agree(_FAILED)
                 raise
-            agreed = self._agree(_GOES_ON if batches else _ENDED)
+            agreed = self.agree(_GOES_ON if batches else _ENDED)
             if agreed == _FAILED:
                 raise RuntimeError(
                     "another rank cannot read its part of the stream; see the error of that rank"
@@ -139,24 +129,16 @@ class StreamBatches(IterableDataset):
 
     def _reader(self, place: Place) -> DataLoader:
         """Return a dataloader of micro-batches, each with the place behind it, and counts."""
-        stream = PackedStream(
-            self.documents,
-            self.settings,
-            rank=self.rank,
-            epoch=self.epoch,
-            place=place,
-            limits=self.limits,
-        )
         seeds = (self.settings.seed or 0, self.epoch, self.rank)
         seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
         return DataLoader(
-            stream,
+            PackedStream(self.documents, self.settings, self.rank, self.epoch, place, self.limits),
             batch_size=None,
-            collate_fn=_CollateDocuments(self.collate, self.sources),
+            collate_fn=partial(_collated, collate=self.collate, sources=self.sources),
             num_workers=min(self.num_workers, 1),
             # Without a generator, the reader would draw from the training's random numbers.
             generator=torch.Generator().manual_seed(seed),
-            **self._loading,
+            **self.loading,
         )
 
     def counts_of_all_ranks(self) -> PreparationCounts:
@@ -173,7 +155,7 @@ class StreamBatches(IterableDataset):
 
     def save(self, path: str) -> None:
         """Write the position behind the optimizer steps taken so far, atomically."""
-        position = self._positions[self._global_step()]
+        position = self._positions[self.global_step()]
         Path(f"{path}.part").write_text(json.dumps(self._identity() | position))
         os.replace(f"{path}.part", path)
 
@@ -184,48 +166,38 @@ class StreamBatches(IterableDataset):
             ValueError: a rank has no such file, or the position was saved with other settings.
         """
         found = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
-        if self._agree(int("place" not in found)):
+        if self.agree(int("place" not in found)):
             raise ValueError(
                 f"{Path(path).parent} has no position of the stream for every rank: another "
                 "trainer or an earlier version wrote it, so the documents left to train are "
                 "unknown. Set ignore_data_skip=True to restart the stream"
             )
-        self._resumed = self._checked(found)
-        return self._resumed["epoch"], self._resumed["steps"]
-
-    def _checked(self, position: dict[str, Any]) -> dict[str, Any]:
         for name, value in self._identity().items():
-            then = position.get(name)  # earlier versions saved no prefix_group_size
+            then = found.get(name)  # earlier versions saved no prefix_group_size
             if then != value:
                 raise ValueError(
                     f"the checkpoint was saved with a stream of {name}={then}, and now "
                     f"it is {value}: documents would be lost or repeated. Resume with the former, "
                     "or set ignore_data_skip=True to restart the stream"
                 )
-        return position
+        self._resumed = found
+        return found["epoch"], found["steps"]
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            **asdict(self.settings),
-            "rank": self.rank,
-            "num_shards": num_shards(self.documents),
-        }
+        shards = num_shards(self.documents)
+        return {**asdict(self.settings), "rank": self.rank, "num_shards": shards}
 
 
-class _CollateDocuments:
-    """Collates the documents of a triple in the worker, with the numbers of their sources."""
-
-    def __init__(self, collate: Callable[[list[Document]], Any], sources: Sequence[str] | None):
-        self.collate = collate
-        self.numbers = None if sources is None else {name: n for n, name in enumerate(sources)}
-
-    def __call__(self, triple: Any) -> tuple[Any, Place, PreparationCounts]:
-        documents, place, counts = triple
-        if self.numbers is not None:
-            documents = [self._numbered(document) for document in documents]
-        return self.collate(documents), place, counts
-
-    def _numbered(self, document: Document) -> Document:
-        assert self.numbers is not None
-        others = {name: value for name, value in document.items() if name != SOURCE}
-        return others | {SOURCE_IDS: self.numbers[str(document[SOURCE])]}
+def _collated(
+    triple: Any, collate: Callable[[list[Document]], Any], sources: Sequence[str] | None
+) -> tuple[Any, Place, PreparationCounts]:
+    """Collate the documents of a triple in the worker, with the numbers of their sources."""
+    documents, place, counts = triple
+    if sources is not None:
+        numbers = {name: number for number, name in enumerate(sources)}
+        documents = [
+            {name: value for name, value in document.items() if name != SOURCE}
+            | {SOURCE_IDS: numbers[str(document[SOURCE])]}
+            for document in documents
+        ]
+    return collate(documents), place, counts

@@ -13,8 +13,10 @@ times; `loader.py` keeps them in step.
 """
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -24,12 +26,12 @@ from torch.utils.data import IterableDataset
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import NO_LIMITS, ModelLimits
-from trl_packing.data.stream import Document, steps_of, take_counts
+from trl_packing.data.stream import Document, check_lengths, steps_of, take_counts
 from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.weights import document_weight
 from trl_packing.packing.bins import pack
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents, keep_groups_together
 from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.streaming.windows import DocumentSource, Window
 
 _WINDOW_BATCHES = 64  # size of a window in micro-batches, if documents are not packed
 
@@ -74,6 +76,10 @@ class Place(NamedTuple):
     taken: int = 0
 
 
+_START = Place()
+
+
+@dataclass(eq=False)
 class PackedStream(IterableDataset):
     """The micro-batches of one rank, each with the place behind it.
 
@@ -101,35 +107,27 @@ class PackedStream(IterableDataset):
         [[4], [3, 1], [2]]
     """
 
-    def __init__(
-        self,
-        documents: Iterable[Document],
-        settings: StreamSettings,
-        *,
-        rank: int = 0,
-        epoch: int = 0,
-        place: Place | None = None,
-        limits: ModelLimits = NO_LIMITS,
-    ):
-        if settings.num_ranks > 1 and getattr(documents, "_distributed", None) is not None:
+    documents: Iterable[Document]
+    settings: StreamSettings
+    rank: int = 0
+    epoch: int = 0
+    place: Place = _START
+    limits: ModelLimits = NO_LIMITS
+
+    def __post_init__(self) -> None:
+        if self.settings.num_ranks > 1 and getattr(self.documents, "_distributed", None):
             raise ValueError(
                 "the stream is divided among ranks already (split_dataset_by_node), and dividing "
                 "it again would lose documents; pass the whole stream to every rank"
             )
-        self.documents = documents
-        self.settings = settings
-        self.rank = rank
-        self.epoch = epoch
-        self.place = place or Place()
-        self.limits = limits
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
         window = self._first_window()
         skipped = self.place.taken
         while window.documents:
-            next_window = window.next()
+            next_window = Window(window.source, self.settings, window.number + 1)
             batches = self._batches(window)
-            place = window.place()
+            place = json.dumps(window.begin(), default=lambda number: number.tolist())  # of NumPy
             for taken, batch in enumerate(batches, start=1):
                 # Read the next window little by little; at once, it would stall the training.
                 next_window.read_up_to(taken / len(batches))
@@ -137,7 +135,7 @@ class PackedStream(IterableDataset):
                     yield batch, Place(place, taken), take_counts(self.documents)
             window, skipped = next_window, 0
 
-    def _source(self, state: Any = None, skipped: int = 0) -> DocumentSource:
+    def _source(self, state: Any = None, skipped: int = 0) -> "DocumentSource":
         settings = self.settings
         packs = settings.capacity is not None
         part = part_of_rank(self.documents, settings.num_ranks, self.rank, packs=packs)
@@ -145,92 +143,173 @@ class PackedStream(IterableDataset):
             part.set_epoch(self.epoch)
         return DocumentSource(part, settings.capacity, state, skipped, self.limits)
 
-    @property
-    def _window_size(self) -> int:
-        """Return the size of a window: tokens, or documents if they are not packed."""
-        if self.settings.capacity is None:
-            return self.settings.bins_per_batch * _WINDOW_BATCHES
-        return self.settings.capacity * self.settings.window_bins
-
-    # --- windows ----------------------------------------------------------------------------------
-
-    def _first_window(self) -> Window:
-        if self.place.window is None:
-            return Window(self._source(), self._window_size).read_up_to(1.0)
-        begin = json.loads(self.place.window)
+    def _first_window(self) -> "Window":
+        begin: dict[str, Any] = {"number": 0, "documents": 0, "state": None, "checksum": None}
+        begin |= json.loads(self.place.window or "{}")
         # Streams that shuffle lose their buffer (datasets 5.2), and other streams have no state:
         # their documents are read again from the start of the epoch.
         for state in [begin["state"], None] if begin["state"] else [None]:
             try:
                 source = self._source(state, begin["documents"])
-                window = Window(source, self._window_size, begin["number"])
+                window = Window(source, self.settings, begin["number"])
                 window.read_up_to(1.0)
             except (AttributeError, IndexError, KeyError, TypeError):
                 if state is None:
                     raise
                 continue  # the state of a stream that was built differently
-            if window.checksum() == begin["checksum"]:
-                return window.beginning_at(begin["state"])
+            if begin["checksum"] in (None, window.begin()["checksum"]):
+                window.state = begin["state"]
+                return window
         raise ValueError(
             f"after {begin['documents']} documents, the stream continues with other documents than "
             "when the checkpoint was saved, so the position is lost; resume with the same data, "
             "seeds and dataloader_num_workers, or set ignore_data_skip=True to restart the stream"
         )
 
-    def _batches(self, window: Window) -> list[list[Document]]:
+    # --- a window -----------------------------------------------------------------------------
+
+    def _batches(self, window: "Window") -> list[list[Document]]:
         settings, documents = self.settings, window.documents
-        size = settings.bins_per_batch
         if settings.capacity is None:
-            order = np.arange(len(documents))
+            bins = [np.array([i]) for i in range(len(documents))]
             if settings.prefix_group_size is not None:
-                groups = self._groups(documents, settings.prefix_group_size)
-                order = keep_groups_together(order, groups, size)
-            return [
-                [documents[i] for i in order[start : start + size]]
-                for start in range(0, len(documents), size)
-            ]
-        bins = self._bins(window)
-        # All of about equal size; otherwise every window would end with a small micro-batch.
-        bounds = np.linspace(0, len(bins), -(-len(bins) // size) + 1).astype(int).tolist()
+                groups = self._groups(documents)
+                order = np.arange(len(documents))
+                bins = np.split(
+                    keep_groups_together(order, groups, settings.bins_per_batch), order[1:]
+                )
+            cuts = [*range(0, len(bins), settings.bins_per_batch), len(bins)]
+        else:
+            bins = self._bins(window)
+            # All of about equal size; otherwise every window would end with a small micro-batch.
+            number = -(-len(bins) // settings.bins_per_batch)
+            cuts = np.linspace(0, len(bins), number + 1).astype(int).tolist()
         return [
             [documents[i] for packed in bins[start:stop] for i in packed]
-            for start, stop in pairwise(bounds)
+            for start, stop in pairwise(cuts)
         ]
 
-    def _bins(self, window: Window) -> list[list[int]]:
+    def _bins(self, window: "Window") -> list[np.ndarray]:
         """Return the documents of each bin; a row with `seq_lengths` already is a bin."""
-        settings, documents = self.settings, window.documents
+        settings, documents, seed = self.settings, window.documents, None
         assert settings.capacity is not None
-        seed = self._seed(window)
-        rows = [i for i, d in enumerate(documents) if d.get(SEQ_LENGTHS) is not None]
-        loose = np.setdiff1d(np.arange(len(documents)), rows)
-        bins = [[i] for i in rows]
+        if settings.seed is not None:
+            seed = [settings.seed, self.epoch, self.rank, window.number]
+        is_row = np.array([document.get(SEQ_LENGTHS) is not None for document in documents])
+        bins, loose = list(np.flatnonzero(is_row)[:, None]), np.flatnonzero(~is_row)
         if len(loose):
-            lengths = [max(1, len(documents[i]["input_ids"])) for i in loose]
+            chosen = [documents[i] for i in loose]
             if settings.prefix_group_size is None:
-                plan = pack(lengths, settings.capacity, settings.strategy, seed)
+                plan = pack(_lengths(chosen), settings.capacity, settings.strategy, seed)
             else:
-                groups = self._groups([documents[i] for i in loose], settings.prefix_group_size)
-                plan = groups.pack(settings.capacity, settings.strategy, seed)
-            bins += [loose[packed].tolist() for packed in plan]
+                plan = self._groups(chosen).pack(settings.capacity, settings.strategy, seed)
+            bins += [loose[packed] for packed in plan]
         if seed is None:
             return bins
         return [bins[i] for i in np.random.default_rng([*seed, 1]).permutation(len(bins))]
 
-    def _groups(self, documents: list[Document], most: int) -> PrefixGroups:
+    def _groups(self, documents: list[Document]) -> PrefixGroups:
         if any(document.get(SEQ_LENGTHS) is not None for document in documents):
             raise ValueError(
                 "prefix_sharing='group' cannot regroup rows that were packed before (they have "
                 f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
             )
-        index = PrefixIndex.of_loaded(documents)
-        lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
-        return group_documents(index, lengths, self.settings.capacity, most)
+        index, most = PrefixIndex.of_loaded(documents), self.settings.prefix_group_size
+        assert most is not None
+        return group_documents(index, _lengths(documents), self.settings.capacity, most)
 
-    def _seed(self, window: Window) -> list[int] | None:
-        if self.settings.seed is None:
+
+def _lengths(documents: list[Document]) -> np.ndarray:
+    return np.array([max(1, len(document["input_ids"])) for document in documents])
+
+
+class DocumentSource:
+    """The documents of some shards, in order, with a state from which reading can continue.
+
+    Args:
+        shards: an iterable of documents.
+        capacity: tokens that a document may have; None sets no limit.
+        state: a state that `state` returned; reading continues there.
+        skipped: documents before that state. Shards without a state read and skip this many.
+        limits: limits of the model.
+
+    Raises:
+        ValueError: while reading, a document is longer than `capacity` or exceeds `limits`.
+    """
+
+    def __init__(
+        self, shards: Any, capacity: int | None, state: Any, skipped: int, limits: ModelLimits
+    ):
+        self._shards, self._limits, self._capacity = shards, limits, capacity
+        self.num_read = skipped
+        if state is not None:
+            shards.load_state_dict(state)
+        self._documents = iter(shards)
+        if state is None:
+            for _ in zip(range(skipped), self._documents, strict=False):
+                pass
+
+    def state(self) -> Any:
+        """Return the state behind the last document, None if the shards have none."""
+        if not isinstance(self._shards, datasets.IterableDataset) or not self.num_read:
             return None
-        return [self.settings.seed, self.epoch, self.rank, window.number]
+        return self._shards.state_dict()
+
+    def next(self) -> Document | None:
+        """Return the next document, or None at the end."""
+        document = next(self._documents, None)
+        if document is None:
+            return None
+        length, which = len(document["input_ids"]), f"document {self.num_read} of the stream"
+        if self._capacity is not None and length > self._capacity:
+            raise ValueError(
+                f"{which} has {length} tokens but capacity is {self._capacity}; raise max_length "
+                "or set overflow='truncate' or 'drop'"
+            )
+        document_weight(document, which)
+        check_lengths(document, self.num_read)
+        # A list of Python integers takes five times the memory, and the collator needs an array.
+        document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in document.items()}
+        self._limits.check_document(document, which)
+        self.num_read += 1
+        return document
+
+
+class Window:
+    """Documents of a source that are packed together, and where they begin in the stream.
+
+    Attributes:
+        state: of the stream where the window begins.
+    """
+
+    def __init__(self, source: DocumentSource, settings: StreamSettings, number: int):
+        self.source, self.number = source, number
+        self.documents: list[Document] = []
+        self.state, self._num_before = source.state(), source.num_read
+        self._size, self._is_packed = 0, settings.capacity is not None
+        self._full_size = settings.bins_per_batch * _WINDOW_BATCHES  # documents, or else tokens
+        if settings.capacity is not None:
+            self._full_size = settings.capacity * settings.window_bins
+
+    def read_up_to(self, share: float) -> None:
+        """Read documents until this share of the window is full, or the stream ends."""
+        while self._size < share * self._full_size:
+            document = self.source.next()
+            if document is None:
+                break
+            self.documents.append(document)
+            self._size += max(1, len(document["input_ids"])) if self._is_packed else 1
+
+    def begin(self) -> dict[str, Any]:
+        """Return where the window begins, and a checksum of all its tokens."""
+        checksum = 0
+        for document in self.documents:
+            checksum = zlib.crc32(np.asarray(document["input_ids"]).tobytes(), checksum)
+        place = {"number": self.number, "documents": self._num_before, "state": self.state}
+        return place | {"checksum": checksum}
+
+
+# --- the part of a rank -----------------------------------------------------------------------
 
 
 # Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.
@@ -286,13 +365,9 @@ def part_of_rank(documents: Iterable[Document], num_ranks: int, rank: int, *, pa
         return islice(documents, rank, None, num_ranks)
     if num_shards(documents) % num_ranks == 0:
         return documents.shard(num_ranks, rank, contiguous=not packs)
-    return documents.filter(_OfRank(num_ranks, rank), with_indices=True)
+    turn = partial(_is_turn_of, num_ranks=num_ranks, rank=rank)
+    return documents.filter(turn, with_indices=True)
 
 
-@dataclass(frozen=True)
-class _OfRank:
-    num_ranks: int
-    rank: int
-
-    def __call__(self, document: Document, number: int) -> bool:
-        return number % self.num_ranks == self.rank
+def _is_turn_of(document: Document, number: int, *, num_ranks: int, rank: int) -> bool:
+    return number % num_ranks == rank
