@@ -309,9 +309,8 @@ def compare(arguments: argparse.Namespace) -> int:
       2  a run cannot be read or compared; stderr has the reason in one line
     """
     from trl_packing.pages.page import check_can_write
-    from trl_packing.tools.runs.compare import compare as compare_runs
-    from trl_packing.tools.runs.compare import compare_page
-    from trl_packing.tools.runs.files import load_run
+    from trl_packing.tools.compare_runs import compare as compare_runs
+    from trl_packing.tools.compare_runs import compare_page, load_run
 
     if len(arguments.runs) < 2:
         raise ValueError(

@@ -265,7 +265,7 @@ def _shares(record: RunRecord, sources: list[str]) -> Chart:
 
 # --- the page -------------------------------------------------------------------------------------
 
-_ON_STEPS = (
+ON_STEPS = (
     "The steps of a packed and of a padded run hold different numbers of documents. Compare such "
     "runs over documents or tokens."
 )
@@ -287,7 +287,7 @@ def run_page(record: RunRecord, report: str) -> str:
             (f"resumed at step {step:,}", [step, at.documents, at.tokens, at.seconds])
             for step, at in places
         ],
-        warnings={"steps": _ON_STEPS},
+        warnings={"steps": ON_STEPS},
         reloads=record.status == "running",
     )
     notes = list(record.notes)

@@ -9,9 +9,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_packing.cli import main
-from trl_packing.tools.runs import files as run_files
-from trl_packing.tools.runs.compare import compare, compare_page
-from trl_packing.tools.runs.files import load_run
+from trl_packing.tools.compare_runs import CHECKPOINT, STATE, compare, compare_page, load_run
 from trl_packing.training.run_page import FILE, NOTHING, RunRecord, Totals
 
 
@@ -69,15 +67,10 @@ def test_losses_are_compared_after_equally_many_documents():
     assert found.versions == {}
 
 
-def test_steps_with_other_documents_are_never_compared_unasked():
-    assert "cannot be compared over steps. Documents a step: packed 20.0, padded 4.0." in str(
-        compare([PACKED, PADDED])
-    )
-    assert "cannot be compared over steps" not in str(compare([PACKED, PACKED]))
+def test_runs_without_a_common_axis_are_compared_nowhere():
     unknown = made("out/u", documents_per_step=20, totals={})
     found = compare([PACKED, unknown])
     assert (found.over, found.losses) == (None, {})
-    assert "packed 20.0, u unknown" in str(found)
     assert "No axis is known" in str(found)
 
 
@@ -111,7 +104,7 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
 
 
 def test_the_names_of_files_are_those_of_transformers():
-    assert (run_files.STATE, run_files.CHECKPOINT) == (TRAINER_STATE_NAME, PREFIX_CHECKPOINT_DIR)
+    assert (STATE, CHECKPOINT) == (TRAINER_STATE_NAME, PREFIX_CHECKPOINT_DIR)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +141,6 @@ def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
     assert found["figures"]["loss"] == [7.0, "NaN"]
 
 
-def test_control_characters_are_shown_as_text():
-    hostile = made("\x1b[2Jred", documents_per_step=20, settings={"seed": "\x1b[31m", "b": 1})
-    text = str(compare([PACKED, hostile]))
-    assert "\x1b" not in text
-    assert "\\x1b[2Jred" in text
-
-
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_shows_the_curves_of_all_runs(tmp_path, capsys, width):
     runs = [
@@ -172,7 +158,7 @@ def test_the_page_shows_the_curves_of_all_runs(tmp_path, capsys, width):
         opened.click("input[value=documents] + span")
         assert "their documents are unknown: t" in opened.text("#warning")
         opened.click("input[value=steps] + span")
-        assert "cannot be compared over steps" in opened.text("#warning")
+        assert "over documents or tokens" in opened.text("#warning")
         assert opened.problems() == []
 
 
@@ -211,6 +197,8 @@ def test_hostile_runs_do_nothing_in_the_page(tmp_path):
         )
         for name in (text, "b")
     ]
+    assert "\x1b" not in str(compare(records))
+    assert "\\x1b[2Jbackwards" in str(compare(records))
     path = tmp_path / "compare.html"
     path.write_text(compare_page(records, compare(records)))
     with open_page(path) as opened:

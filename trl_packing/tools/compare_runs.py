@@ -1,0 +1,281 @@
+"""Compare runs: what they trained, their losses, and the settings and versions that differ.
+
+    outputs/a, outputs/b  →  load_run  →  compare  →  Comparison    text, JSON, compare_page
+
+    run.json              a record of ours: everything is known
+    trainer_state.json    of any Trainer: log and steps; tokens where TRL logged num_tokens
+
+A step of a packed run holds more documents than one of a padded run. So runs are compared where
+they have trained equally many documents, or tokens, and not over steps.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from trl_packing.formatting.printable import escape_hidden
+from trl_packing.pages.curves import Curves
+from trl_packing.pages.page import HtmlPage, asset, columns, escape, page, section, table
+from trl_packing.training.run_page import (
+    FILE,
+    ON_STEPS,
+    RunRecord,
+    Totals,
+    charts_of,
+    in_json,
+    in_words,
+    is_eval_loss,
+    is_number,
+    storable,
+)
+
+# `transformers.trainer.TRAINER_STATE_NAME` and `PREFIX_CHECKPOINT_DIR`, whose import takes seconds.
+STATE, CHECKPOINT = "trainer_state.json", "checkpoint"
+
+_WIDEST_VALUE = 28  # characters of a setting in the text
+_OF_EACH_RUN = ("output_dir", "logging_dir", "run_name")
+
+
+def load_run(given: str) -> RunRecord:
+    """Return the run in `given`: an output folder, a checkpoint, or one of the two files.
+
+    Raises:
+        ValueError: there is no run, or its file cannot be read.
+    """
+    path = Path(given)
+    if not path.exists():
+        raise ValueError(f"{given} does not exist (looked from {Path.cwd()})")
+    numbers = {place: place.name.rpartition("-")[2] for place in path.glob(f"{CHECKPOINT}-*")}
+    last_first = sorted(numbers, key=lambda p: int("0" + numbers[p] * numbers[p].isdecimal()))[::-1]
+    files = [place / name for place in (path, *last_first) for name in (FILE, STATE)]
+    file = next((file for file in [path, *files] if file.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"{given} holds no run: neither {FILE} nor {STATE}, also not in a "
+            "checkpoint; name the output_dir of a run"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = json.loads(text)
+        is_ours = isinstance(found, dict) and "format" in found
+        record = RunRecord.from_json(text) if is_ours else _run_of_state(found)
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{file} cannot be read as a run: {problem}") from problem
+    record.name = given
+    return record
+
+
+def _run_of_state(state: Any) -> RunRecord:
+    """Return the run of a `trainer_state.json`, which another trainer may have written."""
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise ValueError("it has no log_history")
+    log = [entry for entry in state["log_history"] if isinstance(entry, dict)]
+    numbers = [(e.get("step"), e.get("num_tokens", e.get("eval_num_tokens"))) for e in log]
+    tokens = {int(s): int(n) for s, n in numbers if is_number(s) and is_number(n)}
+    notes = [
+        f"read from {STATE}: documents, time, settings and versions are not recorded"
+        + (" there; tokens are its num_tokens" if tokens else ", nor are tokens")
+    ]
+    in_order = [tokens[step] for step in sorted(tokens)]
+    if in_order != sorted(in_order):
+        notes = ["num_tokens restarts within the log: TRL counts from 0 in a resumed run", *notes]
+        tokens = {}
+    return RunRecord(
+        name="",
+        path="another trainer, or a run without run.json",
+        log=log,
+        totals={step: Totals(tokens=number) for step, number in tokens.items()},
+        status="finished" if any("train_runtime" in entry for entry in log[-2:]) else "unknown",
+        step=int(state.get("global_step", 0)),
+        max_steps=int(state.get("max_steps", 0)),
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs beside each other; each list has an item for every run, None where it is unknown.
+
+    Attributes:
+        runs: their names.
+        figures: what was trained, and the last logged losses, by name.
+        over: the axis on which the runs are compared; None if there is none for all of them.
+        at: the place on `over` up to which all runs were trained.
+        losses: by name, the last ones logged up to `at`.
+        settings: that differ, by name.
+        versions: of packages, model and device, that differ.
+        notes: what is unknown or cannot be compared.
+    """
+
+    runs: list[str]
+    figures: dict[str, list[Any]]
+    over: str | None
+    at: float | None
+    losses: dict[str, list[float | None]]
+    settings: dict[str, list[Any]]
+    versions: dict[str, list[str | None]]
+    notes: list[str]
+
+    def to_json(self) -> str:
+        """Return the comparison as JSON; NaN and infinity are texts."""
+        return json.dumps(storable(asdict(self)), allow_nan=False)
+
+    def tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
+        """Yield the head and the rows of each table in words: a name, and a cell for each run.
+
+        Rows of numbers end with the difference of the last run from the first.
+        """
+        head = [*self.runs, "difference" if len(self.runs) == 2 else "last − first"]
+        figures = [_with_difference(*row) for row in self.figures.items()]
+        yield ["at the end of each run", *head], figures
+        if self.at is not None:
+            where = f"after {self.at:,.0f} {self.over}, which all runs had"
+            yield [where, *head], [_with_difference(*row) for row in self.losses.items()]
+        for title, found in (
+            ("settings that differ", self.settings),
+            ("model, machine and versions that differ", self.versions),
+        ):
+            rows = [[n, *("–" if v is None else in_json(v) for v in vs)] for n, vs in found.items()]
+            yield [title, *self.runs], rows
+
+    def __str__(self) -> str:
+        parts = []
+        for head, rows in self.tables():
+            lines = [[escape_hidden(cell) for cell in row] for row in [head, *rows]]
+            lines = [[name, *map(_clipped, cells)] for name, *cells in lines]
+            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+            aligned = [
+                "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+                for name, *cells in lines
+            ]
+            parts.append("\n".join(aligned) if rows else f"{head[0]}: none")
+        indents = {"initial_indent": "- ", "subsequent_indent": "  "}
+        notes = [fill(escape_hidden(note), 100, **indents) for note in self.notes]
+        return "\n\n".join([*parts, *["\n".join(notes)] * bool(notes)])
+
+
+def compare(records: Sequence[RunRecord]) -> Comparison:
+    """Compare runs where all have trained equally many documents, or tokens."""
+    names, over, at = _names(records), None, None
+    for axis in ("tokens", "documents"):
+        places = [[getattr(point, axis) for point in r.points("loss")] for r in records]
+        known = [[float(place) for place in run if place is not None] for run in places]
+        if all(known):
+            over, at = axis, min(max(run) for run in known)
+    logged = dict.fromkeys(name for record in records for name in record.series)
+    losses = [name for name in logged if name == "loss" or is_eval_loss(name)]
+    notes = [f"{name}: {n}" for name, r in zip(names, records, strict=True) for n in r.notes]
+    if over is None:
+        notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
+    totals = [record.total for record in records]
+    speeds = [t.tokens / t.seconds if t.tokens and t.seconds else None for t in totals]
+    figures: dict[str, list[Any]] = {
+        "status": [record.status for record in records],
+        "steps": [record.step for record in records],
+        "documents": [total.documents for total in totals],
+        "documents a step": [
+            total.documents / record.step if total.documents and record.step else None
+            for total, record in zip(totals, records, strict=True)
+        ],
+        "tokens": [total.tokens for total in totals],
+        "trained tokens": [total.trained_tokens for total in totals],
+        "tokens computed": [total.computed_tokens for total in totals],
+        "training time": [total.seconds for total in totals],
+        "tokens a second": speeds,
+    }
+    return Comparison(
+        runs=names,
+        figures=figures | {name: [record.last(name) for record in records] for name in losses},
+        over=over,
+        at=at,
+        losses={}
+        if over is None
+        else {name: [_last_before(r, name, over, at) for r in records] for name in losses},
+        settings=_differing([record.settings for record in records]),
+        versions=_differing([record.facts | record.versions for record in records]),
+        notes=notes,
+    )
+
+
+def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPage:
+    """Return the page of a comparison: the tables, and the curves of all runs in one frame."""
+    named = [replace(r, name=name) for r, name in zip(records, comparison.runs, strict=True)]
+    charts, main = charts_of(named)
+    warnings = {"steps": ON_STEPS}
+    for axis, name in (("documents", "documents"), ("tokens", "tokens"), ("hours", "seconds")):
+        if lack := [r.name for r in named if getattr(r.total, name) is None]:
+            warnings[axis] = f"Not shown, because their {axis} are unknown: {', '.join(lack)}."
+    curves = Curves(charts, axis=comparison.over or "steps", warnings=warnings)
+    none = '<p class="note">none</p>'
+    tables = [
+        section(title[0].upper() + title[1:], table(["", *head], rows) if rows else none)
+        for (title, *head), rows in comparison.tables()
+    ]
+    sections = [
+        *(f'<p class="note">{escape(note)}</p>' for note in comparison.notes),
+        columns(*tables[:-2]),
+        *curves.sections(main=main),
+        columns(*tables[-2:]),
+    ]
+    title = f"Runs · {' · '.join(comparison.runs)}"
+    return page(title, sections, data=curves.data(), script=asset("curves.js"))
+
+
+def _last_before(record: RunRecord, name: str, axis: str, at: float | None) -> float | None:
+    known = [(getattr(point, axis), point.value) for point in record.points(name)]
+    before = [value for where, value in known if where is not None and where <= at]
+    return before[-1] if before else None
+
+
+def _differing(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values that differ among those runs that recorded any."""
+    recorded = [values for values in found if values]
+    names = dict.fromkeys(name for values in recorded for name in values)
+    return {
+        name: [values.get(name) for values in found]
+        for name in names
+        if name not in _OF_EACH_RUN and any(v.get(name) != recorded[0].get(name) for v in recorded)
+    }
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """Return the names of runs without the folder that all are in."""
+    names = [record.name.rstrip("/") for record in records]
+    parts = [name.split("/") for name in names]
+    while len({p[0] for p in parts}) == 1 and all(len(p) > 1 for p in parts):
+        parts = [p[1:] for p in parts]
+    short = ["/".join(p) for p in parts]
+    return short if len(set(short)) == len(short) else names
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+
+def _with_difference(name: str, values: Sequence[Any]) -> list[str]:
+    """Return the row of a figure, with the difference of the last run from the first."""
+    first, last = values[0], values[-1]
+    difference = ""
+    if name != "status" and first is not None and last is not None:
+        sign = "+" if last > first else "−" if last < first else "±"
+        share = f" ({(last - first) / abs(first):+.1%})" if first and last != first else ""
+        difference = f"{sign}{_cell(name, abs(last - first))}{share}"
+    return [name, *(_cell(name, value) for value in values), difference]
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "–"
+    if name == "training time":
+        return in_words(value)
+    digits = {"tokens a second": 0, "documents a step": 1}.get(name, 4)
+    if isinstance(value, float):
+        # Runs of the same documents differ by little; a difference is never written as 0.
+        return f"{value:,.{digits}f}" if not value or abs(value) >= 10**-digits else f"{value:.0e}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _clipped(value: str) -> str:
+    return value if len(value) <= _WIDEST_VALUE else value[: _WIDEST_VALUE - 1] + "…"
