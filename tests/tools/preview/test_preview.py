@@ -3,14 +3,13 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 from datasets import Dataset
 from helpers.attacks import ATTACKS, harmful
-from helpers.tiny import save_tiny_model, tiny_dataset, tiny_model, tiny_tokenizer
+from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
@@ -33,71 +32,16 @@ def plan(dataset, tokenizer, settings, model=None):
     return preview_epoch(PreviewedRun.from_settings(dataset, tokenizer, settings, model))
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "last_assistant", "all"])
-def test_rows_are_shown_as_the_trainer_prepares_them(tmp_path, train_on):
-    rows, chat = tiny_dataset("conversational_language_modeling"), tiny_tokenizer(chat=True)
-    args = PackedSFTConfig(
-        str(tmp_path), train_on=train_on, report_to="none", use_cpu=True, bf16=False
-    )
-    trainer = PackedSFTTrainer(tiny_model("llama"), args, train_dataset=rows, processing_class=chat)
-    expected = [
-        show_document(trainer.train_dataset[row], chat, name=f"row {row}") for row in (2, 0)
-    ]
-    assert list(inspect(rows, chat, ["--train_on", train_on], rows=[2, 0])) == expected
-    others = list(inspect(rows, chat, ["--train_on", "all"], rows=[2, 0]))
-    assert (others == expected) == (train_on == "all")
-
-
-def test_pieces_of_a_row_are_shown_one_by_one():
-    rows = Dataset.from_list([{"text": "one two three four"}])
-    shown = list(
-        inspect(rows, tiny_tokenizer(), ["--max_length", "8", "--overflow", "split"], rows=[0])
-    )
-    assert len(shown) > 1
+def test_rows_are_shown_piece_by_piece_or_with_the_reason_why_not():
+    rows = Dataset.from_list([{"text": "one two three four"}, {"text": "long " * 50}])
+    settings = ["--max_length", "8", "--overflow", "split"]
+    shown = list(inspect(rows, tiny_tokenizer(), settings, rows=[0]))
     assert shown[1].startswith(f"row 0, piece 2 of {len(shown)} ")
-
-
-def test_a_row_that_is_dropped_says_why():
-    rows = Dataset.from_list([{"text": "no template in this"}])
     (shown,) = inspect(rows, tiny_tokenizer(), ["--response_template", "###"], rows=[0])
-    assert "row 0 · not trained: " in shown
-    assert "response_template '###'" in shown
-
-
-def test_all_rows_tell_what_is_lost():
-    rows = Dataset.from_list([{"text": "short"}, {"text": "long " * 50}])
-    settings = ["--max_length", "16", "--overflow", "drop"]
+    assert re.match("row 0 · not trained: .*response_template '###'", shown)
+    settings = ["--max_length", "32", "--overflow", "drop"]
     *_, lost = inspect(rows, tiny_tokenizer(), settings, rows=[0], prepares_all=True)
-    assert "1 document longer than max_length=16: dropped" in lost
-
-
-def test_the_command_prints_marked_documents(tmp_path, capsys):
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
-    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
-    assert main(["inspect", *arguments, "--rows", "0", "--train_on", "assistant"]) == 0
-    assert "⟦So.<|im_end|>⟧" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "sentence"),
-    [
-        ("nothing.jsonl", [], "nothing.jsonl does not exist"),
-        ("data.jsonl", ["--rows", "7"], "row 7 is not among the 1 rows"),
-        ("data.jsonl", ["--train_on", "me"], "me"),
-    ],
-)
-def test_what_the_command_cannot_do_is_one_sentence(tmp_path, capsys, data, options, sentence):
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "data.jsonl").write_text('{"text": "So."}\n')
-    arguments = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / data)]
-    try:
-        code = main(["inspect", *arguments, *options])
-    except SystemExit as exit:  # argparse refuses some options itself
-        code = exit.code
-    assert code == 2
-    assert sentence in capsys.readouterr().err
+    assert "1 document longer than max_length=32: dropped" in lost
 
 
 def test_rows_are_those_of_a_file_of_a_folder_or_of_a_part(tmp_path):
@@ -107,9 +51,6 @@ def test_rows_are_those_of_a_file_of_a_folder_or_of_a_part(tmp_path):
     assert load_rows(str(tmp_path / "test.jsonl"))["text"][:] == ["8", "9"]
     assert load_rows(str(tmp_path), "test")["text"][:] == ["8", "9"]
     assert load_rows(str(tmp_path), "train[6:]")["text"][:] == ["6", "7"]
-
-
-def test_a_file_that_is_not_there_is_not_taken_for_a_hub_id():
     with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
         load_rows("missing.jsonl")
 
@@ -279,12 +220,6 @@ def test_a_setting_that_cannot_be_is_refused_in_the_preview_too(settings, senten
             preview()
 
 
-def test_rows_that_trl_prepares_are_not_shown():
-    images = Dataset.from_list([{"image": "x", "text": "So."}])
-    with pytest.raises(ValueError, match="the data set has images"):
-        list(inspect(images, tiny_tokenizer()))
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -305,28 +240,21 @@ def command(tmp_path, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", ["inspect", "plan"])
 @pytest.mark.parametrize(
-    ("data", "sentence"),
+    ("data", "options", "sentence"),
     [
-        ('{"text": "So."}\n{"text": ', "data.jsonl: JSON parse error"),
-        ("nonsense", "cannot load the data set "),
-        ("", "data.jsonl: it is empty"),
-        (b'{"text": "\xff\xfe"}\n', "can't decode byte 0xff"),
+        ('{"text": "So."}\n{"text": ', [], "data.jsonl: JSON parse error"),
+        ("", [], "data.jsonl: it is empty"),
+        (b'{"text": "\xff\xfe"}\n', [], "can't decode byte 0xff"),
+        ('{"text": "So."}\n', ["--rows", "7"], "row 7 is not among the 1 rows"),
+        ('{"text": "So."}\n', ["--train_on", "me"], "me"),
     ],
 )
-def test_data_that_cannot_be_read_are_one_line(command, name, data, sentence):
-    status, out, err = command(name, data)
-    assert status == 2
-    assert (out, len(err.splitlines())) == ("", 1), err
-    assert err.startswith(f"trl-packing {name}: ")
+def test_what_cannot_be_shown_is_one_line(command, data, options, sentence):
+    status, out, err = command("inspect", data, *options)
+    assert (status, out, len(err.splitlines())) == (2, "", 1), err
+    assert err.startswith("trl-packing inspect: ")
     assert sentence in err
-
-
-def test_rows_by_default_are_the_first_that_there_are(command):
-    status, out, _ = command("inspect", [{"text": "So."}, {"text": "Not so."}])
-    assert status == 0
-    assert "row 1 ·" in out
 
 
 def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
@@ -343,13 +271,6 @@ def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row
     assert command("inspect", rows, "--rows", "0")[0] == 0
 
 
-@pytest.mark.parametrize("name", ["inspect", "plan"])
-def test_rows_without_anything_to_train_on_are_told(command, name):
-    status, out, err = command(name, [{"body": "So."}])
-    assert status != 0
-    assert "no column to train on" in out + err
-
-
 @pytest.mark.parametrize("attack", sorted(ATTACKS.keys() - {"lone surrogate"}))  # is no JSON
 def test_nothing_of_the_data_reaches_the_terminal(command, attack):
     text = ATTACKS[attack]
@@ -362,58 +283,6 @@ def test_nothing_of_the_data_reaches_the_terminal(command, attack):
     _, out, err = command("plan", rows)
     assert not harmful(out + err)
     assert "wizard" in err
-
-
-def test_the_report_quotes_the_data_without_harm(command):
-    for attack in ATTACKS.keys() - {"lone surrogate"}:
-        text = ATTACKS[attack]
-        rows = [{"text": f"Of{text}"}, {"text": "### So."}]
-        status, out, err = command("plan", rows, "--response_template", "###")
-        assert status == 0, err
-        assert "one of them starts 'Of" in " ".join(out.split())
-        assert not harmful(out + err)
-        assert "⟧" not in out
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--model", "nowhere/at/all"], "the model nowhere/at/all does not exist"),
-        (["--model", "model", "--dtype", "float33"], "--dtype float33 is no data type"),
-        (["--model", "model", "--device", "gpu"], "--device gpu cannot be used"),
-        (["--model", "model", "--max-length", "0"], "max_length=0 must be positive"),
-        (["--model", "model", "--max_length", "1"], "--max_length 1 must be at least 2"),
-        (["--model", "model", "--max_lenght", "5"], "did you mean --max_length?"),
-        ([], "name the model (--model NAME)"),
-        (["--model", "model"], ""),  # a tokenizer alone
-    ],
-)
-def test_a_verification_that_cannot_be_is_one_line(
-    tmp_path, capsys, monkeypatch, options, sentence
-):
-    monkeypatch.chdir(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    assert main(["verify", *options]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1), err
-    assert sentence in err
-
-
-def test_damaged_weights_are_one_line_that_names_the_model(chat_model, tmp_path, capsys):
-    damaged = shutil.copytree(chat_model, tmp_path / "damaged")
-    (damaged / "model.safetensors").write_bytes(b"cut")
-    assert main(["verify", "--model", str(damaged)]) == 2
-    _, err = capsys.readouterr()
-    assert len(err.splitlines()) == 1, err
-    assert f"the weights of the model {damaged} cannot be read" in err
-
-
-def test_an_attention_that_cannot_be_is_one_line(chat_model, capsys):
-    options = ["--model", str(chat_model), "--attention", "flash_attention_2", "--device", "cpu"]
-    assert main(["verify", *options]) == 2
-    _, err = capsys.readouterr()
-    assert err.startswith("trl-packing verify: attention='flash_attention_2' cannot be exact")
-    assert len(err.splitlines()) == 1
 
 
 def test_the_traceback_can_be_had(monkeypatch):
