@@ -26,7 +26,7 @@ wrong with a data set raises ValueError with one sentence, before anything is wr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple, TypeAlias
@@ -39,6 +39,7 @@ from datasets import (
     load_dataset,
     load_dataset_builder,
 )
+from transformers.hf_argparser import HfArg
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
 from trl.scripts.utils import DatasetConfig
@@ -49,30 +50,31 @@ from trl_packing.formatting.prompt_template import PromptTemplate, column_among
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
 KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
 
+# Names of columns in data sets as people have them, for a refusal that proposes options.
+_QUESTIONS = ("instruction", "question", "query", "problem", "input")
+_ANSWERS = ("output", "answer", "response", "completion", "solution")
+
 Row = dict[str, Any]
 AnyDataset: TypeAlias = Dataset | IterableDataset
+Sets: TypeAlias = dict[str, AnyDataset]
+Mixture: TypeAlias = dict[str, dict[str, float]] | None
 
 
 @dataclass
 class ColumnArguments:
     """The columns to train on."""
 
-    prompt_column: str | None = field(
-        default=None, metadata={"help": "Column that holds the prompt. Default: prompt."}
+    prompt_column: str | None = HfArg(default=None, help="Column of the prompt. Default: prompt.")
+    completion_column: str | None = HfArg(
+        default=None, help="Column of the completion. Default: completion."
     )
-    completion_column: str | None = field(
-        default=None, metadata={"help": "Column that holds the completion. Default: completion."}
+    messages_column: str | None = HfArg(
+        default=None, help="Column of conversations (role/content or from/value)."
     )
-    messages_column: str | None = field(
+    chat: bool | None = HfArg(
         default=None,
-        metadata={"help": "Column that holds conversations (role/content or from/value)."},
-    )
-    chat: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Turn prompt and completion strings into a user and an assistant message. "
-            "Default: yes if the tokenizer has a chat template and no prompt_template is given."
-        },
+        help="Turn prompt and completion strings into a user and an assistant message. Default: "
+        "yes if the tokenizer has a chat template and no prompt_template is given.",
     )
 
 
@@ -95,6 +97,10 @@ class SourceConfig(ColumnArguments, DatasetConfig):
     epochs: float | None = None
     source: str | None = None
 
+    def named(self) -> list[str]:
+        """Return the options that say how its rows become documents, where they are given."""
+        return [option for option in _OF_ROWS if getattr(self, option) is not None]
+
 
 # Options of an entry that say how its rows become documents.
 _OF_ROWS = (*(f.name for f in fields(ColumnArguments)), "prompt_template", "dataset_text_field")
@@ -113,9 +119,7 @@ class SourceArguments:
             "dataset_text_field for its rows."
         },
     )
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the entries of datasets as streams."}
-    )
+    streaming: bool = HfArg(default=False, help="Read the entries of datasets as streams.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.datasets, list):
@@ -138,8 +142,8 @@ def _entry(number: int, given: Any) -> SourceConfig:
         raise ValueError(f"{where} it needs a path, and path is {given.get('path')!r}")
     for key, value in given.items():
         kind, word = (bool, "true or false") if key == "chat" else (str, "a text")
-        is_text = key in (*_OF_ROWS, "source", "name", "split")
-        if is_text and value is not None and not isinstance(value, kind):
+        is_checked = key in (*_OF_ROWS, "source", "name", "split") and value is not None
+        if is_checked and not isinstance(value, kind):
             raise ValueError(f"{where} {key}={value!r} must be {word}")
     if not 0 <= float(given.get("fraction") or 0) <= 1:
         raise ValueError(
@@ -153,16 +157,14 @@ def _entry(number: int, given: Any) -> SourceConfig:
 class DataArguments(SourceArguments, ColumnArguments, ScriptArguments):
     """TRL's script arguments, and the columns to train on."""
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Hub id, a .json, .jsonl or .parquet file, or a folder of such files."},
+    dataset_name: str | None = HfArg(
+        default=None, help="Hub id, a .json, .jsonl or .parquet file, or a folder of such files."
     )
-    dataset_train_split: str = field(
-        default="train", metadata={"help": "Split to train, or part of it: 'train[:1000]'."}
+    dataset_train_split: str = HfArg(
+        default="train", help="Split to train, or part of it: 'train[:1000]'."
     )
-    test_split_size: float | None = field(
-        default=None,
-        metadata={"help": "Share of the rows to hold out, in place of dataset_test_split."},
+    test_split_size: float | None = HfArg(
+        default=None, help="Share of the rows to hold out, in place of dataset_test_split."
     )
 
 
@@ -172,10 +174,10 @@ class LoadedData(NamedTuple):
     Several sources are a dictionary, and so are held-out documents of different columns.
     """
 
-    train: AnyDataset | dict[str, AnyDataset]
-    test: AnyDataset | dict[str, AnyDataset] | None
+    train: AnyDataset | Sets
+    test: AnyDataset | Sets | None
     notes: list[str]
-    mixture: dict[str, dict[str, float]] | None = None
+    mixture: Mixture = None
 
 
 def load_documents(
@@ -207,36 +209,32 @@ def load_documents(
         ValueError: a data set cannot be loaded, or has other columns.
     """
     named = {each.name: getattr(args, each.name) for each in fields(ColumnArguments)}
-    run = RowColumns(
-        prompt_template=prompt_template,
-        has_chat_template=has_chat_template,
-        text_field=text_field,
-        kept=(*KEPT_COLUMNS, *kept),
-        **named,
-    )
+    named["prompt_template"] = prompt_template
+    form = text_field, has_chat_template, (*KEPT_COLUMNS, *kept)
+    share, name = args.test_split_size, str(args.dataset_name)
     if args.datasets:
-        sources = load_sources(args.datasets, args.streaming, args.test_split_size, seed)
-        if needs_test and not sources.test:
+        if needs_test and share is None:
             raise ValueError("with datasets, evaluation needs a test_split_size to hold out")
-        for option, value in (named | {"prompt_template": prompt_template}).items():
+        for option, value in named.items():
             if value is not None:
                 raise ValueError(f"with datasets, {option} belongs into the entries: move it there")
-        return _convert_sources(sources, run, source_column)
-    name = str(args.dataset_name)
+        sources = load_sources(args.datasets, args.streaming, share, seed)
+        columns = {name: RowColumns(e, *form, name) for name, e in sources.entries.items()}
+        return _convert_sources(sources, columns, source_column)
     if is_prepared(name):
-        return _load_prepared(args, prompt_template, needs_test)
-    entry = SourceConfig(path=name, name=args.dataset_config, split=args.dataset_train_split)
-    train, notes = read(entry, args.dataset_streaming), _unread_files(name)
-    test = None
-    if args.test_split_size is not None:
-        parts = _hold_out({name: train}, args.test_split_size, seed)
-        train, test = (part[name] for part in parts)
+        return _load_prepared(args, named, needs_test)
+    given = {"path": name, "name": args.dataset_config, **named}
+    entry = SourceConfig(split=args.dataset_train_split, **given)
+    train, notes, test = read(entry, args.dataset_streaming), _unread_files(name), None
+    if share is not None:
+        train, test = (part[name] for part in _hold_out({name: train}, share, seed))
     elif needs_test:
-        entry.split = args.dataset_test_split
-        test = read(entry, args.dataset_streaming)
-    documents = run.convert(train)
-    notes += run.notes(next(iter(train)), next(iter(documents)))
-    return LoadedData(documents, None if test is None else run.convert(test), notes)
+        held_out = SourceConfig(split=args.dataset_test_split, **given)
+        test = read(held_out, args.dataset_streaming)
+    own = RowColumns(entry, *form)
+    documents = own.convert(train)
+    notes += own.notes(next(iter(train)), next(iter(documents)))
+    return LoadedData(documents, None if test is None else own.convert(test), notes)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -297,7 +295,7 @@ def _unread_files(name: str) -> list[str]:
     return [text] if unused else []
 
 
-def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) -> LoadedData:
+def _load_prepared(args: DataArguments, named: Row, needs_test: bool) -> LoadedData:
     """Return the sets of a folder that `trl-packing prepare` wrote, if they fit the options."""
     folder, manifest = str(args.dataset_name), read_manifest(str(args.dataset_name))
     if args.dataset_streaming:
@@ -305,9 +303,7 @@ def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) 
     # Options that made the columns and the splits. They must not change afterwards.
     made_by = ("dataset_config", "dataset_train_split", "dataset_test_split", "test_split_size")
     defaults = {each.name: each.default for each in fields(DataArguments)}
-    names = (*made_by, *(each.name for each in fields(ColumnArguments)))
-    given = {name: getattr(args, name) for name in names} | {"prompt_template": template}
-    for name, value in given.items():
+    for name, value in ({option: getattr(args, option) for option in made_by} | named).items():
         stored = manifest["options"].get(name)
         if value != defaults.get(name) and str(value).lower() != str(stored).lower():
             raise ValueError(
@@ -320,9 +316,7 @@ def _load_prepared(args: DataArguments, template: str | None, needs_test: bool) 
     return LoadedData(load_prepared(folder), test, [])
 
 
-def _hold_out(
-    rows: Mapping[str, AnyDataset], share: float, seed: int
-) -> tuple[dict[str, AnyDataset], dict[str, AnyDataset]]:
+def _hold_out(rows: Sets, share: float, seed: int) -> tuple[Sets, Sets]:
     """Return rows to train and rows to hold out, drawn from all data sets together."""
     for name, dataset in rows.items():
         if records_of(dataset):
@@ -342,12 +336,13 @@ def _hold_out(
         )
     is_test = np.zeros(ends[-1], bool)
     is_test[np.random.default_rng(seed).permutation(ends[-1])[:number]] = True
-    parts: tuple[dict[str, AnyDataset], dict[str, AnyDataset]] = ({}, {})
+    train: Sets = {}
+    test: Sets = {}
     for (name, dataset), of_source in zip(rows.items(), np.split(is_test, ends[:-1]), strict=True):
-        for part, chosen in zip(parts, (~of_source, of_source), strict=True):
+        for part, chosen in ((train, ~of_source), (test, of_source)):
             if chosen.any():
                 part[name] = dataset.select(np.flatnonzero(chosen))
-    return parts
+    return train, test
 
 
 # --- several data sets ----------------------------------------------------------------------------
@@ -356,9 +351,9 @@ def _hold_out(
 class LoadedSources(NamedTuple):
     """The entries of `datasets` by source: rows, held-out rows, shares, and entries."""
 
-    train: dict[str, AnyDataset]
-    test: dict[str, AnyDataset]
-    mixture: dict[str, dict[str, float]] | None
+    train: Sets
+    test: Sets
+    mixture: Mixture
     entries: dict[str, SourceConfig]
 
 
@@ -376,18 +371,31 @@ def load_sources(
     Raises:
         ValueError: an entry cannot be loaded, or the entries do not go together.
     """
-    named = dict(zip(_names(entries), entries, strict=True))
+    named: dict[str, SourceConfig] = {}
+    mixture: dict[str, dict[str, float]] = {}
+    for entry in entries:
+        in_files = isinstance(entry.data_files, str) and entry.path in LOADERS.values()
+        stem = Path(str(entry.data_files) if in_files else entry.path).stem
+        name = entry.source or "-".join(filter(None, [stem, entry.name]))
+        if name in named:
+            raise ValueError(
+                f"two entries of datasets have the name {name!r}; give one of them another source"
+            )
+        named[name] = entry
+        given = {"weight": entry.weight, "epochs": entry.epochs}
+        share = {kind: value for kind, value in given.items() if value is not None}
+        if len(share) > 1:
+            raise ValueError(f"the entry {name!r} of datasets has a weight and epochs; give one")
+        mixture |= {name: share} if share else {}
     rows = {name: _read_source(entry, streaming) for name, entry in named.items()}
     rows = _fractions(rows, entries, streaming=streaming)
-    test: dict[str, AnyDataset] = {}
+    test: Sets = {}
     if test_size is not None:
         rows, test = _hold_out(rows, test_size, seed)
-    return LoadedSources(rows, test, _mixture(named), named)
+    return LoadedSources(rows, test, mixture or None, named)
 
 
-def load_named(
-    args: SourceArguments, run: Any, kept: tuple[str, ...]
-) -> tuple[dict[str, AnyDataset], dict[str, dict[str, float]] | None]:
+def load_named(args: SourceArguments, run: Any, kept: tuple[str, ...]) -> tuple[Sets, Mixture]:
     """Return the rows of `datasets` and their shares; only entries that name columns get TRL's.
 
     Args:
@@ -396,26 +404,20 @@ def load_named(
         kept: columns that stay beside a conversation.
     """
     sources = load_sources(args.datasets, args.streaming, None, run.seed)
-    columns = RowColumns(text_field=run.dataset_text_field, has_chat_template=True, kept=kept)
-    rows = {
-        name: columns.of_source(name, sources.entries[name]).convert(each)
-        if any(getattr(sources.entries[name], option) is not None for option in _OF_ROWS)
-        else each
-        for name, each in sources.train.items()
-    }
+    rows: Sets = {}
+    for name, each in sources.train.items():
+        entry = sources.entries[name]
+        columns = RowColumns(entry, run.dataset_text_field, True, kept, name)
+        rows[name] = columns.convert(each) if entry.named() else each
     return rows, sources.mixture
 
 
 def _read_source(entry: SourceConfig, streaming: bool) -> AnyDataset:
     if not is_prepared(entry.path):
         return read(entry, streaming)
-    named = [
-        *(n for n in _OF_ROWS if getattr(entry, n) is not None),
-        *["columns"][: bool(entry.columns)],
-    ]
     if streaming:
         raise ValueError(f"{entry.path} holds prepared data: leave streaming out")
-    if named:
+    if named := [*entry.named(), *["columns"] * bool(entry.columns)]:
         raise ValueError(
             f"{entry.path} holds prepared data, which has no columns to name: leave {named[0]} out "
             "of its entry"
@@ -423,33 +425,17 @@ def _read_source(entry: SourceConfig, streaming: bool) -> AnyDataset:
     return load_prepared(entry.path, entry.split)
 
 
-def _names(entries: Sequence[SourceConfig]) -> list[str]:
-    """Return a name for each entry, no two the same."""
-    names: list[str] = []
-    for entry in entries:
-        files = entry.data_files
-        path = files if isinstance(files, str) and entry.path in LOADERS.values() else entry.path
-        name = entry.source or "-".join(filter(None, [Path(path).stem, entry.name]))
-        if entry.source is not None and name in names:
-            raise ValueError(f"two entries of datasets have the source {name!r}; name them apart")
-        same = sum(other == name or other.startswith(f"{name}-") for other in names)
-        names.append(f"{name}-{same + 1}" if name in names else name)
-    return names
-
-
-def _fractions(
-    rows: dict[str, AnyDataset], entries: Sequence[SourceConfig], *, streaming: bool
-) -> dict[str, AnyDataset]:
+def _fractions(rows: Sets, entries: Sequence[SourceConfig], *, streaming: bool) -> Sets:
     """Return the first rows of each, as TRL's `fraction` says; all of them without it."""
     fractions = [entry.fraction for entry in entries if entry.fraction is not None]
     if not fractions:
         return rows
-    if len(fractions) < len(entries):
-        raise ValueError("fraction must be set for all entries of datasets, or for none")
+    if len(fractions) < len(entries) or not sum(fractions):
+        raise ValueError(
+            "fraction must be set for all entries of datasets, or for none, and one must be above 0"
+        )
     if streaming:
         raise ValueError("fraction needs the sizes of data sets, which streams do not tell")
-    if not sum(fractions):
-        raise ValueError("one fraction of datasets must be above 0")
     shares = [fraction / sum(fractions) for fraction in fractions]
     sizes = [len(dataset) for dataset in rows.values()]
     total = min(size / share for size, share in zip(sizes, shares, strict=True) if share > 0)
@@ -461,37 +447,23 @@ def _fractions(
     }
 
 
-def _mixture(entries: Mapping[str, SourceConfig]) -> dict[str, dict[str, float]] | None:
-    mixture: dict[str, dict[str, float]] = {}
-    for name, entry in entries.items():
-        given = {"weight": entry.weight, "epochs": entry.epochs}
-        share = {kind: value for kind, value in given.items() if value is not None}
-        if len(share) > 1:
-            raise ValueError(f"the entry {name!r} of datasets has a weight and epochs; give one")
-        if share:
-            mixture[name] = share
-    return mixture or None
-
-
 def _convert_sources(
-    sources: LoadedSources, run: "RowColumns", source_column: str | None
+    sources: LoadedSources, columns: Mapping[str, "RowColumns"], source_column: str | None
 ) -> LoadedData:
     """Return several data sets in TRL's columns; those held out as one if their columns agree."""
-    documents: dict[str, AnyDataset] = {}
+    documents: Sets = {}
+    held_out: Sets = {}
     notes: list[str] = []
-    own = {name: run.of_source(name, entry) for name, entry in sources.entries.items()}
     for name, rows in sources.train.items():
-        documents[name] = own[name].convert(rows)
-        found = own[name].notes(next(iter(rows)), next(iter(documents[name])))
+        documents[name] = columns[name].convert(rows)
+        found = columns[name].notes(next(iter(rows)), next(iter(documents[name])))
         notes += [f"{name}: {note}" for note in found]
-    held_out = {name: own[name].convert(rows) for name, rows in sources.test.items()}
-    if source_column is not None:
-        held_out = {
-            name: rows.remove_columns(
-                [c for c in rows.column_names if c == source_column]
-            ).add_column(source_column, [name] * len(rows))
-            for name, rows in held_out.items()
-        }
+    for name, rows in sources.test.items():
+        held_out[name] = columns[name].convert(rows)
+        if source_column is not None:
+            others = [c for c in held_out[name].column_names if c != source_column]
+            chosen = held_out[name].select_columns(others)
+            held_out[name] = chosen.add_column(source_column, [name] * len(chosen))
     if len({str(rows.features) for rows in held_out.values()}) > 1:
         return LoadedData(documents, held_out, notes, sources.mixture)
     joined = concatenate_datasets([*held_out.values()]) if held_out else None
@@ -506,33 +478,18 @@ class RowColumns:
     """The columns of one data set to train on, and the form of its documents.
 
     Attributes:
-        prompt_column: holds the prompt; None: "prompt", or `prompt_template`.
-        completion_column: holds the completion; None: "completion".
-        messages_column: holds conversations, of which nothing else is a part.
-        chat: make conversations of prompts and completions; None: if there is a chat template, and
-            no `prompt_template`.
-        prompt_template: makes prompts from raw columns.
-        dataset_text_field: the column of plain text, if it is named for this data set alone.
+        entry: names the columns.
         text_field: the column of plain text in the documents of the run.
         has_chat_template: whether conversations can be rendered.
         kept: columns that stay beside a conversation.
         source: the name of the data set, if it is one of several.
     """
 
-    prompt_column: str | None = None
-    completion_column: str | None = None
-    messages_column: str | None = None
-    chat: bool | None = None
-    prompt_template: str | None = None
-    dataset_text_field: str | None = None
-    text_field: str = "text"
-    has_chat_template: bool = False
-    kept: tuple[str, ...] = KEPT_COLUMNS
+    entry: SourceConfig
+    text_field: str
+    has_chat_template: bool
+    kept: tuple[str, ...]
     source: str | None = None
-
-    def of_source(self, source: str, entry: SourceConfig) -> "RowColumns":
-        """Return the columns of one of several data sets, which its entry names."""
-        return replace(self, source=source, **{name: getattr(entry, name) for name in _OF_ROWS})
 
     def convert(self, dataset: AnyDataset) -> AnyDataset:
         """Return `dataset` with columns for TRL, as the table at the top of this file shows.
@@ -542,23 +499,23 @@ class RowColumns:
         """
         if records_of(dataset):
             return dataset
-        if self.chat and not self.has_chat_template:
+        entry, columns = self.entry, get_dataset_column_names(dataset)
+        if entry.chat and not self.has_chat_template:
             word = self._word("chat")
             raise self._error(f"{word} needs a chat template: set one with --chat_template_path")
-        columns = get_dataset_column_names(dataset)
         if image := {*columns} & {"image", "images"} - {*self.kept}:
             text = f"the column {image.pop()!r} holds images: train them with recipes/vision.py"
             raise self._error(f"{text}, or remove it")
+        makes_prompts = entry.prompt_column or entry.prompt_template or entry.completion_column
         wholes = {"messages_column": "messages", "dataset_text_field": self.text_field}
         for option, form in wholes.items():
-            if (column := getattr(self, option)) is not None:
-                if self.prompt_column or self.prompt_template or self.completion_column:
+            if (column := getattr(entry, option)) is not None:
+                if makes_prompts:
                     word = self._word(option)
                     raise self._error(f"{word} is the whole document: name no prompt beside it")
                 self._require(columns, column, option)
                 rows = dataset.select_columns([*(c for c in self.kept if c in columns), column])
                 return rows if column == form else rows.rename_column(column, form)
-        makes_prompts = self.prompt_column or self.prompt_template or self.completion_column
         if makes_prompts or ("prompt" in columns and "input_ids" not in columns):
             dropped = [column for column in columns if column not in self.kept]
             options = {} if isinstance(dataset, IterableDataset) else {"desc": "Naming columns"}
@@ -581,85 +538,66 @@ class RowColumns:
             text = f"the model reads {prompt[-12:] + completion[:12]!r} where prompt and completion"
             word = self._word("prompt_template")
             return [f"{text} meet; {word} can put a space or a line break there"]
-        was_conversation = isinstance(row.get(self.prompt_column or "prompt"), list)
-        if prompt is None or was_conversation or self.chat:
+        was_conversation = isinstance(row.get(self.entry.prompt_column or "prompt"), list)
+        if prompt is None or was_conversation or self.entry.chat:
             return []
         off = "--chat false" if self.source is None else "chat: false in its entry"
         text = "prompt and completion become a user and an assistant message, because the tokenizer"
         return [f"{text} has a chat template; {off} trains on the plain text"]
 
-    # --- rows -----------------------------------------------------------------------------------
-
     def _prompt_completion(self, columns: list[str]) -> Any:
         """Return the function that makes a prompt and a completion from a row."""
-        template, completion = self._template(columns), self.completion_column
-        if completion is None:
-            completion = column_among(columns, "response") if template else "completion"
-        if self.prompt_column and template:
+        entry, template = self.entry, None
+        if entry.prompt_column and entry.prompt_template:
             one, other = self._word("prompt_column"), self._word("prompt_template")
             raise self._error(f"give {one} or {other}, not both")
-        names = template.fields if template else [self.prompt_column or "prompt"]
+        names, option = [entry.prompt_column or "prompt"], "prompt_column"
+        completion, chat = entry.completion_column or "completion", entry.chat
+        if entry.prompt_template is not None:
+            try:  # its {query} is the column query, instruction or question
+                query = column_among(columns, "query")
+                template = PromptTemplate.from_setting(entry.prompt_template, query)
+                names, option = template.fields, "prompt_template"
+            except ValueError as error:
+                raise self._error(str(error)) from error
+            completion = entry.completion_column or column_among(columns, "response")
         for column in names:
-            self._require(columns, column, "prompt_template" if template else "prompt_column")
+            self._require(columns, column, option)
         self._require(columns, completion, "completion_column")
-        chat = self.chat
         if chat is None:
-            chat = self.has_chat_template and self.prompt_template is None
+            chat = self.has_chat_template and template is None
 
         def rewrite(row: Row, index: int) -> Row:
             for column in (*names, completion):
                 if row[column] is None:
                     raise self._error(f"row {index} has no value in the column {column!r}")
-            document = {
-                "prompt": template.prompt(row) if template else row[names[0]],
-                "completion": row[completion],
-            }
-            if chat and not isinstance(document["prompt"], list):
+            prompt = template.prompt(row) if template else row[names[0]]
+            document = {"prompt": prompt, "completion": row[completion]}
+            if chat and not isinstance(prompt, list):
                 roles = {"prompt": "user", "completion": "assistant"}
                 return {k: [{"role": roles[k], "content": str(v)}] for k, v in document.items()}
             return {k: v if isinstance(v, list) else str(v) for k, v in document.items()}
 
         return rewrite
 
-    def _template(self, columns: list[str]) -> PromptTemplate | None:
-        """Return the template; its {query} is the column query, instruction or question."""
-        if self.prompt_template is None:
-            return None
-        try:
-            query = column_among(columns, "query")
-            template = PromptTemplate.from_setting(self.prompt_template, query)
-            _ = template.fields  # raises for braces that cannot be read
-        except ValueError as error:
-            raise self._error(str(error)) from error
-        return template
-
     # --- mistakes -------------------------------------------------------------------------------
 
     def _no_form(self, columns: list[str]) -> ValueError:
         """Return the refusal of columns that no option names, with options that may fit them."""
-        found = ", ".join(columns)
-        where = "" if self.source is None else " in its entry"
-        answers = ("output", "answer", "response", "completion", "solution")
-        answer = next((name for name in answers if name in columns), None)
-        question = next(
-            (n for n in ("question", "query", "problem", "input") if n in columns), None
-        )
-        if answer and {"instruction", "input"} <= {*columns}:
-            fits = {"prompt_template": "alpaca", "completion_column": answer}
-        elif answer and "instruction" in columns:
-            fits = {"prompt_column": "instruction", "completion_column": answer}
-        elif answer and question:
-            fits = {"prompt_column": question, "completion_column": answer}
-        else:
-            words = [self._word(o) for o in ("prompt_column", "completion_column")]
+        found, where = ", ".join(columns), "" if self.source is None else " in its entry"
+        answer = next((name for name in _ANSWERS if name in columns), None)
+        question = next((name for name in _QUESTIONS if name in columns), None)
+        if not (answer and question):
+            words = [self._word(o) for o in (*_OF_ROWS[:3], "dataset_text_field")]
             return self._error(
                 f"no column to train on among {found}: name yours{where} with {words[0]} and "
-                f"{words[1]}, {self._word('messages_column')} or {self._word('dataset_text_field')}"
+                f"{words[1]}, {words[2]} or {words[3]}"
             )
+        fits = {"prompt_column": question, "completion_column": answer}
+        if {"instruction", "input"} <= {*columns}:
+            fits = {"prompt_template": "alpaca", "completion_column": answer}
         sign = " " if self.source is None else ": "
-        options = " ".join(
-            f"{self._word(name)}{sign}{quote(value)}" for name, value in fits.items()
-        )
+        options = " ".join(f"{self._word(name)}{sign}{quote(fits[name])}" for name in fits)
         return self._error(
             f"no column to train on among {found}; these options fit{where}: {options}"
         )
