@@ -186,18 +186,8 @@ def test_evaluation_needs_rows_that_are_held_out(tmp_path, files):
 @pytest.mark.slow
 def test_the_recipe_trains_a_mixture(tmp_path, files, capsys):
     model = tmp_path / "model"
-    sft_packed.main(
-        [
-            "--output_dir",
-            str(model),
-            "--max_steps",
-            "1",
-            "--num_samples",
-            "0",
-            "--run_page",
-            "false",
-        ]
-    )
+    quick = ["--max_steps", "1", "--num_samples", "0", "--run_page", "false"]
+    sft_packed.main(["--output_dir", str(model), *quick])
     entries = [{"path": files["a"], "epochs": 0.5}, {"path": files["b"], "epochs": 2}]
     config = config_of(
         tmp_path,
