@@ -43,7 +43,7 @@ T = TypeVar("T")
 _FIELDS = {
     "transformers": ("training_args.py",),
     "trl": ("trainer/*config*.py", "scripts/utils.py"),
-    "trl_packing": ("config/*.py",),
+    "trl_packing": ("config.py",),
 }
 _FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 
