@@ -4,44 +4,84 @@ import types
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset, Features, List, Value
-from helpers.drop_in import both_modes, packed_only, trainer_for
+from helpers.drop_in import (
+    PackedSFTTrainer,
+    both_modes,
+    config,
+    packed_only,
+    trainer_for,
+    trainer_from_id,
+)
 from helpers.tiny import VOCAB_SIZE, tiny_dataset, tiny_dataset_dict, tiny_iterable, tiny_tokenizer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+PADDED = DataCollatorForLanguageModeling(pad_token_id=0)
+SETTINGS = [  # settings and arguments that TRL refuses, and a word of its sentence
+    ({"packing": True, "max_length": None}, {}, "`max_length` can't be `None`"),
+    ({"truncation_mode": "keep_middle"}, {}, "(?i)truncation.mode"),
+    ({"packing": True}, {"data_collator": PADDED}, "(?i)collator"),
+    ({"loss_type": "hinge"}, {}, "loss_type"),
+    ({"loss_type": "dft"}, {"compute_loss_func": lambda *a, **k: 0.0}, "loss_type='dft'"),
+    (
+        {"gradient_checkpointing_kwargs": {"selective": True, "use_reentrant": True}},
+        {},
+        "selective",
+    ),
+    ({"router_aux_loss_coef": 0.5}, {}, "not a Mixture-of-Experts model"),
+]
 
 
-def test_train_dataset_must_be_a_dataset(tmp_path):
-    for wrong, error, text in (
-        (None, ValueError, "`train_dataset` is required"),
-        (
-            tiny_dataset_dict(),
-            TypeError,
-            "`train_dataset` must be a `Dataset` or `IterableDataset`",
-        ),
+@pytest.mark.parametrize(("settings", "arguments", "text"), SETTINGS)
+def test_settings_that_cannot_be(tmp_path, settings, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        trainer_for(tmp_path, arguments=arguments, **settings)
+
+
+def test_arguments_that_cannot_be(tmp_path, model_id):
+    for dataset, changes, text in (
+        (None, {}, "`train_dataset` is required"),
+        (tiny_dataset_dict(), {}, "must be a `Dataset` or `IterableDataset`"),
+        (tiny_iterable(), {"max_steps": -1}, "max_steps"),
+        (tiny_dataset(), {"processing_class": object()}, "processing_class"),
+        (tiny_dataset("images"), {}, "vision"),
     ):
-        with pytest.raises(error, match=text):
-            trainer_for(tmp_path, wrong)
-
-
-def test_a_stream_needs_max_steps(tmp_path):
-    with pytest.raises(ValueError, match="max_steps"):
-        trainer_for(tmp_path, tiny_iterable(), max_steps=-1)
-
-
-def test_packing_needs_max_length(tmp_path):
-    with pytest.raises(ValueError, match="`max_length` can't be `None`"):
-        trainer_for(tmp_path, packing=True, max_length=None)
-
-
-def test_truncation_mode_must_be_known(tmp_path):
-    with pytest.raises(ValueError, match=r"(?i)truncation.mode"):
-        trainer_for(tmp_path, truncation_mode="keep_middle")
-
-
-def test_a_tokenizer_without_eos_and_pad_is_refused(tmp_path):
+        with pytest.raises((ValueError, TypeError), match=text):
+            trainer_for(tmp_path, dataset, **changes)
     tokenizer = tiny_tokenizer(pad=None)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r"(?i)pad_token|eos"):
         trainer_for(tmp_path, processing_class=tokenizer)
+    given = {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}
+    with pytest.raises(ValueError, match="`quantization_config` both"):
+        trainer_from_id(model_id, tmp_path, given, model_init_kwargs=given)
+
+
+def test_model_init_kwargs_with_a_model_only_warn(tmp_path, caplog):
+    trainer_for(tmp_path, model_init_kwargs={"dtype": "float32"})
+    assert "`model_init_kwargs` will be ignored" in caplog.text
+
+
+def test_liger_fused_loss_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        transformers.trainer, "is_liger_kernel_available", lambda: True, raising=False
+    )
+    kernels = {"fused_linear_cross_entropy": True}
+    with (
+        pytest.raises(ValueError, match="fused_linear_cross_entropy"),
+        pytest.warns(FutureWarning, match="use_liger_kernel"),
+    ):
+        trainer_for(tmp_path, use_liger_kernel=True, liger_kernel_config=kernels)
+
+
+@packed_only
+@both_modes
+def test_context_parallelism_refuses_packing(tmp_path, packing):
+    args = config(tmp_path, packing=packing, eval_packing=True)
+    args.parallelism_config = types.SimpleNamespace(cp_enabled=True, sp_enabled=False)
+    with pytest.raises(ValueError, match="not compatible with context parallelism"):
+        PackedSFTTrainer("any", args, train_dataset=tiny_dataset())
 
 
 @packed_only
@@ -57,16 +97,9 @@ def test_one_process_has_no_batches_to_cut(tmp_path, name, packing):
         trainer.train()
     for ours, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-@packed_only
-@pytest.mark.parametrize("name", ["split_batches", "dispatch_batches"])
-def test_batches_cut_by_accelerate_are_refused_by_name(tmp_path, name):
-    """Several processes would cut a packed row at the number of its documents."""
-    trainer = trainer_for(tmp_path, accelerator_config={name: True})
     from trl_packing.training.arguments import check_arguments
 
-    args = types.SimpleNamespace(accelerator_config=trainer.args.accelerator_config, world_size=2)
+    args = types.SimpleNamespace(accelerator_config=asked.args.accelerator_config, world_size=2)
     with pytest.raises(ValueError, match=name):
         check_arguments(args, tiny_dataset("language_modeling"))
 
@@ -77,24 +110,16 @@ def _no_eos():
     return tokenizer
 
 
+LONG = [{"prompt": "a long prompt " * 9, "completion": "x"}]
 MISTAKES = {
     "no documents": ([], {}, "empty|no documents|no rows"),
     "an empty document": ([{"input_ids": []}], {}, "empty|no document|trained token"),
     "no completion": ([{"prompt": "a"}], {}, "completion"),
     "no known column": ([{"body": "a"}], {}, "column"),
     "max_length 0": ([{"text": "a b c"}], {"max_length": 0}, "max_length"),
-    "max_length −1": ([{"text": "a b c"}], {"max_length": -1}, "max_length"),
     "unknown strategy": ([{"text": "a"}], {"packing_strategy": "best"}, "packing_strategy"),
-    "all dropped": (
-        [{"prompt": "a long prompt " * 9, "completion": "x"}],
-        {"max_length": 4},
-        "max_length",
-    ),
-    "short mask": (
-        [{"input_ids": [7, 8, 9], "assistant_masks": [1, 1]}],
-        {},
-        "assistant_masks",
-    ),
+    "all dropped": (LONG, {"max_length": 4}, "max_length"),
+    "short mask": ([{"input_ids": [7, 8], "assistant_masks": [1]}], {}, "assistant_masks"),
     "short labels": ([{"input_ids": [7, 8, 9], "labels": [7, 8]}], {}, "labels"),
     "fractional ids": ([{"input_ids": [7.5, 8.0, 9.0]}], {}, "integer"),
     "text ids": ([{"input_ids": ["a", "b"]}], {}, "integer"),
@@ -105,16 +130,14 @@ MISTAKES = {
 
 
 @packed_only
-@both_modes
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_named_and_leaves_nothing_behind(tmp_path, mistake, packing):
+def test_a_mistake_is_named_and_leaves_nothing_behind(tmp_path, mistake):
     rows, changes, text = MISTAKES[mistake]
-    if mistake == "unknown strategy" and not packing:
-        pytest.skip("not read without packing")
     dataset = Dataset.from_list(rows) if rows else tiny_dataset().select([])
     if mistake == "an empty document":  # whose ids are integers, though there are none
         dataset = dataset.cast(Features({"input_ids": List(Value("int64"))}))
     changes = {k: v() if callable(v) else v for k, v in changes.items()}
-    with pytest.raises((ValueError, TypeError), match=text):
-        trainer_for(tmp_path / "out", dataset, packing=packing, **changes).train()
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    for packing in (True, False)[: 2 - (mistake == "unknown strategy")]:
+        with pytest.raises((ValueError, TypeError), match=text):
+            trainer_for(tmp_path / "out", dataset, packing=packing, **changes).train()
+        assert not list((tmp_path / "out").glob("*"))

@@ -1,9 +1,10 @@
 """Losses, gradients, logs and parameters equal those of TRL's own run, step by step."""
 
-import math
-
 import numpy as np
 import pytest
+import torch
+import transformers
+from datasets import Dataset
 from helpers.combinations import fast
 from helpers.drop_in import (
     PackedSFTTrainer,
@@ -14,8 +15,25 @@ from helpers.drop_in import (
     sgd_run,
     unchanged,
 )
-from helpers.tiny import MODELS, tiny_dataset, tiny_iterable, tiny_model
+from helpers.tiny import (
+    MODELS,
+    VOCAB_SIZE,
+    tiny_dataset,
+    tiny_iterable,
+    tiny_model,
+    tiny_rows,
+    tiny_tokenizer,
+)
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
+from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
+
+from trl_packing import PackedSFTConfig
+from trl_packing.attention import backends
+
+
+def both(folder, **options):
+    return [sgd_run(folder, cls, **options) for cls in (PackedSFTTrainer, SFTTrainer)]
 
 
 def test_the_comparison_can_fail(tmp_path):
@@ -26,31 +44,13 @@ def test_the_comparison_can_fail(tmp_path):
             assert_same_run(sgd_run(tmp_path, PackedSFTTrainer, **changes), run, ("loss",))
 
 
-@pytest.mark.parametrize("form", ["language_modeling", "prompt_completion", "tokenized_labels"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_unpacked_run_equals_trl_step_by_step(tmp_path, form, accumulation):
-    """22 documents, 4 a batch: the last step is a short one."""
-    ours, theirs = (
-        sgd_run(tmp_path, cls, form=form, gradient_accumulation_steps=accumulation)
-        for cls in (PackedSFTTrainer, SFTTrainer)
-    )
-    # TRL's accuracy is a mean of micro-batch means, and ours is one of the whole step.
-    metrics = ("mean_token_accuracy", "entropy") if accumulation == 1 else ()
-    assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens", "epoch", *metrics))
-    assert ours.state.global_step == math.ceil(22 / (4 * accumulation))
-
-
 @pytest.mark.parametrize(
     "name", fast((n for n in MODELS if n != "gpt2_dropout"), ("llama", "gemma2", "qwen3_moe"))
 )
 def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
     """Completion-only, since TRL scales gpt2's full loss by (tokens − documents) / tokens."""
-    ours, theirs = (
-        sgd_run(
-            tmp_path, cls, model=name, rows=8, router_aux_loss_coef=0.0 if "moe" in name else None
-        )
-        for cls in (PackedSFTTrainer, SFTTrainer)
-    )
+    coefficient = 0.0 if "moe" in name else None
+    ours, theirs = both(tmp_path, model=name, rows=8, router_aux_loss_coef=coefficient)
     assert_same_run(ours, theirs)
     assert unchanged(dict(tiny_model(name).named_parameters()), ours) == []
 
@@ -58,6 +58,8 @@ def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
 @pytest.mark.parametrize(
     "changes",
     [
+        {"form": "language_modeling"},
+        {"form": "tokenized_labels", "gradient_accumulation_steps": 2, "rows": 22},
         {"loss_type": "dft"},
         {"label_smoothing_factor": 0.1},
         {"gradient_checkpointing": False},
@@ -82,12 +84,10 @@ def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
         {"shuffle_dataset": True},
         {"accelerator_config": {"even_batches": False}},
     ],
-    ids=lambda changes: ",".join(changes),
+    ids=lambda changes: ",".join(map(str, changes)),
 )
 def test_unpacked_run_with_this_option_equals_trl(tmp_path, changes):
-    ours, theirs = (
-        sgd_run(tmp_path, cls, **{"rows": 14, **changes}) for cls in (PackedSFTTrainer, SFTTrainer)
-    )
+    ours, theirs = both(tmp_path, **{"rows": 14, **changes})
     keys = ["loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen"]
     if "pad_to_multiple_of" not in changes:
         keys.append("num_tokens")
@@ -99,9 +99,7 @@ def test_unpacked_run_with_this_option_equals_trl(tmp_path, changes):
 
 
 def test_entropy_of_several_steps_is_trls_weighed_by_their_trained_tokens(tmp_path):
-    ours, theirs = (
-        sgd_run(tmp_path, cls, rows=14, logging_steps=2) for cls in (PackedSFTTrainer, SFTTrainer)
-    )
+    ours, theirs = both(tmp_path, rows=14, logging_steps=2)
     each = sgd_run(tmp_path, SFTTrainer, rows=14, logging_steps=1)
     targets = [labels[1:] for labels in each.train_dataset["labels"]]
     by_document = [sum(label != -100 for label in labels) for labels in targets]
@@ -116,33 +114,25 @@ def test_entropy_of_several_steps_is_trls_weighed_by_their_trained_tokens(tmp_pa
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulation):
-    ours, theirs = (
-        sgd_run(
-            tmp_path,
-            cls,
-            dataset=tiny_iterable("prompt_completion", 22),
-            num_train_epochs=3.0,
-            max_steps=4,
-            gradient_accumulation_steps=accumulation,
-        )
-        for cls in (PackedSFTTrainer, SFTTrainer)
+    ours, theirs = both(
+        tmp_path,
+        dataset=tiny_iterable("prompt_completion", 22),
+        num_train_epochs=3.0,
+        max_steps=4,
+        gradient_accumulation_steps=accumulation,
     )
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens"))
 
 
 @both_modes
 def test_logged_keys_are_those_of_trl(tmp_path, packing):
-    ours, theirs = (
-        sgd_run(
-            tmp_path,
-            cls,
-            packing=packing,
-            eval_strategy="steps",
-            eval_steps=1,
-            max_steps=2,
-            arguments={"eval_dataset": tiny_dataset("prompt_completion", 4)},
-        )
-        for cls in (PackedSFTTrainer, SFTTrainer)
+    ours, theirs = both(
+        tmp_path,
+        packing=packing,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=2,
+        arguments={"eval_dataset": tiny_dataset("prompt_completion", 4)},
     )
     for mine, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
         assert {*other} <= {*mine}
@@ -158,3 +148,103 @@ def test_a_packed_step_over_all_documents_equals_trl_unpacked(tmp_path, changes)
     ours = sgd_run(tmp_path, PackedSFTTrainer, packing=True, max_length=2048, **changes)
     theirs = sgd_run(tmp_path, SFTTrainer, per_device_train_batch_size=22, **changes)
     assert_same_run(ours, theirs)
+
+
+# --- what a user passes ---------------------------------------------------------------------------
+
+
+def causal_loss(outputs, labels, num_items_in_batch=None):
+    assert outputs.logits.shape[-1] == VOCAB_SIZE
+    assert num_items_in_batch is not None
+    loss = transformers.loss.loss_utils.ForCausalLMLoss
+    return loss(outputs.logits, labels, VOCAB_SIZE, num_items_in_batch=num_items_in_batch)
+
+
+def virtual(kind):
+    return kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+
+PASSED = {
+    "collator": lambda: {"data_collator": DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())},
+    "optimizer": lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.05})},
+    "loss": lambda: {"compute_loss_func": causal_loss},
+    "lora": lambda: {"peft_config": LoraConfig(init_lora_weights=False)},
+    "prompt tuning": lambda: {"peft_config": virtual(PromptTuningConfig)},
+    "prefix tuning": lambda: {"peft_config": virtual(PrefixTuningConfig)},
+    "prompt encoder": lambda: {"peft_config": virtual(PromptEncoderConfig)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func:FutureWarning")
+@pytest.mark.parametrize("name", PASSED)
+def test_what_a_user_passes_trains_as_in_trl(tmp_path, name):
+    ours, theirs = (
+        sgd_run(tmp_path, cls, gradient_checkpointing=False, arguments=PASSED[name]())
+        for cls in (PackedSFTTrainer, SFTTrainer)
+    )
+    assert_same_run(ours, theirs, ("loss", "grad_norm"))
+    if name == "collator":
+        assert isinstance(ours.data_collator, DataCollatorForSeq2Seq)
+
+
+@packed_only
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func:FutureWarning")
+def test_a_users_loss_of_packed_rows_equals_the_built_in_one(tmp_path):
+    class Mine(PackedSFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert {"input_ids", "labels"} <= {*inputs}
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    built_in = sgd_run(tmp_path, PackedSFTTrainer, packing=True)
+    assert_same_run(sgd_run(tmp_path, Mine, packing=True), built_in)
+    arguments = {"compute_loss_func": causal_loss}
+    own = sgd_run(tmp_path, PackedSFTTrainer, packing=True, arguments=arguments)
+    assert_same_run(own, built_in)
+
+
+@both_modes
+def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, packing):
+    """An aLoRA adapter starts at the last invocation in each document, not in each packed row."""
+    invocation = tiny_tokenizer()(" are", add_special_tokens=False)["input_ids"]
+    rows = [f"{pair['question']} are {pair['answer']}" for pair in tiny_rows("question_answer", 8)]
+    modules = ["q_proj", "v_proj"]
+    adapter = {"task_type": "CAUSAL_LM", "alora_invocation_tokens": invocation}
+
+    def run(cls, **changes):
+        return sgd_run(
+            tmp_path,
+            cls,
+            dataset=Dataset.from_dict({"text": rows}),
+            model="qwen2",
+            per_device_train_batch_size=8,
+            num_train_epochs=3,
+            learning_rate=10.0,
+            gradient_checkpointing=False,
+            arguments={"peft_config": LoraConfig(target_modules=modules, **adapter)},
+            **changes,
+        )
+
+    options = {"packing": True, "max_length": 512} if packing else {}
+    theirs, ours = run(SFTTrainer), run(PackedSFTTrainer, **options)
+    assert_same_run(ours, theirs, ("loss", "grad_norm"))
+    if PackedSFTTrainer is not SFTTrainer:
+        assert ours.attention.backend == "padded"
+        monkeypatch.setattr(backends, "invokes_adapter", lambda model: False)
+        with pytest.raises(AssertionError):  # in one row, only the last document has an adapter
+            assert_same_run(run(PackedSFTTrainer, **options), theirs, ("loss", "grad_norm"))
+
+
+@packed_only
+def test_an_activated_adapter_refuses_attention_over_a_whole_row(tmp_path):
+    adapter = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    settings = PackedSFTConfig(
+        tmp_path, attention="documents", use_cpu=True, bf16=False, report_to="none"
+    )
+    with pytest.raises(ValueError, match=r"alora_invocation_tokens .*; set attention='auto' or"):
+        PackedSFTTrainer(
+            model=tiny_model("qwen2"),
+            args=settings,
+            train_dataset=tiny_dataset(),
+            processing_class=tiny_tokenizer(),
+            peft_config=adapter,
+        )

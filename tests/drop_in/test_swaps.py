@@ -1,0 +1,613 @@
+"""TRL code with only the class changed builds, trains, evaluates and saves as in TRL."""
+
+import inspect
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from harness import TWO_RUNS
+from helpers.drop_in import (
+    TEXT_FORMS,
+    PackedSFTTrainer,
+    both_modes,
+    config,
+    documents,
+    logged,
+    packed_only,
+    parameters,
+    sgd_run,
+    tokenizer_for,
+    train_moves_all,
+    trained_text,
+    trainer_for,
+    trainer_from_id,
+    unchanged,
+)
+from helpers.tiny import (
+    CHATML,
+    MODELS,
+    QUESTIONS_AND_ANSWERS,
+    VOCAB_SIZE,
+    documents_of_lengths,
+    tiny_dataset,
+    tiny_iterable,
+    tiny_model,
+    tiny_rows,
+    tiny_tokenizer,
+    tiny_vlm,
+)
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+# --- it trains ------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {"neftune_noise_alpha": 5.0},
+    {"train_sampling_strategy": "group_by_length"},
+    {"train_sampling_strategy": "batch_rebalance"},
+    {"remove_unused_columns": False},
+    {"optim": "adafactor"},
+    {"auto_find_batch_size": True},
+    {"full_determinism": True},
+    {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    {"gradient_checkpointing_kwargs": {"selective": True}},
+    {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
+    {"include_num_input_tokens_seen": "non_padding"},
+    {"accelerator_config": {"even_batches": False}},
+    {"pad_to_multiple_of": 16},
+    {"packing_strategy": "wrapped", "max_length": 24},
+    pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}, marks=pytest.mark.slow
+    ),
+    pytest.param({"use_cpu": False, "activation_offloading": True}, marks=pytest.mark.gpu),
+]
+
+
+@both_modes
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_option_trains(tmp_path, changes, packing):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        train_moves_all(trainer_for(tmp_path, "prompt_completion", packing=packing, **changes))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+
+
+@both_modes
+@pytest.mark.parametrize("form", [*TEXT_FORMS, "packed"])
+def test_every_form_trains_and_evaluates(tmp_path, form, packing):
+    """As a data set, and some as a stream that does not know its columns."""
+    trainer = trainer_for(
+        tmp_path, form, packing=packing, arguments={"eval_dataset": tiny_dataset(form, 5)}
+    )
+    train_moves_all(trainer)
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    if form in ("language_modeling", "conversational_prompt_completion", "tokenized_labels"):
+        stream = IterableDataset.from_generator(lambda: iter(tiny_rows(form)))
+        options = {"processing_class": tokenizer_for(form), "packing": packing}
+        train_moves_all(trainer_for(tmp_path, stream, **options))
+
+
+@packed_only
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_packed(tmp_path, name):
+    """Those that carry a state from token to token too: rows are padded inside the model."""
+    model = tiny_model(name)
+    train_moves_all(
+        trainer_for(tmp_path, model=model, packing=True, num_train_epochs=1, max_length=64)
+    )
+
+
+@both_modes
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_text_trains_a_vision_model(tmp_path, name, packing):
+    model, processing_class = tiny_vlm(name)
+    trainer = trainer_for(
+        tmp_path,
+        tiny_dataset("conversational_language_modeling"),
+        model=model,
+        processing_class=processing_class,
+        packing=packing,
+        max_length=64,
+        gradient_checkpointing=False,
+    )
+    before = parameters(trainer)
+    trainer.train()
+    still = unchanged(before, trainer)
+    assert still
+    assert all("vis" in name or "projector" in name for name in still)
+
+
+def adapted(kind):
+    """Return the model and the adapter's config of the constructor."""
+    model = tiny_model("gpt_oss" if kind == "experts" else "qwen2")
+    experts = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    configs = {
+        "lora": LoraConfig(),
+        "experts": LoraConfig(target_parameters=experts),
+        "virtual tokens": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }
+    if kind == "peft model":
+        return get_peft_model(model, LoraConfig()), None
+    return model, configs[kind]
+
+
+@both_modes
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # peft 0.18
+@pytest.mark.parametrize("kind", ["lora", "peft model", "experts", "virtual tokens"])
+def test_an_adapter_is_trained_alone(tmp_path, kind, packing):
+    if kind == "virtual tokens" and packing and PackedSFTTrainer is SFTTrainer:
+        pytest.skip("TRL's loss is wrong here: 6.18 for 6.76")
+    model, peft_config = adapted(kind)
+    options = {"packing": packing, "gradient_checkpointing": kind == "lora", "logging_steps": 10}
+    arguments = {"peft_config": peft_config}
+    trainer = trainer_for(tmp_path, model=model, arguments=arguments, **options)
+    before = parameters(trainer)
+    trainer.train()
+    base = {name for name in before if "lora" not in name and "prompt" not in name}
+    assert {*unchanged(before, trainer)} == base != {*before}
+
+
+# --- the constructor ------------------------------------------------------------------------------
+
+
+def test_constructor_takes_the_arguments_of_sft_trainer():
+    ours, theirs = (
+        inspect.signature(c.__init__).parameters for c in (PackedSFTTrainer, SFTTrainer)
+    )
+    named = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]
+    assert [(p.name, p.default) for p in named] == [(p.name, p.default) for p in theirs.values()]
+    assert all(p.annotation is not p.empty for p in named[1:])
+
+
+@both_modes
+def test_a_model_id_brings_its_tokenizer_and_trls_defaults_train(tmp_path, model_id, packing):
+    """Most of TRL's own tests run this: 17 documents, 8 a batch, bf16, a learning rate of 2e-5."""
+    trainer = PackedSFTTrainer(
+        model=model_id,
+        args=SFTConfig(output_dir=str(tmp_path), packing=packing, use_cpu=True),
+        train_dataset=tiny_dataset(rows=17),
+    )
+    assert (trainer.args.bf16, trainer.model.dtype) == (True, torch.float32)
+    assert trainer.processing_class.eos_token == "<|im_end|>"
+    assert {"trl", "sft"} <= {*trainer.model.model_tags}
+    train_moves_all(trainer)
+    assert trainer.state.global_step == (3 if packing else 9)
+    assert {"mean_token_accuracy", "entropy", "num_tokens"} <= {*trainer.state.log_history[-1]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_model_init_kwargs_reach_the_model(tmp_path, model_id, dtype):
+    named = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    options = {"model_init_kwargs": named, "bf16": True, "learning_rate": 0.1}
+    trainer = trainer_from_id(model_id, tmp_path, **options)
+    train_moves_all(trainer)
+    assert {p.dtype for p in trainer.model.parameters()} == {getattr(torch, dtype)}
+    assert trainer.model.config._attn_implementation == "eager"
+
+
+def test_args_may_be_none_or_plain(tmp_path, model_id, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # the default, bf16, asks for a GPU that has it; autocast on a CPU does too
+    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
+    trainer = PackedSFTTrainer(model=model_id, train_dataset=tiny_dataset())
+    assert Path(trainer.args.output_dir).name == "tiny-qwen2-SFT"
+    args = TrainingArguments(output_dir=str(tmp_path), max_steps=2, use_cpu=True)
+    trainer = PackedSFTTrainer(model=model_id, args=args, train_dataset=tiny_dataset())
+    assert isinstance(trainer.args, SFTConfig)
+    assert trainer.args.packing is False
+    train_moves_all(trainer)
+
+
+@both_modes
+def test_the_config_is_left_as_trl_leaves_it(tmp_path, packing):
+    ours, theirs = (
+        trainer_for(tmp_path, cls=cls, packing=packing).args for cls in (None, SFTTrainer)
+    )
+    assert ours.to_dict() == theirs.to_dict()
+    assert ours.packing is packing
+
+
+# --- documents and trained tokens -----------------------------------------------------------------
+
+CONVERSATIONS_AS_MESSAGES = Dataset.from_list(
+    [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in (
+            (turn["value"] for turn in row["conversations"]) for row in tiny_rows("conversations")
+        )
+    ]
+)
+
+
+@pytest.mark.parametrize("max_length", [128, 30])
+@pytest.mark.parametrize("form", TEXT_FORMS)
+def test_documents_are_the_rows_that_trl_prepares(tmp_path, form, max_length):
+    # On purpose different: TRL leaves "human" and "gpt" as they are, which few templates know.
+    same = CONVERSATIONS_AS_MESSAGES if form == "conversations" else form
+    options = {"processing_class": tokenizer_for(form), "max_length": max_length}
+    theirs = documents(trainer_for(tmp_path, same, cls=SFTTrainer, **options).train_dataset)
+    for packing in (False, True)[: 1 + (PackedSFTTrainer is not SFTTrainer)]:
+        ours = trainer_for(tmp_path, form, packing=packing, max_length=max_length)
+        assert documents(ours.train_dataset) == theirs
+
+
+@pytest.mark.parametrize(
+    ("form", "completion_only_loss", "trained"),
+    [
+        ("prompt_completion", None, "Beautiful.<eos>"),
+        ("prompt_completion", False, "What is better than ugly? Beautiful.<eos>"),
+        ("conversational_prompt_completion", None, "Beautiful.<|im_end|>\n"),
+        ("tokenized_completion_mask", True, "Beautiful.<eos>"),
+        ("tokenized_completion_mask", None, "What is better than ugly? Beautiful.<eos>"),
+        ("tokenized_assistant_masks", None, "Beautiful.<eos>"),
+        ("tokenized_labels", False, "Beautiful.<eos>"),
+    ],
+)
+def test_only_these_tokens_are_trained(tmp_path, form, completion_only_loss, trained):
+    options = {"completion_only_loss": completion_only_loss, "max_length": 500}
+    assert trained_text(trainer_for(tmp_path, form, **options), 0) == trained
+
+
+@pytest.mark.parametrize("template", ["generation", "qwen3"])
+def test_assistant_only_loss_trains_the_answers(tmp_path, template):
+    """Qwen3's own template has no generation marks; TRL renders with one that has."""
+    tokenizer = tiny_tokenizer(chat="generation")
+    if template == "qwen3":
+        path = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    trainer = trainer_for(
+        tmp_path,
+        "conversational_prompt_completion",
+        processing_class=tokenizer,
+        assistant_only_loss=True,
+    )
+    assert "Beautiful.<|im_end|>" in trained_text(trainer, 0)
+    assert "ugly" not in trained_text(trainer, 0)
+
+
+ROWS = {  # rows, settings, the documents that are trained
+    "keep_start": ([{"input_ids": [7, 8, 9, 10, 11]}], {"max_length": 3}, [[7, 8, 9]]),
+    "keep_end": (
+        [{"input_ids": [7, 8, 9, 10, 11]}],
+        {"max_length": 3, "truncation_mode": "keep_end"},
+        [[9, 10, 11]],
+    ),
+    "masked": (
+        [
+            {"input_ids": [7, 8], "labels": [-100] * 2},
+            {"input_ids": [20, 21], "labels": [-100, 21]},
+        ],
+        {"max_length": 3},
+        [[20, 21]],
+    ),
+    "masked, whole": (
+        [
+            {"input_ids": [7, 8], "labels": [-100] * 2},
+            {"input_ids": [20, 21], "labels": [-100, 21]},
+        ],
+        {"max_length": None},
+        [[7, 8], [20, 21]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_cut_and_dropped_as_in_trl(tmp_path, name):
+    rows, settings, kept = ROWS[name]
+    for cls in (PackedSFTTrainer, SFTTrainer):
+        trainer = trainer_for(tmp_path, Dataset.from_list(rows), cls=cls, **settings)
+        assert [ids for ids, _ in documents(trainer.train_dataset)] == kept
+
+
+def test_functions_columns_and_templates_of_a_user_make_the_text(tmp_path):
+    question, answer = QUESTIONS_AND_ANSWERS[0]
+    function = {"formatting_func": lambda row: f"Q: {row['question']} A: {row['answer']}"}
+    trainer = trainer_for(tmp_path, "question_answer", arguments=function)
+    assert trained_text(trainer, 0) == f"Q: {question} A: {answer}<eos>"
+    renamed = tiny_dataset("language_modeling").rename_column("text", "body")
+    trainer = trainer_for(tmp_path, renamed, dataset_text_field="body")
+    assert question in trained_text(trainer, 0)
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template = "{{ '<|im_start|>' if loud else '' }}" + CHATML
+    loud = [{"loud": number % 2 == 1} for number in range(4)]
+    rows = tiny_dataset("conversational_language_modeling", 4).add_column(
+        "chat_template_kwargs", loud
+    )
+    trainer = trainer_for(tmp_path, rows, processing_class=tokenizer)
+    texts = [tokenizer.decode(ids) for ids, _ in documents(trainer.train_dataset)]
+    assert [text.count("<|im_start|>") % 2 for text in texts] == [0, 1, 0, 1]
+
+
+def test_eos_pad_and_template_reach_the_model_and_the_checkpoint(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "template.jinja"
+    path.write_text(CHATML, encoding="utf-8")
+    model.generation_config.eos_token_id = [2, 4]
+    trainer = trainer_for(
+        tmp_path / "out",
+        tiny_dataset("conversational_language_modeling"),
+        model=model,
+        processing_class=tiny_tokenizer(pad="<|other|>"),
+        eos_token="<|im_start|>",
+        chat_template_path=str(path),
+        save_strategy="steps",
+        save_steps=2,
+    )
+    assert trainer.model.config.eos_token_id == trainer.processing_class.eos_token_id == 3
+    assert trainer.model.generation_config.eos_token_id == [3, 2, 4]
+    assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 5
+    trainer.train()
+    assert (tmp_path / "out/checkpoint-2/chat_template.jinja").read_text() == CHATML
+
+
+@both_modes
+def test_rows_as_they_are_and_transforms_train_where_preparation_is_skipped(tmp_path, packing):
+    calls = []
+
+    def tokenize(batch):
+        calls.append(len(batch["text"]))
+        ids = tiny_tokenizer()(batch["text"])["input_ids"]
+        return {"input_ids": ids, "labels": ids}
+
+    options = {"packing": packing, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    trainer = trainer_for(tmp_path, "tokenized_labels", **options)
+    assert documents(trainer.train_dataset) == documents(tiny_dataset("tokenized_labels"))
+    train_moves_all(trainer)
+    with pytest.raises(ValueError, match="Add a 'labels' column"):
+        trainer.evaluate(tiny_dataset("tokenized_assistant_masks", 4))
+    rows = tiny_dataset("language_modeling").with_transform(tokenize)
+    trainer, before = (
+        trainer_for(tmp_path, rows, remove_unused_columns=False, **options),
+        sum(calls),
+    )
+    train_moves_all(trainer)
+    assert sum(calls) > before
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+WRAPS = {"one": None, "dict": dict, "DatasetDict": DatasetDict, "streams": IterableDatasetDict}
+
+
+@both_modes
+@pytest.mark.parametrize("kind", WRAPS)
+def test_every_kind_of_eval_dataset(tmp_path, kind, packing):
+    """At construction and passed raw to `evaluate`: the same keys and the same losses."""
+    make = tiny_iterable if kind == "streams" else tiny_dataset
+
+    def given():
+        return (
+            WRAPS[kind]({"a": make(rows=5), "b": make(rows=6)}) if kind != "one" else make(rows=5)
+        )
+
+    trainer = trainer_for(
+        tmp_path,
+        packing=packing,
+        eval_strategy="steps",
+        eval_steps=1,
+        arguments={"eval_dataset": given()},
+    )
+    trainer.train()
+    keys = ["eval_loss"] if kind == "one" else ["eval_a_loss", "eval_b_loss"]
+    assert all(len(logged(trainer, key)) == 2 for key in keys)
+    prepared, raw = trainer.evaluate(), trainer.evaluate(given())
+    for key in keys:
+        assert math.isfinite(prepared[key])
+        if not packing or PackedSFTTrainer is not SFTTrainer:  # TRL packs a prepared set again
+            assert raw[key] == pytest.approx(prepared[key], rel=TWO_RUNS)
+
+
+@packed_only
+@both_modes
+@pytest.mark.parametrize(
+    ("eval_packing", "batch_size"), [(True, 1), (True, 3), (False, 3), (None, 1)]
+)
+def test_eval_loss_is_the_exact_mean_over_trained_tokens(
+    tmp_path, packing, eval_packing, batch_size
+):
+    rows, model = documents_of_lengths([5, 17, 3, 30, 9], prompt=2), tiny_model("llama")
+    total = sum(
+        model(**{k: torch.tensor([row[k]]) for k in ("input_ids", "labels")}).loss.item()
+        * (len(row["input_ids"]) - 2)
+        for row in rows
+    )
+    trainer = trainer_for(
+        tmp_path,
+        model=model,
+        packing=packing,
+        eval_packing=eval_packing,
+        per_device_eval_batch_size=batch_size,
+        max_length=32,
+        arguments={"eval_dataset": Dataset.from_list(rows)},
+    )
+    exact = total / sum(len(row["input_ids"]) - 2 for row in rows)
+    # fp32 sums of 54 log-probabilities in another order
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, abs=1e-5)
+
+
+@packed_only
+@both_modes
+def test_rows_packed_by_trl_keep_their_documents_apart(tmp_path, packing):
+    row = tiny_dataset("packed", 1)[0]
+    first = row["seq_lengths"][0]
+    parts = (slice(first), slice(first, None))
+    apart = [{k: row[k][part] for k in ("input_ids", "labels")} for part in parts]
+    packed, alone = (
+        trainer_for(
+            tmp_path,
+            "packed",
+            packing=packing,
+            arguments={"eval_dataset": Dataset.from_list(rows)},
+        ).evaluate()["eval_loss"]
+        for rows in ([row], apart)
+    )
+    assert packed == pytest.approx(alone, abs=1e-5)
+
+
+@packed_only
+@both_modes
+def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing):
+    rows, model, seen = documents_of_lengths([5, 17, 3, 9], prompt=2), tiny_model("llama"), []
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
+    trainer = trainer_for(
+        tmp_path,
+        model=model,
+        packing=packing,
+        per_device_eval_batch_size=3,
+        include_for_metrics=["inputs", "loss"],
+        arguments={
+            "eval_dataset": Dataset.from_list(rows),
+            "compute_metrics": lambda found: seen.append(found) or {"mine": 0.5},
+        },
+    )
+    assert trainer.evaluate()["eval_mine"] == 0.5
+    predicted = trainer.predict(Dataset.from_list(rows))
+    assert math.isfinite(predicted.metrics["test_loss"])
+    assert len(seen[0].inputs) == len(seen[0].losses) == 4
+    for found in (seen[0], predicted):
+        assert found.predictions.shape == (4, 17, VOCAB_SIZE)
+        for i, row in enumerate(rows):
+            length, logits = len(row["input_ids"]), torch.tensor(found.predictions[i])
+            # two fp32 attention kernels
+            torch.testing.assert_close(logits[:length], alone[i], atol=1e-4, rtol=1e-4)
+            assert found.label_ids[i].tolist() == row["labels"] + [-100] * (17 - length)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "name", ["eval_accumulation_steps", "eval_do_concat", "eval_on_start", "batch"]
+)
+def test_options_of_metrics(tmp_path, name, packing):
+    options = {
+        "eval_accumulation_steps": {"eval_accumulation_steps": 1},
+        "eval_do_concat": {"eval_do_concat_batches": False},
+        "eval_on_start": {"eval_on_start": True},
+        "batch": {"batch_eval_metrics": True},
+    }[name]
+    trainer = trainer_for(
+        tmp_path,
+        packing=packing,
+        eval_strategy="steps",
+        eval_steps=1,
+        arguments={
+            "eval_dataset": tiny_dataset(rows=9),
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+            "compute_metrics": lambda p, compute_result=True: {"batches": len(p.predictions)},
+        },
+        **options,
+    )
+    trainer.train()
+    assert len(logged(trainer, "eval_batches")) == 2 + (name == "eval_on_start")
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_a_checkpoint_holds_what_trl_writes_and_generates(tmp_path, packing):
+    options = {"packing": packing, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    ours, _ = (
+        sgd_run(tmp_path / cls.__name__, cls, **options) for cls in (PackedSFTTrainer, SFTTrainer)
+    )
+    mine, others = tmp_path / PackedSFTTrainer.__name__, tmp_path / SFTTrainer.__name__
+    files = [{p.relative_to(f) for p in f.rglob("*")} for f in (mine, others)]
+    assert files[1] <= files[0]
+    configs = [json.loads((f / "checkpoint-2/config.json").read_text()) for f in (mine, others)]
+    assert configs[0] == configs[1]
+    saved = transformers.AutoModelForCausalLM.from_pretrained(mine / "checkpoint-2")
+    assert all(torch.equal(p, ours.model.get_parameter(n)) for n, p in saved.named_parameters())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        mine / "checkpoint-2", padding_side="left"
+    )
+    prompts = [question for question, _ in QUESTIONS_AND_ANSWERS[:3]]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    live, loaded = (
+        model.eval().generate(**batch, max_new_tokens=8, do_sample=False)
+        for model in (ours.model, saved)
+    )
+    assert torch.equal(live, loaded)
+
+
+@both_modes
+def test_the_best_model_is_loaded_and_a_trainer_trains_again(tmp_path, packing):
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer = trainer_for(
+        tmp_path,
+        packing=packing,
+        load_best_model_at_end=True,
+        arguments={"eval_dataset": tiny_dataset(rows=5)},
+        **steps,
+    )
+    train_moves_all(trainer)
+    best = min(logged(trainer, "eval_loss"))
+    assert trainer.state.best_metric == pytest.approx(best, rel=TWO_RUNS)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=TWO_RUNS)
+    train_moves_all(trainer)
+
+
+@both_modes
+def test_callbacks_see_the_run_and_stop_it(tmp_path, packing):
+    events = []
+
+    class Recorder(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            events.append("begin")
+
+        def on_step_end(self, args, state, control, **kwargs):
+            events.append("step")
+            control.should_training_stop = state.global_step == 2
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            events.append("log")
+
+        def on_train_end(self, args, state, control, **kwargs):
+            events.append("end")
+
+    options = {"packing": packing, "max_length": 64, "max_steps": 4}
+    trainer_for(tmp_path, arguments={"callbacks": [Recorder()]}, **options).train()
+    assert events == ["begin", "step", "log", "step", "log", "log", "end"]
+
+
+def test_dropout_and_seeds_name_a_run(tmp_path):
+    def run(seed):
+        options = {"packing": True, "max_length": 64, "train_sampling_strategy": "random"}
+        trainer = sgd_run(tmp_path, PackedSFTTrainer, seed=seed, model="gpt2_dropout", **options)
+        return parameters(trainer)
+
+    first, again, other = run(1), run(1), run(2)
+    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert not all(torch.equal(first[n], other[n]) for n in first)
+
+
+@both_modes
+def test_the_balance_of_experts_is_logged_by_its_coefficient(tmp_path, packing):
+    for coefficient, expected in ((None, 0.001), (0.5, 0.5), (0.0, 0.0)):
+        model = tiny_model("qwen3_moe")
+        options = {"router_aux_loss_coef": coefficient, "packing": packing, "logging_steps": 10}
+        trainer = trainer_for(tmp_path, model=model, **options)
+        assert trainer.router_aux_loss_coef == expected
+        trainer.train()
+        assert ("aux_loss" in trainer.state.log_history[-1]) == (expected > 0)
+
+
+def test_tensorboard_gets_the_logs(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    trainer_for(tmp_path, report_to="tensorboard", packing=True).train()
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_chunked_nll_is_nll(tmp_path):
+    with pytest.warns(FutureWarning, match="chunked_nll"):
+        assert config(tmp_path, loss_type="chunked_nll").loss_type == "nll"
