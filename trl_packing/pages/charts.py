@@ -1,128 +1,16 @@
-"""Charts as inline SVG: histograms in the colors of the page.
+"""Histograms as inline SVG, in the colors of the page.
 
 The page's style sheet gives the colors, so that a chart follows light and dark.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from trl_packing.pages.page import escape
 
 WIDTH, HEIGHT = 520, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 8, 20, 42
-_BASE = HEIGHT - _BOTTOM
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The x-axis from `low` to `high`, in one frame of fixed size."""
-
-    low: float
-    high: float
-    is_log: bool = False
-
-    def x(self, value: float) -> float:
-        """Return the place of a value in pixels."""
-        low, high = self.low, self.high
-        if self.is_log:
-            value, low, high = np.log(value), np.log(low), np.log(high)
-        return float(_LEFT + (WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low))
-
-    def ticks(self) -> list[float]:
-        """Return round numbers on the axis."""
-        return log_ticks(self.low, self.high) if self.is_log else ticks(self.low, self.high)
-
-    def drawn(self, label: str) -> list[str]:
-        """Return the line, its ticks and its label."""
-        parts = [f'<path d="M{_LEFT} {_BASE}H{WIDTH - _RIGHT}" stroke="var(--axis)"/>']
-        for tick in self.ticks():
-            x = self.x(tick)
-            parts.append(f'<path d="M{x:.1f} {_BASE}v4" stroke="var(--axis)"/>')
-            side = "end" if x > WIDTH - 20 else "middle"
-            x = min(x, WIDTH - 1) if side == "end" else x
-            parts.append(
-                f'<text x="{x:.1f}" y="{_BASE + 17}" text-anchor="{side}">{short(tick)}</text>'
-            )
-        middle = (_LEFT + WIDTH - _RIGHT) / 2
-        parts.append(
-            f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(label)}</text>'
-        )
-        return parts
-
-    def mark(self, value: float | None) -> list[str]:
-        """Return a dashed line at a value, with the value; nothing if it is not on the axis."""
-        if value is None or not self.low <= value <= self.high:
-            return []
-        x = self.x(value)
-        side = "end" if x > WIDTH / 2 else "start"
-        return [
-            f'<path d="M{x:.1f} {_TOP - 8}V{_BASE}" stroke="var(--red)" stroke-dasharray="4 3"/>',
-            f'<text x="{x + (-5 if side == "end" else 5):.1f}" y="{_TOP - 4}" class="mark" '
-            f'text-anchor="{side}">{value:,.6g}</text>',
-        ]
-
-
-def y_axis(
-    high: float, low: float = 0.0, *, whole: bool = False
-) -> tuple[list[str], Callable[[float], float]]:
-    """Return gridlines with their values, and the function from a value to its pixels.
-
-    Args:
-        high: the highest value.
-        low: the lowest value.
-        whole: leave out ticks that are no whole numbers.
-    """
-    if high == low:
-        low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
-
-    def y(value: float) -> float:
-        return float(_BASE - (_BASE - _TOP) * (value - low) / (high - low))
-
-    parts = []
-    for tick in ticks(low, high, most=4):
-        if whole and tick % 1:
-            continue
-        if tick != 0 or low < 0:
-            parts.append(
-                f'<path d="M{_LEFT} {y(tick):.1f}H{WIDTH - _RIGHT}" stroke="var(--grid)"/>'
-            )
-        parts.append(
-            f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{short(tick)}</text>'
-        )
-    return parts, y
-
-
-def ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Return round numbers between `low` and `high`, at most `most` of them."""
-    step = round_up((high - low) / most)
-    first = np.ceil(low / step)
-    found = [float(i * step) + 0.0 for i in np.arange(first, np.floor(high / step) + 1)]
-    return found if len(found) <= most else ticks(low, high, most - 1)
-
-
-def round_up(value: float, steps: Sequence[float] = (1, 2, 5, 10)) -> float:
-    """Return the next number that is one of `steps` × 10ⁿ."""
-    magnitude = 10.0 ** np.floor(np.log10(value))
-    # The margin is for rounding errors: 0.30000000000000004 is a round 0.3.
-    return next(float(s * magnitude) for s in steps if s * magnitude >= value * 0.999999)
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5, 10, ... between `low` and `high`; fewer for each decade of a long axis."""
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    found = [s * 10.0**d for d in decades for s in (1, 2, 5) if low <= s * 10.0**d <= high]
-    return found if len(found) <= 9 else [t for t in found if f"{t:e}".startswith("1")]
-
-
-def short(value: float) -> str:
-    """Return a number in a few characters: 12k, 1.5M, 0.02."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):,.4g}{letter}"
-    return f"{value:,.5g}"
-
+_LEFT, _RIGHT, _TOP, _BASE = 54, WIDTH - 8, 20, HEIGHT - 42
 
 # A histogram of positive values gets a logarithmic axis if most of them would share a few bars.
 _LONG_TAIL = 16
@@ -152,33 +40,64 @@ def histogram(
     values = np.asarray(values)
     if not values.size:
         return '<p class="note">nothing to show</p>'
-    edges, is_log = bar_edges(values, bins)
-    x_axis = Axis(float(edges[0]), float(edges[-1]), is_log)
+    is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
+    edges = _edges(values, bins, is_log)
+    low, high = float(edges[0]), float(edges[-1])
+    ends = np.log([low, high]) if is_log else np.array([low, high])
+
+    def x(value: float) -> float:
+        share = ((np.log(value) if is_log else value) - ends[0]) / (ends[1] - ends[0])
+        return float(_LEFT + (_RIGHT - _LEFT) * share)
+
     counts = np.histogram(values, edges)[0]
     beyond = counts * 0 if cut is None else np.histogram(values[values > cut], edges)[0]
-    axis, y = y_axis(float(counts.max()), whole=True)
-    bars = []
+
+    def y(count: float) -> float:
+        return float(_BASE - (_BASE - _TOP) * count / counts.max())
+
+    parts = []
+    for tick in ticks(0, counts.max(), most=4):
+        if tick % 1:
+            continue
+        if tick:
+            parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_RIGHT}" stroke="var(--grid)"/>')
+        parts.append(_text(short(tick), _LEFT - 6, f"{y(tick) + 4:.1f}", "end"))
     for left, right, count, red in zip(edges, edges[1:], counts, beyond, strict=False):
-        x, end = x_axis.x(left), x_axis.x(right)
-        width = max(end - x - 1, 0.5)
-        tall = ((y(count), y(red), color), (y(red), y(0), "var(--red)"))
-        for top, base, fill in (tall[:1] if not red else tall) if count else ():
-            bars.append(
-                f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{base - top:.1f}" '
-                f'fill="{fill}"><title>{escape(_range(left, right, values.dtype))}: {count:,} '
-                f"{escape(counted)}</title></rect>"
-            )
-    return _svg([*axis, *bars, *x_axis.drawn(label), *x_axis.mark(cut)], label)
+        title = f"{escape(_range(left, right, values.dtype))}: {count:,} {escape(counted)}"
+        width = max(x(right) - x(left) - 1, 0.5)
+        for top, base, fill in ((count, red, color), (red, 0, "var(--red)")):
+            if top > base:
+                parts.append(
+                    f'<rect x="{x(left):.1f}" y="{y(top):.1f}" width="{width:.1f}" '
+                    f'height="{y(base) - y(top):.1f}" fill="{fill}"><title>{title}</title></rect>'
+                )
+    parts.append(f'<path d="M{_LEFT} {_BASE}H{_RIGHT}" stroke="var(--axis)"/>')
+    for tick in log_ticks(low, high) if is_log else ticks(low, high):
+        parts.append(f'<path d="M{x(tick):.1f} {_BASE}v4" stroke="var(--axis)"/>')
+        side = "end" if x(tick) > WIDTH - 20 else "middle"
+        at = min(x(tick), WIDTH - 1) if side == "end" else x(tick)
+        parts.append(_text(short(tick), f"{at:.1f}", _BASE + 17, side))
+    parts.append(_text(escape(label), (_LEFT + _RIGHT) / 2, HEIGHT - 6, "middle"))
+    if cut is not None and low <= cut <= high:
+        parts += _mark(cut, x(cut))
+    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+    return head + "".join(parts) + "</svg>"
 
 
-def bar_edges(values: np.ndarray, bins: int = 32) -> tuple[np.ndarray, bool]:
-    """Return round edges of about `bins` bars, and whether they belong on a logarithmic axis."""
-    is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
-    return _edges(values, bins, is_log), is_log
+def _mark(value: float, x: float) -> Iterator[str]:
+    """Yield a dashed line at a value, and the value."""
+    line = f'd="M{x:.1f} {_TOP - 8}V{_BASE}" stroke="var(--red)" stroke-dasharray="4 3"'
+    side, at = ("end", x - 5) if x > WIDTH / 2 else ("start", x + 5)
+    yield f"<path {line}/>"
+    yield _text(f"{value:,.6g}", f"{at:.1f}", _TOP - 4, side, ' class="mark"')
+
+
+def _text(text: str, x: object, y: object, side: str, more: str = "") -> str:
+    return f'<text x="{x}" y="{y}"{more} text-anchor="{side}">{text}</text>'
 
 
 def _edges(values: np.ndarray, bins: int, is_log: bool) -> np.ndarray:
-    """Return the edges; a bar holds its left edge."""
+    """Return round edges of about `bins` bars; a bar holds its left edge."""
     low, high = float(values.min()), float(values.max())
     is_integer = np.issubdtype(values.dtype, np.integer)
     if is_log:
@@ -186,7 +105,7 @@ def _edges(values: np.ndarray, bins: int, is_log: bool) -> np.ndarray:
         return np.unique(np.round(edges)) if is_integer else edges
     if is_integer and high - low < bins:
         return np.arange(low, max(high, low + 6) + 2) - 0.5  # bars of one value are never broad
-    width = round_up((high - low or 1) / (bins - 1), steps=(1, 2, 2.5, 4, 5, 10))
+    width = _round_up((high - low or 1) / (bins - 1), steps=(1, 2, 2.5, 4, 5, 10))
     width = np.ceil(width) if is_integer else width
     first = np.floor(low / width)
     last = np.floor(high / width) + 1 if is_integer else max(np.ceil(high / width), first + 1)
@@ -200,9 +119,31 @@ def _range(left: float, right: float, dtype: np.dtype) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def _svg(parts: Sequence[str], title: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+def ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Return round numbers between `low` and `high`, at most `most` of them."""
+    step = _round_up((high - low) / most)
+    first = np.ceil(low / step)
+    found = [float(i * step) + 0.0 for i in np.arange(first, np.floor(high / step) + 1)]
+    return found if len(found) <= most else ticks(low, high, most - 1)
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2, 5, 10, ... between `low` and `high`; fewer for each decade of a long axis."""
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    found = [s * 10.0**d for d in decades for s in (1, 2, 5) if low <= s * 10.0**d <= high]
+    return found if len(found) <= 9 else [t for t in found if f"{t:e}".startswith("1")]
+
+
+def _round_up(value: float, steps: Sequence[float] = (1, 2, 5, 10)) -> float:
+    """Return the next number that is one of `steps` × 10ⁿ."""
+    magnitude = 10.0 ** np.floor(np.log10(value))
+    # The margin is for rounding errors: 0.30000000000000004 is a round 0.3.
+    return next(float(s * magnitude) for s in steps if s * magnitude >= value * 0.999999)
+
+
+def short(value: float) -> str:
+    """Return a number in a few characters: 12k, 1.5M, 0.02."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):,.4g}{letter}"
+    return f"{value:,.5g}"

@@ -18,6 +18,14 @@ _ON_AXES = (
     "over documents or tokens, packed and padded runs can be compared; over steps, they cannot"
 )
 
+_CONTROLS = """\
+<div class="controls"><fieldset id="axes"><legend>over</legend>{axes}</fieldset>\
+<label>smoothing <input type="range" id="smooth" min="0" max="0.99" step="0.01" value="0"></label>\
+<label><input type="checkbox" id="log"> logarithmic loss</label>{reload}</div>\
+<p id="warning" class="warning" hidden></p>\
+<noscript><p>The curves are drawn by a script of this page.</p></noscript>"""
+_RELOAD = '<label><input type="checkbox" id="reload"> reload every 30 s</label>'
+
 # Most points of a curve: more than a wide screen has pixels for.
 MOST_POINTS = 1000
 
@@ -92,21 +100,29 @@ class Curves:
 
     def sections(self, *, main: int) -> list[str]:
         """Return HTML: controls and the first `main` charts, then the others, folded."""
-        if not any(curve.points for chart in self.charts for curve in chart.curves):
+        axes = self.axes()
+        if not axes:
             return [section("Curves", '<p class="note">nothing is logged yet</p>')]
-        first = self._frames(range(min(main, len(self.charts))))
-        rest = self._frames(range(main, len(self.charts)))
-        style = f"<style>\n{asset('curves.css')}</style>"
-        folded = f"<details><summary>Other logged numbers</summary>{rest}</details>"
+        radios = "".join(
+            f'<label><input type="radio" name="axis" value="{name}"><span>{name}</span></label>'
+            for name in axes
+        )
+        controls = _CONTROLS.format(axes=radios, reload=_RELOAD if self.reloads else "")
+        frames = [_frame(place, chart) for place, chart in enumerate(self.charts)]
+        first, rest = ("".join(part) for part in (frames[:main], frames[main:]))
+        shown = f'<div class="charts">{first}</div>' if first else ""
+        folded = f'<summary>Other logged numbers</summary><div class="charts">{rest}</div>'
+        folded = f"<details>{folded}</details>" if rest else ""
         return [
-            style,
-            section("Curves", self._controls(), first, folded if rest else "", note=_ON_AXES),
+            f"<style>\n{asset('curves.css')}</style>",
+            section("Curves", controls, shown, folded, note=_ON_AXES),
         ]
 
     def data(self) -> dict[str, Any]:
         """Return what curves.js draws."""
+        axes = self.axes()
         return {
-            "axis": self.axis if self.axis in self.axes() else next(iter(self.axes()), "steps"),
+            "axis": self.axis if self.axis in axes else next(iter(axes), "steps"),
             "labels": AXES,
             "warnings": self.warnings,
             "marks": [[label, list(place)] for label, place in self.marks],
@@ -116,43 +132,21 @@ class Curves:
                     "may_be_log": chart.may_be_log,
                     "percent": chart.percent,
                     "curves": [
-                        {
-                            "name": curve.name,
-                            "color": curve.color,
-                            "points": [_as_json(p) for p in thinned(curve.points)],
-                        }
-                        for curve in chart.curves
+                        {"name": c.name, "color": c.color, "points": _as_json(thinned(c.points))}
+                        for c in chart.curves
                     ],
                 }
                 for chart in self.charts
             ],
         }
 
-    def _controls(self) -> str:
-        axes = "".join(
-            f'<label><input type="radio" name="axis" value="{name}"><span>{name}</span></label>'
-            for name in self.axes()
-        )
-        reload = '<label><input type="checkbox" id="reload"> reload every 30 s</label>'
-        return (
-            f'<div class="controls"><fieldset id="axes"><legend>over</legend>{axes}</fieldset>'
-            '<label>smoothing <input type="range" id="smooth" min="0" max="0.99" step="0.01" '
-            'value="0"></label>'
-            '<label><input type="checkbox" id="log"> logarithmic loss</label>'
-            f'{reload if self.reloads else ""}</div><p id="warning" class="warning" hidden></p>'
-            "<noscript><p>The curves are drawn by a script of this page.</p></noscript>"
-        )
 
-    def _frames(self, places: range) -> str:
-        frames = "".join(self._frame(i, self.charts[i]) for i in places)
-        return f'<div class="charts">{frames}</div>' if frames else ""
-
-    def _frame(self, place: int, chart: Chart) -> str:
-        note = " · ".join(filter(None, [chart.note, *map(_gaps, chart.curves)]))
-        return (
-            f'<figure class="chart" data-chart="{place}"><figcaption>{escape(chart.title)} '
-            f'<span class="note">{escape(note)}</span></figcaption></figure>'
-        )
+def _frame(place: int, chart: Chart) -> str:
+    note = " · ".join(filter(None, [chart.note, *map(_gaps, chart.curves)]))
+    return (
+        f'<figure class="chart" data-chart="{place}"><figcaption>{escape(chart.title)} '
+        f'<span class="note">{escape(note)}</span></figcaption></figure>'
+    )
 
 
 def thinned(points: Sequence[Values], most: int = MOST_POINTS) -> list[Values]:
@@ -175,13 +169,11 @@ def thinned(points: Sequence[Values], most: int = MOST_POINTS) -> list[Values]:
     return [points[j] for j in sorted(kept)]
 
 
-def _as_json(point: Values) -> list[float | None]:
-    *place, value = point
-    return [*place, _rounded(value) if math.isfinite(value) else None]
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.7g}")
+def _as_json(points: Sequence[Values]) -> list[list[float | None]]:
+    return [
+        [*place, float(f"{value:.7g}") if math.isfinite(value) else None]
+        for *place, value in points
+    ]
 
 
 def _gaps(curve: Curve) -> str:

@@ -71,7 +71,7 @@ def check_can_write(option: str, path: str | None) -> None:
 
     Args:
         option: its name on the command line.
-        path: of a new file, or of an older page or picture; None if the option is not given.
+        path: of a new file, or of an older page; None if the option is not given.
     """
     if path is None:
         return
@@ -80,15 +80,10 @@ def check_can_write(option: str, path: str | None) -> None:
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")
     if file.is_dir():
         raise ValueError(f"{option} {path or repr(path)} is a folder; name a file")
-    if file.is_file() and file.stat().st_size and not _is_page_or_picture(file):
-        raise ValueError(
-            f"{option} {path} exists and is neither a page nor a picture; name another file"
-        )
-
-
-def _is_page_or_picture(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(16).lower().lstrip().startswith((b"<!doctype", b"<html", b"\x89png"))
+    if file.is_file() and file.stat().st_size:
+        with file.open("rb") as opened:
+            if not opened.read(16).lower().lstrip().startswith((b"<!doctype", b"<html")):
+                raise ValueError(f"{option} {path} exists and is no page; name another file")
 
 
 def asset(name: str) -> str:
@@ -115,14 +110,9 @@ def columns(*content: str) -> str:
 
 def cards(items: Iterable[tuple[str, str]]) -> str:
     """Return figures as cards: (value, name)."""
-    return (
-        '<div class="cards">'
-        + "".join(
-            f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
-            for value, name in items
-        )
-        + "</div>"
-    )
+    card = '<div class="card"><b>{}</b><span>{}</span></div>'
+    shown = "".join(card.format(escape(value), escape(name)) for value, name in items)
+    return f'<div class="cards">{shown}</div>'
 
 
 def figure(title: str, content: str, *, note: str = "") -> str:
@@ -134,25 +124,17 @@ def bars(items: Iterable[tuple[str, float, str]], *, color: str = "var(--blue)")
     """Return horizontal bars from 0: (name, length, words at the end)."""
     items = list(items)
     longest = max((length for _, length, _ in items), default=0) or 1
-    style = "width:{:.2f}%;background:" + color
-    return (
-        '<div class="bars">'
-        + "".join(
-            f"<span>{escape(name)}</span>"
-            f'<div class="bar"><i style="{style.format(100 * length / longest)}"></i></div>'
-            f"<span>{escape(words)}</span>"
-            for name, length, words in items
-        )
-        + "</div>"
-    )
+    line = '<i style="width:{:.2f}%;background:{}"></i>'
+    shown = [
+        f'<span>{escape(name)}</span><div class="bar">'
+        f"{line.format(100 * length / longest, color)}</div><span>{escape(words)}</span>"
+        for name, length, words in items
+    ]
+    return f'<div class="bars">{"".join(shown)}</div>'
 
 
 def table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    marked: int | None = None,
-    words: bool = False,
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, marked: int | None = None
 ) -> str:
     """Return a table that scrolls sideways on a narrow screen.
 
@@ -160,18 +142,14 @@ def table(
         head: names of the columns.
         rows: cells; numbers align to the right, except in the first column.
         marked: the row in bold.
-        words: align all columns to the left.
     """
     header = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "\n".join(
-        f"<tr{' class=this' * (i == marked)}>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for i, row in enumerate(rows)
-    )
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    body = [f"<tr{' class=this' * (i == marked)}>{row}</tr>" for i, row in enumerate(cells)]
     return (
-        f'<div class="scroll"><table{" class=words" * words}>\n<thead><tr>{header}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody></table></div>"
+        f'<div class="scroll"><table>\n<thead><tr>{header}</tr></thead>\n<tbody>\n'
+        + "\n".join(body)
+        + "\n</tbody></table></div>"
     )
 
 
