@@ -5,7 +5,6 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,13 +38,6 @@ def test_a_document_is_a_view_of_the_arrow_memory():
     assert np.shares_memory(documents[0]["input_ids"], values)
 
 
-def test_lengths_and_trained_tokens_count_every_token_but_the_first_of_a_document():
-    documents = ArrowDocuments(Dataset.from_list(ROWS), COLUMNS)
-    assert documents.lengths().tolist() == [3, 0, 1, 4]
-    assert documents.lengths("labels").tolist() == [3, 0, 1, 4]
-    assert documents.num_trained().tolist() == [1, 0, 0, 1]
-
-
 def test_without_labels_every_token_but_the_first_is_trained():
     documents = ArrowDocuments(Dataset.from_list(ROWS), ["input_ids"])
     assert documents.num_trained().tolist() == [2, 0, 0, 3]
@@ -64,13 +56,6 @@ def test_rows_with_such_a_value_are_found_in_the_order_of_the_data_set(column):
         expected = [i for i, row in enumerate(chosen) if any(v > limit for v in ROWS[row][column])]
         found = documents.rows_where(column, lambda values, limit=limit: values > limit)
         assert found.tolist() == expected
-
-
-def test_an_index_counts_from_the_end_too_and_stops_at_it():
-    documents = ArrowDocuments(Dataset.from_list(ROWS), COLUMNS)
-    assert lists([documents[-1]]) == ROWS[-1:]
-    with pytest.raises(IndexError):
-        documents[4]
 
 
 @settings(max_examples=30, deadline=None)
@@ -118,18 +103,6 @@ def test_lists_of_fixed_size_are_read():
     assert documents.lengths().tolist() == [2, 2]
 
 
-def test_a_sliced_table_is_read_at_its_offset():
-    dataset = Dataset(pa.Table.from_pylist(ROWS).slice(2))
-    documents = ArrowDocuments(dataset, COLUMNS)
-    assert lists(documents) == ROWS[2:]
-    assert documents.num_trained().tolist() == [0, 1]
-
-
-def test_the_format_of_the_data_set_is_ignored():
-    dataset = Dataset.from_list(ROWS).with_format("torch", columns=["labels"])
-    assert lists(ArrowDocuments(dataset, COLUMNS)) == ROWS
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_dataloader_workers_read_the_same_documents(num_workers):
     dataset = Dataset.from_list(ROWS).select([3, 0, 2])
@@ -151,14 +124,6 @@ def test_a_pickled_reader_carries_no_copy_of_what_it_has_read():
     documents.lengths()
     assert len(pickle.dumps(documents)) < before + 100
     assert lists(pickle.loads(pickle.dumps(documents)))[:2] == [ROWS[3], ROWS[0]]
-
-
-def test_a_collated_batch_may_be_written_to_without_changing_the_data_set():
-    dataset = Dataset.from_list(ROWS)
-    batch = PackedCollator()(ArrowDocuments(dataset, COLUMNS).__getitems__([0, 3]))
-    batch["input_ids"].fill_(0)
-    assert isinstance(batch["labels"], torch.Tensor)
-    assert list(dataset) == ROWS
 
 
 @pytest.mark.parametrize(
@@ -203,21 +168,6 @@ def test_weights_of_any_numbers_are_given_as_float32(numbers):
     check_token_weights(documents)
 
 
-def test_float32_weights_are_views_of_the_arrow_memory():
-    dataset = with_weights(WEIGHTED)
-    values = dataset.data.column("loss_weights").chunk(0).values.to_numpy()
-    documents = ArrowDocuments(dataset, WITH_WEIGHTS)
-    assert np.shares_memory(documents[0]["loss_weights"], values)
-
-
-def test_weights_are_read_through_the_mapping_of_the_data_set():
-    dataset = with_weights(WEIGHTED).select([3, 0, 2])
-    dataset = dataset.filter(lambda row: row["input_ids"][0] > 20).shuffle(seed=1)
-    documents = ArrowDocuments(dataset, WITH_WEIGHTS)
-    assert lists(documents) == list(dataset)
-    assert {len(d["input_ids"]) for d in documents} == {1, 2}
-
-
 @pytest.mark.parametrize("wrong", [-0.5, float("nan"), float("inf"), 1e39])
 def test_the_first_document_of_impossible_weights_is_named(wrong):
     rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1.0, wrong]}]
@@ -225,12 +175,6 @@ def test_the_first_document_of_impossible_weights_is_named(wrong):
     with pytest.raises(ValueError, match=r"document 1: loss_weights has .* at token 1; give"):
         check_token_weights(ArrowDocuments(dataset.select([2, 4, 4, 0]), WITH_WEIGHTS))
     check_token_weights(ArrowDocuments(dataset.select([2, 0]), WITH_WEIGHTS))
-
-
-def test_the_first_document_without_a_weight_for_every_token_is_named():
-    rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1]}]
-    with pytest.raises(ValueError, match="document 4: loss_weights has 1 entries but input_ids"):
-        check_token_weights(ArrowDocuments(with_weights(rows), WITH_WEIGHTS))
 
 
 @pytest.mark.parametrize(

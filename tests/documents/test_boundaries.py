@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from harness import TWO_RUNS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,18 +54,6 @@ def test_cu_seqlens_bound_each_document(lengths):
     assert cu_seqlens.diff().tolist() == lengths
 
 
-def test_cu_seqlens_of_a_batch_start_anew_in_every_row():
-    found = cu_seqlens_from_lengths(torch.tensor([[3, 2], [4, 0]]))
-    assert found.tolist() == [[0, 3, 5], [0, 4, 4]]
-
-
-def test_a_document_of_length_zero_owns_no_token_and_keeps_its_place():
-    lengths = torch.tensor([0, 2, 0, 0, 1, 0])
-    assert position_ids_from_lengths(lengths).tolist() == [0, 1, 0]
-    assert document_ids_from_lengths(lengths).tolist() == [1, 1, 4]
-    assert cu_seqlens_from_lengths(lengths).tolist() == [0, 0, 2, 2, 2, 3, 3]
-
-
 def test_dtypes_are_those_that_models_and_kernels_expect():
     lengths = torch.tensor([2, 1], dtype=torch.int32)
     assert cu_seqlens_from_lengths(lengths).dtype == torch.int32
@@ -110,14 +97,6 @@ def test_a_batch_has_the_lengths_of_each_row_filled_with_zeros(rows):
     expected = [lengths + [0] * (width - len(lengths)) for lengths in alone]
     assert lengths_from_eos(torch.tensor(rows), EOS).tolist() == expected
     assert all(sum(lengths) == 7 for lengths in expected)
-
-
-@given(st.lists(st.lists(st.integers(1, 3), max_size=4), min_size=1, max_size=5))
-def test_documents_joined_by_eos_are_found_again(documents):
-    documents = [document or [1] for document in documents]
-    joined = [token for document in documents for token in [*document, EOS]]
-    found = lengths_from_eos(torch.tensor(joined), EOS).tolist()
-    assert found == [len(document) + 1 for document in documents]
 
 
 def test_the_seed_documents_batch_padded_with_eos_needs_no_loop():
@@ -168,30 +147,6 @@ def test_a_float_mask_is_zero_where_attention_is_allowed_and_the_lowest_number_e
         assert mask.dtype == dtype
         assert mask[allowed].eq(0).all()
         assert mask[~allowed].eq(torch.finfo(dtype).min).all()
-
-
-def test_no_query_is_left_without_a_key_so_that_softmax_is_never_nan():
-    assert block_diagonal_mask(torch.tensor([[2, 0], [1, 4]]), num_tokens=9).any(-1).all()
-
-
-def attention(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=mask)
-
-
-def test_masked_attention_of_a_row_equals_each_document_alone_and_causal_alone_does_not():
-    hidden = torch.randn(1, 2, 9, 8)
-    alone = torch.cat(
-        [
-            attention(part, torch.ones(part.shape[2], part.shape[2]).tril().bool())
-            for part in hidden.split([3, 2, 4], dim=2)
-        ],
-        dim=2,
-    )
-    packed = attention(hidden, block_diagonal_mask(torch.tensor([[3, 2, 4]])))
-    # fp32 dot products of 8 numbers, summed in another order.
-    torch.testing.assert_close(packed, alone, rtol=TWO_RUNS, atol=TWO_RUNS)
-    contaminated = attention(hidden, torch.ones(9, 9).tril().bool())
-    assert (contaminated - alone).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Batches hold tensors only; the numbers that the host knows go along with them."""
 
-import itertools
 import os
 import pickle
 import signal
@@ -106,39 +105,6 @@ def test_a_batch_that_is_gone_is_not_remembered():
     assert len(rows_alive()) == before + 1
     del batch
     assert len(rows_alive()) == before
-
-
-@torch.no_grad()
-def test_a_batch_for_a_plain_model_says_all_that_it_needs():
-    """transformers' own model keeps documents apart by position_ids, if nothing is cached."""
-    batch = PackedCollator()(DOCUMENTS)
-    labels = batch.pop("labels")
-    assert labels.shape == (1, 85)
-    model = tiny_model("llama").eval()
-    ends = batch["cu_seq_lens_q"].tolist()
-    rows = batch["input_ids"].split([b - a for a, b in itertools.pairwise(ends)], 1)
-    expected = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
-    torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-5)
-    leaks = model(**{name: v for name, v in batch.items() if name != "use_cache"}).logits
-    assert float((leaks - expected).abs().max()) > 0.01
-
-
-def test_a_loop_of_the_users_own_trains_documents_apart(tmp_path):
-    trainer = trainer_for(tiny_model("llama"), DOCUMENTS, tmp_path)
-    for batch in trainer.get_train_dataloader():
-        batch = {name: value.to("cpu") for name, value in batch.items()}
-        for call in (
-            {"input_ids": batch["input_ids"]},
-            {"input_ids": batch["input_ids"], "labels": batch["labels"]},
-            batch,
-        ):
-            logits = trainer.model.eval()(**call).logits
-            ends = batch["cu_seq_lens_q"].tolist()
-            sizes = [b - a for a, b in itertools.pairwise(ends)]
-            reference = tiny_model("llama").eval()
-            rows = [row.clone() for row in batch["input_ids"].split(sizes, 1)]
-            expected = torch.cat([reference(input_ids=row).logits for row in rows], 1)
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="loader workers are not forked here")

@@ -1,6 +1,5 @@
 """Token columns as flat arrays, whatever lists hold them, and back in the type that they had."""
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -42,24 +41,6 @@ def test_offsets_begin_at_zero_in_a_slice_and_over_chunks(kind):
     table = pa.concat_tables([table_of(IDS, kind), table_of(IDS, kind)]).slice(2, 3)
     values, offsets = token_lists(table)["labels"]
     assert (values.tolist(), offsets.tolist()) == ([7, 8, 9, 5, 6], [0, 3, 5, 5])
-
-
-def test_lists_of_fixed_size_become_lists_of_any():
-    table = table_of([[5, 6], [7, 8]], pa.list_(pa.int32(), 2))
-    values, offsets = token_lists(table)["input_ids"]
-    assert (values.tolist(), offsets.tolist()) == ([5, 6, 7, 8], [0, 2, 4])
-    column = list_column(values[:3], np.array([0, 3]), table.schema.field("input_ids"))
-    assert column.type == pa.list_(pa.int32())
-    assert column.to_pylist() == [[5, 6, 7]]
-
-
-def test_weights_may_be_any_numbers():
-    for weights in ([[0.5, 1.0], [], [1.0, 1.0, 0.0]], [[0, 1], [], [1, 1, 0]]):
-        lists = token_lists(table_of(IDS).append_column("loss_weights", pa.array(weights)))
-        assert lists["loss_weights"][0].tolist() == [w for row in weights for w in row]
-    empty = table_of([[], []], pa.list_(pa.int64()))
-    lists = token_lists(empty.append_column("loss_weights", [[[], []]]))
-    assert lists["loss_weights"][1].tolist() == [0, 0, 0]
 
 
 def test_unequal_numbers_of_entries_are_named():

@@ -5,7 +5,6 @@ import pytest
 from datasets import Dataset, concatenate_datasets
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import document_columns
 from trl_packing.documents.weights import document_weights_from_rows
 
 
@@ -46,9 +45,3 @@ def test_documents_carry_their_values():
     documents = ArrowDocuments(dataset, ["input_ids"], {"loss_weight": np.array([1.0, 2.0])})
     assert [d["loss_weight"] for d in documents] == [1.0, 2.0]
     assert [d["loss_weight"] for d in documents.__getitems__([1, 0, 1])] == [2.0, 1.0, 2.0]
-
-
-def test_columns_of_documents_are_the_weight_and_the_source():
-    columns = ["text", "source", "loss_weight"]
-    assert document_columns(columns) == ["loss_weight"]
-    assert document_columns(columns, ["source"]) == ["source", "loss_weight"]

@@ -4,13 +4,12 @@ The templates are those that TRL ships for its families of models, and six publi
 out below. Every conversation goes the whole way: rows, text, tokens, labels, decoded again.
 """
 
+import itertools
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from helpers.chat_templates import (
-    CALL,
     FORMATS,
     MARKED,
     RENDERS_CALLS,
@@ -114,19 +113,6 @@ def assistants(messages) -> list[int]:
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-def test_a_turn_is_the_same_whether_others_are_wanted_or_not(name, data):
-    chat = ChatTemplate(tokenizer_for(name))
-    messages = data.draw(conversations(FORMATS[name].system))
-    _, together = find_message_spans(chat, Conversation(messages), assistants(messages))
-    for number in assistants(messages):
-        assert find_message_spans(chat, Conversation(messages), [number])[1] == {
-            number: together[number]
-        }
-
-
 # --- which turns ----------------------------------------------------------------------------------
 
 
@@ -139,14 +125,6 @@ def test_only_the_last_turn_is_trained_with_last_assistant(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_everything_is_trained_with_all(name):
-    chat = ChatTemplate(tokenizer_for(name))
-    [row] = prepared(chat, [THREE], "all")
-    assert (row["labels"] == row["input_ids"]).all()
-    assert chat.tokenizer.decode(row["input_ids"]) == chat.render(Conversation(THREE))
-
-
-@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("flags", [(False, None, True), (True, False, False), (None, False, None)])
 def test_a_message_says_itself_whether_it_is_trained(name, flags):
     chat = ChatTemplate(tokenizer_for(name))
@@ -154,13 +132,6 @@ def test_a_message_says_itself_whether_it_is_trained(name, flags):
     [every], [some] = trained(chat, [THREE]), trained(chat, [flagged])
     wanted = [text for text, flag in zip(every, flags, strict=True) if flag is not False]
     assert "".join(some) == "".join(wanted)
-
-
-def test_a_user_message_is_trained_if_it_says_so():
-    chat = ChatTemplate(tokenizer_for("chatml"))
-    flagged = [{**THREE[0], "train": True}, *THREE[1:]]
-    [runs] = trained(chat, [flagged], "last_assistant")
-    assert runs == ["ask 1<|im_end|>", "say 3<|im_end|>"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -176,17 +147,6 @@ def test_the_tokens_of_a_turn_have_the_weight_of_its_message(name):
     assert set(row["loss_weights"].tolist()) == {0.0, 0.5, 2.0}
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "qwen2_5", "phi3", "deepseekv3"])
-def test_of_two_assistant_messages_in_a_row_each_has_its_own_words(name):
-    chat = ChatTemplate(tokenizer_for(name))
-    messages = [turn("user", "a"), turn("assistant", "one"), turn("assistant", "two")]
-    text, spans = find_message_spans(chat, Conversation(messages), [1, 2])
-    first, second = (text[start:stop] for [(start, stop)] in spans.values())
-    assert "one" in first
-    assert "two" not in first
-    assert second.startswith("two")
-
-
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8", "gemma4", "llama3"])
 def test_the_assistant_may_speak_first(name):
     chat = ChatTemplate(tokenizer_for(name))
@@ -198,10 +158,6 @@ def test_the_assistant_may_speak_first(name):
 
 
 # --- {% generation %} -----------------------------------------------------------------------------
-
-
-def test_templates_that_mark_generations_are_many():
-    assert len(MARKED) > 20
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -228,7 +184,7 @@ def assert_marked_as_by_trl(tokenizer, messages):
     )
     expected, chars = theirs["assistant_masks"], theirs.encodings[0].offsets
     # Of a last character of several tokens they take only the first, which may begin before it.
-    for n, ((_, end), (start, last)) in enumerate(pairwise(chars), 1):
+    for n, ((_, end), (start, last)) in enumerate(itertools.pairwise(chars), 1):
         expected[n] |= expected[n - 1] and start < last == end
     assert row["input_ids"].tolist() == theirs["input_ids"]
     assert (row["labels"] != -100).tolist() == expected
@@ -287,11 +243,6 @@ def test_a_template_that_drops_tool_calls_is_refused(name):
     )
 
 
-def test_a_template_that_renders_one_of_two_like_calls_is_refused():
-    twice = [TOOLS[0], {**TOOLS[1], "tool_calls": [CALL, CALL]}]  # "We assume max 1 tool call"
-    assert "leaves out the tool call of message 1" in refusal("gptoss", twice)
-
-
 def test_a_template_that_drops_contents_is_refused():
     mute = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if m.role == 'user' }}\n"
     tokenizer = with_template(mute + "<|im_end|>{% endfor %}")
@@ -338,12 +289,6 @@ def test_thoughts_written_into_the_content_count_as_reasoning():
     [runs] = trained(ChatTemplate(tokenizer_for("qwen3")), [messages])
     assert runs == [content + "<|im_end|>"]
     assert "leaves out the reasoning of message 1" in refusal("qwen3", [*messages, *SENTENCES])
-
-
-def test_the_same_reasoning_under_two_keys_is_asked_for_once():
-    message = {**reasoned("It is 4.", "two twos", "reasoning"), "reasoning_content": "two twos"}
-    [runs] = trained(ChatTemplate(tokenizer_for("qwen3")), [[turn("user", "2 + 2"), message]])
-    assert runs == ["<think>\ntwo twos\n</think>\n\nIt is 4.<|im_end|>"]
 
 
 # --- the checks can fail --------------------------------------------------------------------------
@@ -397,20 +342,19 @@ SHORT_CHATS = [
 
 
 @pytest.mark.parametrize("template", sorted(p.stem for p in SHIPPED.glob("*.jinja")))
-@pytest.mark.parametrize("messages", SHORT_CHATS)
-@pytest.mark.parametrize("prompt", [False, True])
-def test_plain_texts_render_as_apply_chat_template_does(template, messages, prompt):
-    chat = sentence_tokenizer()
-    chat.chat_template = (SHIPPED / f"{template}.jinja").read_text()
-    ours = ChatTemplate(chat)
-    try:
-        expected = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except TEMPLATE_ERRORS as error:
-        with pytest.raises(type(error)):
-            ours.render(Conversation(messages), generation_prompt=prompt)
-    else:
-        assert ours._renders_directly
-        assert ours.render(Conversation(messages), generation_prompt=prompt) == expected
+def test_plain_texts_render_as_apply_chat_template_does(template):
+    tokenizer = with_template((SHIPPED / f"{template}.jinja").read_text())
+    ours = ChatTemplate(tokenizer)
+    for messages, prompt in itertools.product(SHORT_CHATS, [False, True]):
+        asked = {"tokenize": False, "add_generation_prompt": prompt}
+        try:
+            expected = tokenizer.apply_chat_template(messages, **asked)
+        except TEMPLATE_ERRORS as error:
+            with pytest.raises(type(error)):
+                ours.render(Conversation(messages), generation_prompt=prompt)
+        else:
+            assert ours._renders_directly
+            assert ours.render(Conversation(messages), generation_prompt=prompt) == expected
 
 
 def test_a_tokenizer_that_renders_otherwise_is_asked_itself():

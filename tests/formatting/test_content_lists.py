@@ -56,12 +56,6 @@ def test_a_list_that_a_template_reads_trains_as_its_text(name, train_on):
         assert of_lists[0][column].tolist() == of_texts[0][column].tolist()
 
 
-def test_a_row_of_a_data_set_is_named():
-    chat = ChatTemplate(tokenizer_for("qwen3_training"))
-    with pytest.raises(ValueError, match=r"^row 1 of the train dataset: message 0 has a"):
-        prepared(chat, [as_lists([turn("user", " ")]), as_lists(SENTENCES)], "all")
-
-
 def test_a_result_of_a_tool_may_be_written_as_json():
     """Llama 3.1's template does so with every result."""
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
@@ -73,15 +67,3 @@ def test_a_result_of_a_tool_may_be_written_as_json():
     ]
     [document] = documents("llama3_1", messages, "last_assistant", calls_tools=True)
     assert '{"type": "text", "text": "nine"}' in document.text
-
-
-def test_a_part_that_a_turn_leaves_out_is_named():
-    """The template reads lists, and drops all but the first part."""
-    source = (
-        "{% for m in messages %}<|{{ m.role }}|>"
-        "{{ m.content if m.content is string else m.content[0].text }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    messages = [SENTENCES[0], {"role": "assistant", "content": parts("One.", "Two.")}]
-    with pytest.raises(ValueError, match=r"message 1 has a list .* leaves out 'Two\.'"):
-        documents(source, messages, "every_turn")

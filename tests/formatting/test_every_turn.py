@@ -23,7 +23,6 @@ from helpers.chat_templates import (
     turn,
     with_template,
 )
-from helpers.merging import sentence_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -91,12 +90,6 @@ def test_a_document_is_the_prompt_of_inference_and_the_turn_token_by_token(name,
 REFUSED = ("deepseekv3",)  # it thinks before every answer, and these answers have no thoughts
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {*REFUSED}))
-def test_a_turn_does_not_depend_on_later_messages(name):
-    tokenizer = tokenizer_for(name)
-    assert turns_of(tokenizer, THREE)[:2] == turns_of(tokenizer, THREE[:4])
-
-
 # --- reasoning ------------------------------------------------------------------------------------
 
 TWICE = [
@@ -125,15 +118,6 @@ def test_the_reasoning_of_every_turn_is_trained(name):
         THINKS[name].format("two threes", "It is 6."),
     ]
     assert turns_of(tokenizer_for(name), TWICE) == expected
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss"])
-def test_earlier_reasoning_is_not_in_the_prompt_of_a_later_turn(name):
-    tokenizer = tokenizer_for(name)
-    row_format = RowFormat(ChatTemplate(tokenizer), "</s>", train_on="every_turn")
-    first, second = row_format.documents({"messages": TWICE}, "messages")
-    assert "two twos" in first.text
-    assert "two twos" not in second.text
 
 
 # Thoughts of earlier turns are dropped; the prompt opens new ones, and no turn is rendered with its
@@ -262,12 +246,6 @@ def test_marks_of_a_template_say_what_is_trained_of_a_turn(name):
 # --- which turns, and their weights ---------------------------------------------------------------
 
 
-def test_only_turns_of_a_completion_are_documents():
-    row = {"prompt": THREE[:3], "completion": THREE[3:]}
-    texts = turns_of(tokenizer_for("chatml"), row)
-    assert texts == ["say 2<|im_end|>", "say 3<|im_end|>"]
-
-
 def test_a_message_says_whether_it_is_trained_and_how_much():
     tokenizer = tokenizer_for("chatml")
     flagged = [dict(message) for message in THREE]
@@ -330,13 +308,6 @@ def test_a_turn_that_nothing_precedes_is_refused():
     assert texts[0] == "say 1<|im_end|>"
 
 
-def test_texts_are_refused():
-    rows = Dataset.from_list([{"text": "a"}])
-    row_format = RowFormat(ChatTemplate(tokenizer_for("chatml")), "</s>", train_on="every_turn")
-    with pytest.raises(ValueError, match="train_on='every_turn' is about messages"):
-        documents_from_rows(rows, row_format)
-
-
 # --- tokens that merge ----------------------------------------------------------------------------
 
 
@@ -368,14 +339,3 @@ def test_tokens_do_not_merge_where_the_prompt_ends(content):
     together = tokenizer(prompt + content)["input_ids"]
     merges = together[: len(tokenizer(prompt)["input_ids"])] != tokenizer(prompt)["input_ids"]
     assert merges == content.startswith("\n"), "the case is tried"
-
-
-def test_a_tokenizer_that_cannot_keep_the_tokens_apart_is_refused():
-    """It puts a space before any text, and the prompt ends in one, which the first word takes."""
-    tokenizer = sentence_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    found = refusal(tokenizer, turn("user", "Hi"), turn("assistant", "Because."))
-    assert "its tokens merge where the generation prompt ends and the turn 'Because.'" in found

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from trl_packing.formatting.messages import (
-    SHAREGPT_ROLES,
     check_messages,
-    is_sharegpt,
     messages_from_sharegpt,
     tools_from_value,
     trained_messages,
@@ -28,33 +26,12 @@ def from_sharegpt(*turns, tool_calls: bool = True, **more):
 # --- ShareGPT -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([{"from": "human", "value": "Hi"}], True),
-        (({"from": "human", "value": None},), True),
-        ([USER], False),
-        ([{"from": "human"}], False),
-        ([], False),
-        (None, False),
-        ("from value", False),
-        (["from", "value"], False),
-    ],
-)
-def test_sharegpt_is_known_by_its_keys(messages, expected):
-    assert is_sharegpt(messages) is expected
-
-
 def test_roles_of_sharegpt_become_those_of_messages():
     turns = from_sharegpt(
         ("system", "a"), ("human", "b"), ("gpt", "c"), ("observation", "d"), ("chatgpt", "e")
     )
     assert [m["role"] for m in turns] == ["system", "user", "assistant", "tool", "assistant"]
     assert [m["content"] for m in turns] == list("abcde")
-
-
-def test_every_role_of_sharegpt_makes_messages_that_pass_the_check():
-    check_messages(from_sharegpt(*((role, "x") for role in SHAREGPT_ROLES)), "")
 
 
 @pytest.mark.parametrize("calls", [[CALL], [CALL, {"name": "time", "arguments": {}}]])
@@ -65,11 +42,6 @@ def test_a_function_call_becomes_tool_calls(calls):
     assert message["content"] == ""
     assert [call["function"] for call in message["tool_calls"]] == calls
     assert {call["type"] for call in message["tool_calls"]} == {"function"}
-
-
-def test_a_function_call_without_arguments_has_none():
-    [message] = from_sharegpt(("function_call", '{"name": "time"}'))
-    assert message["tool_calls"][0]["function"] == {"name": "time", "arguments": {}}
 
 
 @pytest.mark.parametrize("value", ["weather(Bern)", '{"city": "Bern"}', "[1]", "21", "[]", ""])
@@ -108,7 +80,6 @@ WRAPPED = {"type": "function", "function": BARE}
     [
         (None, None),
         ("", None),
-        ("  ", None),
         ("null", None),
         ([WRAPPED], [WRAPPED]),
         (json.dumps([WRAPPED]), [WRAPPED]),
@@ -121,16 +92,6 @@ def test_tools_are_a_list_or_nothing_and_json_is_read(value, expected):
 @pytest.mark.parametrize("value", [[BARE], json.dumps([BARE]), [WRAPPED]])
 def test_bare_functions_of_sharegpt_are_wrapped(value):
     assert tools_from_value(value, sharegpt=True) == [WRAPPED]
-
-
-@pytest.mark.parametrize("value", [None, "", "[]", []])
-def test_sharegpt_without_tools_has_none(value):
-    assert tools_from_value(value, sharegpt=True) is None
-
-
-def test_tools_that_are_no_json_are_refused():
-    with pytest.raises(ValueError, match="'tools' is not JSON"):
-        tools_from_value("weather(city)")
 
 
 @pytest.mark.parametrize("value", ['{"name": "weather"}', "21", '["weather"]', {"a": 1}])
@@ -148,15 +109,11 @@ def test_tools_that_are_no_list_of_tools_are_refused(value, sharegpt):
     [
         ({"role": "user", "content": None}, r"\(user\) has no content; remove the row, or set it"),
         ({"role": "assistant"}, r"\(assistant\) has no content; remove the row"),
-        ({"role": "assistant", "tool_calls": []}, r"\(assistant\) has no content"),
         ({"role": "wizard", "content": "x"}, "has the role 'wizard', which is none of .* rename"),
         ({"role": None, "content": "x"}, r"has no role \(keys: \['content', 'role'\]\)"),
-        ({"content": "x"}, r"has no role \(keys: \['content'\]\)"),
         ({"role": "user", "content": 7}, r"\(user\) has int 7 as content; make it a string"),
-        ({"role": "user", "content": {"text": "x"}}, r"\(user\) has dict .* make it a string"),
         ({"role": "user", "content": ["x"]}, r"\(user\) has a list .* no 'type'"),
         ("Hi", "is str 'Hi', not a dictionary with 'role' and 'content'"),
-        (None, r"is nothing \(null\), not a dictionary"),
     ],
 )
 def test_a_bad_message_is_named_with_what_is_wrong(message, complaint):
@@ -171,12 +128,6 @@ def test_a_bad_message_is_named_with_what_is_wrong(message, complaint):
 def test_messages_that_are_no_list_of_one_or_more_are_refused(messages, got):
     with pytest.raises(ValueError, match=f"'messages' must be a list of at least one .*got {got}"):
         check_messages(messages, "")
-
-
-def test_long_values_are_cut_in_a_complaint():
-    with pytest.raises(ValueError) as error:
-        check_messages([{"role": "user", "content": list(range(1000))}], "")
-    assert len(str(error.value)) < 250
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])
@@ -221,7 +172,6 @@ def conversation(*flags: dict) -> list[dict]:
         (conversation({"weight": 2}, {}), {1: 2, 3: 1}, {3: 1}),
         (conversation({"train": True, "weight": 0}, {}), {3: 1}, {3: 1}),
         ([{**USER, "train": True}, ANSWER], {0: 1, 1: 1}, {0: 1, 1: 1}),
-        ([{**USER, "weight": 1.0}, ANSWER], {1: 1}, {1: 1}),
         ([USER], {}, {}),
         ([*conversation({}), USER], {1: 1}, {1: 1}),
     ],

@@ -186,14 +186,6 @@ def test_a_prompt_ends_where_trl_ends_it(kind, prompt, completion, special):
     assert first_trained(tokenizer, prompt, completion, special) == expected
 
 
-def test_spaces_that_a_word_takes_from_the_prompt_move_its_end():
-    tokenizer = made("bytes")
-    prompt = "Answer:\n\n"
-    assert tokenizer.tokenize(prompt)[-1] == "ĊĊ"
-    assert tokenizer.tokenize(prompt + "x")[-3:] == ["Ċ", "Ċ", "x"]  # yet a token starts at "x"
-    assert first_trained(tokenizer, prompt, "x") == len(tokenizer.tokenize(prompt)) - 1
-
-
 @every_kind
 def test_what_a_prompt_loses_is_reported(kind):
     tokenizer = made(kind)
@@ -206,14 +198,6 @@ def test_what_a_prompt_loses_is_reported(kind):
         assert document.lost_prompt == expected or (ended and not document.lost_prompt)
         lost += document.lost_prompt
     assert lost
-
-
-def test_every_document_of_a_batch_gets_its_own_prompt():
-    tokenizer = made("bytes")
-    rows = [("a\n\n", "b"), ("Answer:", " b"), ("Be", "cause"), ("", "c"), ("x  ", "y")]
-    batch = tokenize(tokenizer, [Rendered(p + c, prompt=p) for p, c in rows])
-    for document, (prompt, completion) in zip(batch, rows, strict=True):
-        assert (document.weights == 0).sum() == first_trained(tokenizer, prompt, completion)
 
 
 def test_a_prompt_that_the_text_does_not_start_with_ends_where_the_two_part():
@@ -303,13 +287,6 @@ def test_spans_keep_their_weights_and_a_weight_of_zero_masks():
     assert got["Ġend"] == 2.0
     assert got["<eos>"] == 0.0
     assert got["the"] == 0.5
-
-
-@every_kind
-def test_no_span_trains_nothing_and_none_trains_all(kind):
-    tokenizer = made(kind)
-    assert set(weights_of(tokenizer, "the answer", [])) == {0.0}
-    assert set(weights_of(tokenizer, "the answer", None)) == {1.0}
 
 
 def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole():

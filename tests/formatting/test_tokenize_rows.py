@@ -15,7 +15,7 @@ from datasets import Dataset, IterableDataset, load_dataset
 from helpers.combinations import combined
 from helpers.tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig
@@ -27,7 +27,6 @@ from trl_packing.formatting.tokenize_rows import (
 )
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TURN = re.compile(r"<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>|<think>|</think>|</?tool_call>")
 
 QUESTIONS = [
@@ -44,19 +43,7 @@ ANSWERS = [
 ]
 
 
-@cache
-def pairs(source: str) -> list[tuple[str, str]]:
-    """Questions and answers: those above, or real ones."""
-    if source == "written":
-        return list(zip(QUESTIONS, ANSWERS, strict=True)) * 3
-    if not SHARED.exists():
-        pytest.skip(f"no real data: {SHARED} does not exist")
-    with (SHARED / "gsm8k_train.jsonl").open() as file:
-        rows = [json.loads(line) for _, line in zip(range(200), file, strict=False)]
-    alpaca = json.loads((SHARED / "alpaca_en_demo.json").read_text())[:100]
-    return [(row["question"], row["answer"]) for row in rows] + [
-        (f"{row['instruction']}\n{row['input']}", row["output"]) for row in alpaca if row["output"]
-    ]
+PAIRS = list(zip(QUESTIONS, ANSWERS, strict=True)) * 3
 
 
 @cache
@@ -68,7 +55,7 @@ def tokenizer(template: str, bos: bool = False) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(
-        [part for pair in pairs("written") for part in pair] + ["the of and to in is you that"],
+        [part for pair in PAIRS for part in pair] + ["the of and to in is you that"],
         trainers.BpeTrainer(
             vocab_size=480,
             special_tokens=special,
@@ -144,8 +131,8 @@ FORMS: dict[str, Any] = {
 CONVERSATIONS = [form for form in FORMS if not form.startswith(("text", "prompt,", "prompt and"))]
 
 
-def data_set(form: str, source: str = "written") -> Dataset:
-    return Dataset.from_list([FORMS[form](q, a) for q, a in pairs(source)])
+def data_set(form: str) -> Dataset:
+    return Dataset.from_list([FORMS[form](q, a) for q, a in PAIRS])
 
 
 @cache
@@ -223,13 +210,10 @@ def trained_text(tokenizer: Any, documents: list[tuple]) -> list[str]:
 # --- as TRL ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "source"), combined(FORMS, ["written", "real"]))
-def test_documents_are_those_of_trl(tmp_path, form, source):
+@pytest.mark.parametrize("form", FORMS)
+def test_documents_are_those_of_trl(tmp_path, form):
     chat = tokenizer("qwen3")
-    ours, theirs = (
-        by_us(data_set(form, source), chat),
-        by_trl(data_set(form, source), chat, tmp_path),
-    )
+    ours, theirs = by_us(data_set(form), chat), by_trl(data_set(form), chat, tmp_path)
     assert ours == theirs
     # The comparison can fail: one label is enough.
     ours[-1][1][-1] += 1
@@ -283,7 +267,7 @@ def test_a_tokenizer_that_adds_tokens_gives_the_documents_of_trl(tmp_path, form)
 
 
 def test_a_formatting_func_gives_the_documents_of_trl(tmp_path):
-    rows = Dataset.from_list([{"q": q, "a": a} for q, a in pairs("written")])
+    rows = Dataset.from_list([{"q": q, "a": a} for q, a in PAIRS])
     settings = {"formatting_func": lambda row: f"Q: {row['q']}\nA: {row['a']}"}
     chat = tokenizer("qwen2_5")
     assert by_us(rows, chat, **settings) == by_trl(rows, chat, tmp_path, **settings)
@@ -361,18 +345,6 @@ def test_train_on_a_completion_leaves_the_assistant_of_the_prompt_out():
     assert "Hello!" in trained["all"]
 
 
-def test_messages_that_say_so_are_trained_or_not():
-    chat = tokenizer("qwen2_5")
-    messages = [
-        user("Hi"),
-        assistant("Bad.") | {"train": False},
-        user("Again") | {"train": True},
-        assistant("Good."),
-    ]
-    rows = Dataset.from_list([{"messages": messages}])
-    assert trained_text(chat, by_us(rows, chat)) == ["Again<|im_end|>|Good.<|im_end|>"]
-
-
 def test_weights_of_messages_become_weights_of_tokens():
     chat = tokenizer("qwen2_5")
     messages = [
@@ -394,14 +366,6 @@ def test_weights_of_messages_become_weights_of_tokens():
     assert "None." in chat.decode(by_weight[0.0])
 
 
-def test_plain_sft_config_leaves_the_flags_of_messages_to_trl(tmp_path):
-    chat = tokenizer("qwen2_5")
-    rows = Dataset.from_list([{"messages": [user("Hi"), assistant("Ho") | {"train": False}]}])
-    args = config(SFTConfig, tmp_path)
-    row_format = RowFormat.from_args(args, chat, chat_template=None, completion_only=False)
-    assert documents(documents_from_rows(rows, row_format)) == by_trl(rows, chat, tmp_path)
-
-
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_response_template_is_found_in_text_however_it_is_tokenized(turns):
     chat = tokenizer("qwen2_5")
@@ -412,12 +376,6 @@ def test_a_response_template_is_found_in_text_however_it_is_tokenized(turns):
     many = by_us(rows, chat, response_template="### Answer:", instruction_template="### Question:")
     answers = [" Because of you.\n"] * turns
     assert trained_text(chat, many) == ["|".join(answers) + "</s>"]
-
-
-def test_a_response_template_is_found_in_a_rendered_conversation():
-    chat, rows = tokenizer("qwen2_5"), data_set("messages").select(range(1))
-    ours = by_us(rows, chat, response_template="<|im_start|>assistant\n")
-    assert trained_text(chat, ours) == [f"{ANSWERS[0]}<|im_end|>\n"]
 
 
 def test_raw_fields_get_a_prompt():
@@ -441,128 +399,38 @@ def test_of_several_columns_with_answers_the_one_that_is_meant_must_be_named():
     assert chat.decode(ids).endswith("7</s>")
 
 
-GLAIVE = {
-    "conversations": [
-        {"from": "human", "value": "How many clips?"},
-        {"from": "function_call", "value": '{"name": "count", "arguments": {"what": "clips"}}'},
-        {"from": "observation", "value": '{"number": 72}'},
-        {"from": "gpt", "value": "There are 72."},
-    ],
-    "tools": json.dumps([TOOLS[0]["function"]]),
-}
-
-
-def test_sharegpt_calls_functions_as_the_template_does():
-    chat = tokenizer("qwen2_5")
-    ((ids, labels),) = by_us(Dataset.from_list([GLAIVE]), chat, train_on="assistant")
-    call = '<tool_call>\n{"name": "count", "arguments": {"what": "clips"}}\n</tool_call>'
-    (trained,) = trained_text(chat, [(ids, labels)])
-    assert trained == f"{call}<|im_end|>|There are 72.<|im_end|>"
-    text = chat.decode(ids)
-    assert '"function": {"description": "Counts.", "name": "count"' in text.replace(
-        '"name": "count", "description": "Counts."', '"description": "Counts.", "name": "count"'
-    )
-    assert '<tool_response>\n{"number": 72}\n</tool_response>' in text
-
-
-def test_sharegpt_keeps_calls_as_text_where_the_template_has_no_tools():
-    chat = tokenizer("llama3")
-    (trained,) = trained_text(chat, by_us(Dataset.from_list([GLAIVE]), chat, train_on="assistant"))
-    call = GLAIVE["conversations"][1]["value"]
-    assert trained == f"{call}<|eot_id|>|There are 72.<|eot_id|>"
-
-
-def test_real_function_calls_are_trained_and_their_results_are_not():
-    if not SHARED.exists():
-        pytest.skip(f"no real data: {SHARED} does not exist")
-    rows = load_dataset(
-        "json", data_files=str(SHARED / "glaive_toolcall_en_demo.json"), split="train[:60]"
-    )
-    chat = tokenizer("qwen2_5")
-    trained = trained_text(chat, by_us(rows, chat, train_on="assistant"))
-    for row, text in zip(rows, trained, strict=True):
-        parts = text.split("<|im_end|>|")
-        ours = [t for t in row["conversations"] if t["from"] in ("gpt", "function_call")]
-        assert len(parts) == len(ours)
-        for part, turn in zip(parts, ours, strict=True):
-            if turn["from"] == "gpt":
-                assert part.removesuffix("<|im_end|>") == turn["value"]
-            else:
-                assert json.loads(part.split("<tool_call>")[1].split("</tool_call>")[0]) == (
-                    json.loads(turn["value"])
-                )
-
-
 # --- bad input ------------------------------------------------------------------------------------
 
 GOOD = {"messages": [user("Hi"), assistant("Ho")]}
 
 
+NO_ROLE = {"role": "alien", "content": "Hi"}
+PAIR = {"prompt": "a", "completion": "b"}
+
+
 @pytest.mark.parametrize(
     ("rows", "settings", "sentence"),
     [
-        (
-            [GOOD, {"messages": [user("Hi"), {"role": "assistant", "content": None}]}],
-            {},
-            "row 1 .*message 1 .*no content",
-        ),
-        (
-            [GOOD, {"messages": [user("Hi"), {"role": "assistant"}]}],
-            {},
-            "row 1 .*message 1 .*no content",
-        ),
-        ([GOOD, {"messages": [{"role": "alien", "content": "Hi"}]}], {}, "row 1 .*role 'alien'"),
-        (
-            [{"prompt": [], "completion": [assistant("a")]}],
-            {},
-            "row 0 .*'prompt' must be a list of at least one message",
-        ),
-        (
-            [{"text": "a"}, {"text": "a\ud800b"}],
-            {},
-            r"row 1 .*the lone surrogate '\\ud800'; repair it",
-        ),
+        ([GOOD, {"messages": [user("Hi"), {"role": "assistant"}]}], {}, "row 1 .*no content"),
+        ([GOOD, {"messages": [NO_ROLE]}], {}, "row 1 .*role 'alien'"),
+        ([{"prompt": [], "completion": [assistant("a")]}], {}, "row 0 .*at least one message"),
+        ([{"text": "a"}, {"text": "a\ud800b"}], {}, r"row 1 .*surrogate '\\ud800'; repair it"),
         ([GOOD, {"messages": None}], {}, "row 1 .*nothing to train on"),
-        ([{"messages": [{"role": "user", "content": 7}]}], {}, "row 0 .*message 0 .*int 7"),
         ([{"prompt": "a", "completion": 5}], {}, "row 0 .*'completion' is int 5"),
-        ([{"text": "a"}, {"text": None}], {}, "row 1 .*'text' is null"),
-        (
-            [{"text": "a"}, {"prompt": "a", "completion": "b"}],
-            {},
-            "row 1 .*prompts and completions, but the first row text",
-        ),
-        (
-            [GOOD, {"prompt": "a", "completion": "b"}],
-            {},
-            "row 1 .*prompts and completions, but the first row conversations",
-        ),
+        ([{"text": "a"}, PAIR], {}, "row 1 .*completions, but the first row text"),
         ([{"text": "a"}], {"train_on": "assistant"}, "train_on='assistant' is about messages"),
-        (
-            [{"prompt": "a", "completion": "b"}],
-            {"response_template": "x"},
-            "leave it out: the completion",
-        ),
+        ([PAIR], {"response_template": "x"}, "leave it out: the completion"),
         ([{"query": "a"}], {"prompt_template": "alpaca"}, "row 0 .*'response'"),
         ([{"conversations": [{"from": "alien", "value": "Hi"}]}], {}, "row 0 .*from 'alien'"),
         ([{**GOOD, "tools": "[not json"}], {}, "row 0 .*'tools' is not JSON"),
-        (
-            [{"messages": [user("Hi"), assistant("a") | {"weight": -1.0}]}],
-            {},
-            "row 0 .*weight=-1.0",
-        ),
+        ([{"messages": [assistant("I begin.")]}], {}, "row 0 .*cannot render .*roles must"),
     ],
 )
 def test_bad_rows_are_named_in_one_sentence(rows, settings, sentence):
     stream = IterableDataset.from_generator(lambda: iter(rows))
     with pytest.raises(ValueError, match=sentence) as error:
-        by_us(stream, tokenizer("qwen2_5"), **settings)
+        by_us(stream, tokenizer("gemma" if "roles" in sentence else "qwen2_5"), **settings)
     assert "\n" not in str(error.value)
-
-
-def test_a_template_that_refuses_a_row_is_quoted():
-    rows = Dataset.from_list([{"messages": [assistant("I begin.")]}])
-    with pytest.raises(ValueError, match=r"row 0 .*roles must alternate"):
-        by_us(rows, tokenizer("gemma"))
 
 
 def test_conversations_need_a_chat_template():
@@ -599,12 +467,6 @@ def test_other_columns_stay_where_they_are_kept():
     assert documents_from_rows(rows, row_format).column_names == ["input_ids", "labels"]
 
 
-def test_several_processes_make_the_same_documents():
-    chat, rows = tokenizer("qwen2_5"), data_set("messages")
-    row_format = row_format_for(rows, chat)
-    assert documents(documents_from_rows(rows, row_format, num_proc=2)) == by_us(rows, chat)
-
-
 def test_processors_and_tokenizers_of_their_own_take_the_code_of_trl():
     class OwnTemplate(PreTrainedTokenizerFast):
         def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
@@ -612,4 +474,5 @@ def test_processors_and_tokenizers_of_their_own_take_the_code_of_trl():
 
     assert can_prepare(tokenizer("qwen2_5"))
     assert not can_prepare(SimpleNamespace())
+    assert not can_prepare(ByT5Tokenizer()), "slow tokenizers have no offsets"
     assert not can_prepare(OwnTemplate(tokenizer_object=tokenizer("qwen2_5").backend_tokenizer))

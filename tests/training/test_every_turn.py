@@ -5,12 +5,10 @@ import json
 import pytest
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
-from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing.data.counts import Conversations
 from trl_packing.tools.preview.preview import preview_losses, preview_rows
-from trl_packing.tools.preview.previewed_run import PreviewedRun, trace_documents
+from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 # The prompt opens thoughts, and those of earlier turns are dropped.
 THINKS = """\
@@ -168,11 +166,6 @@ def test_the_report_counts_conversations_and_names_one_without_a_turn(tmp_path, 
     assert counted == {"number": 10, "documents": 14, "silent": 2, "first_silent": 4}
 
 
-def test_conversations_without_any_turn_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="trained token"):
-        trainer_for(tmp_path, [SILENT] * 3, train_on="every_turn")
-
-
 def test_a_stream_trains_and_counts_the_same_documents(tmp_path, caplog):
     rows = [*conversations(4), SILENT]
     expected = by_hand(conversations(4), thinking_tokenizer())
@@ -186,73 +179,6 @@ def test_a_stream_trains_and_counts_the_same_documents(tmp_path, caplog):
     found = trainer.packing_report.preparation.conversations
     assert found.documents == 7 * found.number // 5
     assert found.silent == found.number // 5
-
-
-TWO_TURNS = [row for row in conversations(36) if len(row["messages"]) == 4]
-"""Shards of these hold the same documents, whether they are turned into documents before or not."""
-
-
-@pytest.mark.slow
-def test_workers_read_a_stream_of_turns_as_one_of_their_documents(tmp_path):
-    def run(name, rows, **settings):
-        stream = Dataset.from_list(rows).to_iterable_dataset(2)
-        settings |= {"max_steps": 6, "dataloader_num_workers": 2}
-        return trainer_for(tmp_path / name, stream, **settings)
-
-    turns = run("turns", TWO_TURNS, train_on="every_turn")
-    documents = run("documents", by_hand(TWO_TURNS, thinking_tokenizer()))
-    assert losses(turns) == losses(documents)
-    found = turns.packing_report.preparation.conversations
-    assert found.documents == 2 * found.number > 0
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
-    data = {"turns": TWO_TURNS, "documents": by_hand(TWO_TURNS, thinking_tokenizer())}
-    kinds = {
-        "packed": {"packing": True, "per_device_train_batch_size": 1},
-        "documents_per_step": {"documents_per_step": 6},
-        "stream": {"packing": True, "per_device_train_batch_size": 1, "max_steps": 3},
-    }
-
-    def run(name, of, accumulation=1):
-        steps = {"max_length": 256, "gradient_accumulation_steps": accumulation}
-        return Run(
-            str(tmp_path / name / of),
-            "PackedSFTTrainer",
-            data[of],
-            settings=kinds[name] | steps | ({"train_on": "every_turn"} if of == "turns" else {}),
-            shards=2 if name == "stream" else None,
-            chat_template=THINKS,
-        )
-
-    runs = {f"{name} {of}": run(name, of) for name in kinds for of in data}
-    of_ranks = {name: joined(found) for name, found in on_ranks(runs, tmp_path / "ranks").items()}
-    for name in kinds:
-        turns, documents = of_ranks[f"{name} turns"], of_ranks[f"{name} documents"]
-        assert turns == documents
-        assert len(turns["losses"]) > 2
-        if name != "stream":  # one rank reads its shards in another order
-            assert_same_steps(trained(run(name, "turns", accumulation=2)), turns)
-
-
-@pytest.mark.slow
-def test_a_resumed_stream_goes_on_with_the_same_documents(tmp_path):
-    def run(folder, *, steps, **settings):
-        rows = Dataset.from_list(conversations(40)).to_iterable_dataset(2)
-        return trainer_for(
-            folder, rows, train_on="every_turn", max_steps=steps, max_length=256, **settings
-        )
-
-    whole = losses(run(tmp_path / "whole", steps=6))
-    first = run(tmp_path / "part", steps=6, save_strategy="steps", save_steps=3)
-    first.train()
-    resumed = run(tmp_path / "part", steps=6)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-3"))
-    names = ("loss", "grad_norm")
-    found = [{n: log[n] for n in names} for log in resumed.state.log_history if "loss" in log]
-    expected = [{n: log[n] for n in names} for log in whole if "loss" in log]
-    assert found[-3:] == expected[-3:]
 
 
 # --- looking at it before -------------------------------------------------------------------------
@@ -271,28 +197,3 @@ def test_inspect_shows_each_turn_of_a_row():
     ]
     assert shown.texts[0].endswith("<think>⟦Hm 2. Hm 2. Hm 2. </think>So. <|im_end|>⟧")
     assert "3 conversations → 6 documents, one for each turn" in preview_losses(run)
-
-
-@pytest.mark.parametrize("overflow", ["truncate", "truncate_prompt", "split", "overlap", "drop"])
-def test_documents_of_a_row_know_their_lengths_before_they_were_cut(overflow):
-    rows = conversations(6)
-    documents = by_hand(rows, thinking_tokenizer())
-    lengths = [[len(d["input_ids"]) for d in by_hand([row], thinking_tokenizer())] for row in rows]
-    longest = max(len(d["input_ids"]) for d in documents)
-    run = previewed(
-        rows, "--max_length", str(longest - 30), "--overflow", overflow, "--shuffle_dataset", "true"
-    )
-    traced = trace_documents(run)
-    kept = traced.uncut.tolist()
-    if overflow in ("truncate_prompt", "split", "overlap"):
-        assert longest in kept
-    for row, uncut in zip(traced.rows.tolist(), kept, strict=True):
-        assert uncut in lengths[row]
-    if overflow == "truncate_prompt":
-        assert sorted(kept) == sorted(n for each in lengths for n in each)
-
-
-def test_parts_of_a_stream_add_their_conversations_up():
-    first, second = Conversations(3, 5, 1, 2), Conversations(2, 2)
-    assert first + second == Conversations(5, 7, 1, 2)
-    assert str(Conversations()) == ""

@@ -127,8 +127,14 @@ class ArrowDocuments(torch.utils.data.Dataset):
             return np.maximum(self.lengths() - 1, 0)
         if is_packed(self):
             return np.array([_num_trained_in_row(row) for row in self], dtype=np.int64)
-        chunks = self.readers["labels"].chunks
-        return self.in_order([count_after_first(*chunk, IGNORE_INDEX) for chunk in chunks])
+        return self.in_order(
+            [
+                _sums(
+                    labels != IGNORE_INDEX, np.minimum(offsets[:-1] + 1, offsets[1:]), offsets[1:]
+                )
+                for labels, offsets in self.readers["labels"].chunks
+            ]
+        )
 
     def sums(self, column: str) -> np.ndarray:
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
@@ -207,12 +213,6 @@ class ListColumn:
         # A weight beyond float32 becomes inf, which `check_token_weights` refuses.
         with np.errstate(over="ignore"):
             return found.astype(np.float32, copy=False)
-
-
-def count_after_first(values: np.ndarray, offsets: np.ndarray, ignored: int) -> np.ndarray:
-    """Return how many values of each list, except its first, differ from `ignored`."""
-    starts, ends = offsets[:-1], offsets[1:]
-    return _sums(values != ignored, np.minimum(starts + 1, ends), ends)
 
 
 def _sums(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ The first token of a document is never a target: nothing precedes it in its docu
 packed row the position before it belongs to another document.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,37 +76,28 @@ def document_columns(columns: Iterable[str], named: Iterable[str] = ()) -> list[
     return [column for column in columns if column in kept]
 
 
-def labels_from_masks(input_ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Return `input_ids` ``(T,)`` with `IGNORE_INDEX` wherever any of `masks` ``(T,)`` is 0.
-
-    Raises:
-        ValueError: if a mask has another length.
-
-    Examples:
-        >>> labels_from_masks(np.array([5, 6, 7]), [np.array([0, 1, 1])]).tolist()
-        [-100, 6, 7]
-    """
-    labels = np.array(input_ids, dtype=np.int64)
-    for mask in masks:
-        if len(mask) != len(labels):
-            raise ValueError(
-                f"a mask has {len(mask)} entries but input_ids has {len(labels)}; "
-                "give one entry per token"
-            )
-        labels[np.asarray(mask) == 0] = IGNORE_INDEX
-    return labels
-
-
 def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.ndarray:
     """Return the labels ``(T,)`` int64 of a document: its `labels`, or made from its masks and ids.
 
     Raises:
         ValueError: if `labels` or a mask has another length than `input_ids` ``(T,)``.
+
+    Examples:
+        >>> document_labels({"completion_mask": [0, 1, 1]}, np.array([5, 6, 7])).tolist()
+        [-100, 6, 7]
     """
     labels = document.get("labels")
     if labels is None:
-        masks = [np.asarray(document[name]) for name in MASK_COLUMNS if name in document]
-        return labels_from_masks(input_ids, masks)
+        labels = np.array(input_ids, dtype=np.int64)
+        for name in MASK_COLUMNS:
+            mask = np.asarray(document.get(name, labels != IGNORE_INDEX))
+            if len(mask) != len(labels):
+                raise ValueError(
+                    f"a mask has {len(mask)} entries but input_ids has {len(labels)}; "
+                    "give one entry per token"
+                )
+            labels[mask == 0] = IGNORE_INDEX
+        return labels
     labels = np.asarray(labels, dtype=np.int64)
     if len(labels) != len(input_ids):
         raise ValueError(

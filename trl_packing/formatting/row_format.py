@@ -54,44 +54,6 @@ IN_WORDS = {
 _JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
 
 
-def form_of(row: Row, text_field: str) -> str:
-    """Return the form of a row without a prompt template.
-
-    Args:
-        row: of the user's data set.
-        text_field: column of plain text.
-
-    Raises:
-        ValueError: for a row of none of these forms.
-    """
-    messages = name_of_messages(row)
-    # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
-    # conversation repeats its beginning (ultrachat_200k).
-    if row.get("prompt") is not None and (messages is None or row.get("completion") is not None):
-        if isinstance(row["prompt"], list):
-            return "prompt messages"
-        if all(_JSON_OF_MESSAGES.match(str(row.get(name))) for name in ("prompt", "completion")):
-            raise ValueError(
-                "its 'prompt' and 'completion' are messages as JSON text; read them before: "
-                "dataset.map(lambda row: {name: json.loads(row[name]) for name in ('prompt', "
-                "'completion')})"
-            )
-        return "prompt"
-    if messages is not None:
-        return "messages"
-    if row.get(text_field) is not None:
-        return "text"
-    for name in ("messages", "conversations"):
-        if isinstance(row.get(name), str):
-            raise ValueError(
-                f"its {name!r} is a text; if it is JSON, read it before: "
-                f"dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
-            )
-    kinds = {c: "null" if row[c] is None else type(row[c]).__name__ for c in sorted(row)}
-    contents = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
-    raise ValueError(f"it has nothing to train on: {contents}")
-
-
 def string_of(row: Row, column: str) -> str:
     """Return the text in a column. Raises ValueError if it is something else."""
     value = row.get(column)
@@ -225,7 +187,36 @@ class RowFormat:
             return "text"
         if self.prompt_template is not None:
             return "fields"
-        return form_of(row, self.text_field)
+        messages = name_of_messages(row)
+        # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
+        # conversation repeats its beginning (ultrachat_200k).
+        if row.get("prompt") is not None and (
+            messages is None or row.get("completion") is not None
+        ):
+            if isinstance(row["prompt"], list):
+                return "prompt messages"
+            if all(
+                _JSON_OF_MESSAGES.match(str(row.get(name))) for name in ("prompt", "completion")
+            ):
+                raise ValueError(
+                    "its 'prompt' and 'completion' are messages as JSON text; read them before: "
+                    "dataset.map(lambda row: {name: json.loads(row[name]) for name in ('prompt', "
+                    "'completion')})"
+                )
+            return "prompt"
+        if messages is not None:
+            return "messages"
+        if row.get(self.text_field) is not None:
+            return "text"
+        for name in ("messages", "conversations"):
+            if isinstance(row.get(name), str):
+                raise ValueError(
+                    f"its {name!r} is a text; if it is JSON, read it before: "
+                    f"dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
+                )
+        kinds = {c: "null" if row[c] is None else type(row[c]).__name__ for c in sorted(row)}
+        contents = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
+        raise ValueError(f"it has nothing to train on: {contents}")
 
     def check(self, row: Row) -> None:
         """Raise ValueError if a setting cannot be used with this form of row."""
