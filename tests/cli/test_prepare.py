@@ -97,7 +97,8 @@ def test_a_mixture_is_prepared_as_its_yaml_file_trains_it(place, capsys):
     ],
 )
 def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more, said):
-    run_of([{"path": "chats.jsonl", "weight": 1}, {"path": "chats.jsonl", "weight": 1}], **more)
+    chats = {"path": "chats.jsonl", "weight": 1}
+    run_of([chats, chats | {"source": "more"}], **more)
     assert main(["prepare", out, "--config", "run.yaml"]) == 2
     told = capsys.readouterr().err
     assert said in told

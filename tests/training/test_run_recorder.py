@@ -172,13 +172,6 @@ def test_files_are_written_where_trl_writes(tmp_path, changes, expected):
         assert "run.json" in files(checkpoint)
 
 
-def test_the_page_is_never_the_reason_for_a_folder(tmp_path):
-    made = trainer(tmp_path / "out")
-    (tmp_path / "out").rmdir()
-    made.train()
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_removed_callback_another_rank_or_an_evaluation_alone_writes_nothing(
     tmp_path, monkeypatch
 ):
@@ -239,19 +232,6 @@ def test_writes_are_bounded(tmp_path, monkeypatch):
     assert written == ["run.json", "run.html"] * 9, "begin, 6 logs, the totals, end"
 
 
-def test_a_slow_write_is_followed_by_a_longer_pause(tmp_path, monkeypatch):
-    now = [0.0]
-
-    def slow(path, text):
-        now[0] += 3
-
-    monkeypatch.setattr(run_recorder.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(run_recorder, "replace_file", slow)
-    made = trainer(tmp_path)
-    made.train()
-    assert made._recorder._next_write == pytest.approx(now[0] + 6 / 0.02)
-
-
 def test_a_run_that_fails_leaves_its_curves(tmp_path):
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -266,7 +246,7 @@ def test_a_run_that_fails_leaves_its_curves(tmp_path):
     assert [point.step for point in record.points("loss")] == [1, 2]
 
 
-def test_a_second_run_of_a_trainer_begins_at_zero(tmp_path):
+def test_a_second_run_begins_at_zero_and_a_later_evaluation_is_added(tmp_path):
     made = trainer(tmp_path)
     made.train()
     first = RunRecord.load(tmp_path / FILE)
@@ -275,12 +255,6 @@ def test_a_second_run_of_a_trainer_begins_at_zero(tmp_path):
     assert second.totals[0] == NOTHING
     assert second.total.documents == first.total.documents
     assert second.log == made.state.log_history
-
-
-def test_an_evaluation_after_the_run_is_added(tmp_path):
-    made = trainer(tmp_path)
-    made.train()
-    made.eval_dataset = made.train_dataset
     found = made.evaluate(made.train_dataset)
     record = RunRecord.load(tmp_path / FILE)
     (point,) = record.points("eval_loss")

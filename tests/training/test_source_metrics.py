@@ -7,11 +7,10 @@ so all steps of an interval have the parameters of the reference.
 import itertools
 
 import pytest
-import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
-from helpers.by_hand import LOSSES, TOLERANCE, by_hand, one_step, trainer_for, weighted
+from helpers.by_hand import LOSSES, TOLERANCE, by_hand, trainer_for, weighted
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
 from helpers.tiny import documents_of_lengths
@@ -49,34 +48,27 @@ def assert_reports(logs, expected, tolerance=TOLERANCE):
 
 
 RUNS = {
-    "one micro-batch": {},
-    "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3},
-    "padding-free": {"packing": False, "gradient_accumulation_steps": 2},
-    "document weights": {"loss_weighting": "document"},
-    "static shapes": {"static_shapes": True},
-    "attention on padded rows": {"attention": "padded"},
-    "a worker": {"dataloader_num_workers": 1},
+    "accumulated": ("nll", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}),
+    "padding-free, dft": ("dft", {"packing": False, "gradient_accumulation_steps": 2}),
+    "document weights": ("nll", {"loss_weighting": "document"}),
+    "weights, smoothed": ("smoothed", {"loss_weighting": "document"}),
+    "static shapes, dft": ("dft", {"static_shapes": True}),
+    "padded rows, smoothed": ("smoothed", {"attention": "padded"}),
 }
-FAST = ("accumulated", "document weights", "static shapes")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
-)
-@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
-def test_a_step_reports_each_source_as_it_is_alone(name, loss, tmp_path):
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_reports_each_source_as_it_is_alone(name, tmp_path):
     model, documents = tiny_model("llama"), with_sources(tiny_documents())
-    if name == "document weights":
-        documents = [
-            d | {"loss_weight": w} for d, w in zip(weighted(documents), WEIGHTS, strict=True)
-        ]
-    options = {"source_column": "source", **RUNS[name], **LOSSES[loss]}
-    if name == "padding-free":
-        options["per_device_train_batch_size"] = 4
+    loss, settings = RUNS[name]
+    weighting = settings.get("loss_weighting", "token")
+    if weighting == "document":
+        pairs = zip(weighted(documents), WEIGHTS, strict=True)
+        documents = [d | {"loss_weight": w} for d, w in pairs]
+    options = {"source_column": "source", **settings, **LOSSES[loss]}
     trainer = trainer_for(model, documents, tmp_path, **options)
     trainer.train()
     logs, totals = trainer.state.log_history[0], trainer.state.log_history[-1]
-    weighting = options.get("loss_weighting", "token")
     expected = by_source(model, documents, loss, weighting)
     assert_reports(logs, expected)
     assert_reports(totals, {f"train_{name}": value for name, value in expected.items()})
@@ -105,15 +97,6 @@ def test_an_interval_is_a_mean_over_all_its_tokens(tmp_path):
     logs = [entry for entry in trainer.state.log_history if "num_tokens_web" in entry]
     assert len(logs) == 1
     assert_reports(logs[0], by_source(model, documents))
-
-
-@pytest.mark.parametrize("loss", ["nll", "dft", "smoothed"])
-def test_losses_and_gradients_keep_every_bit(loss, tmp_path):
-    model, documents = tiny_model("llama"), with_sources(tiny_documents())
-    apart = one_step(model, documents, tmp_path, source_column="source", **LOSSES[loss])
-    plain = one_step(model, documents, tmp_path, **LOSSES[loss])
-    assert apart[0] == plain[0]
-    assert all(torch.equal(gradient, plain[1][name]) for name, gradient in apart[1].items())
 
 
 @pytest.mark.parametrize("mode", ["bin", pytest.param("group", marks=pytest.mark.slow)])
@@ -162,13 +145,9 @@ def test_a_column_that_names_no_sources_is_warned_of(column, problem, tmp_path, 
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 RANKS = {
-    "packed": {},
-    "padding-free": {"packing": False, "batch_size": 2},
-    "document": {"options": {"loss_weighting": "document"}},
     "accumulated": {"accumulation": 2},
+    "document": {"packing": False, "batch_size": 2, "options": {"loss_weighting": "document"}},
 }
-
-STREAM = {"stream": True, "max_steps": 6}
 
 
 def scenario(folder, **arguments):
@@ -182,24 +161,17 @@ def scenario(folder, **arguments):
     )
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    base = tmp_path_factory.mktemp("ranks")
-    scenarios = {name: scenario(base / name, **dict(made)) for name, made in RANKS.items()}
-    return run_on_ranks(scenarios, base / "results")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RANKS)
-def test_two_ranks_report_the_sources_of_both(name, two_ranks):
-    documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
-    weighting = RANKS[name].get("options", {}).get("loss_weighting", "token")
-    expected = by_source(small_model("llama"), documents, weighting=weighting)
-    logs, totals = two_ranks[name][0]["history"], two_ranks[name][0]["totals"]
-    assert_reports(totals, {f"train_{n}": value for n, value in expected.items()})
-    steps = [entry for entry in logs if "step" in entry and "loss" in entry]
-    for count in ("num_documents_web", "num_tokens_code", "num_trained_tokens_books"):
-        assert sum(entry.get(count, 0) for entry in steps) == expected[count]
+def test_two_ranks_report_the_sources_of_both(tmp_path):
+    scenarios = {name: scenario(tmp_path / name, **dict(made)) for name, made in RANKS.items()}
+    for name, found in run_on_ranks(scenarios, tmp_path / "results").items():
+        documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
+        weighting = RANKS[name].get("options", {}).get("loss_weighting", "token")
+        expected = by_source(small_model("llama"), documents, weighting=weighting)
+        assert_reports(found[0]["totals"], {f"train_{n}": v for n, v in expected.items()})
+        steps = [entry for entry in found[0]["history"] if "step" in entry and "loss" in entry]
+        for count in ("num_documents_web", "num_tokens_code", "num_trained_tokens_books"):
+            assert sum(entry.get(count, 0) for entry in steps) == expected[count]
 
 
 def test_a_resumed_run_goes_on_with_the_log_of_its_sources(tmp_path):
