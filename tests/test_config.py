@@ -157,3 +157,21 @@ def test_an_overlap_that_makes_no_sense_is_refused(settings, problem, tmp_path):
 def test_an_overlap_of_half_a_piece_passes(tmp_path):
     settings = {"overflow": "overlap", "max_length": 64, "overlap_tokens": 32}
     PackedSFTConfig(str(tmp_path), **HERE, **settings)
+
+
+@pytest.mark.parametrize("value", [0, 2.5, "-8"])
+def test_padding_to_a_multiple_that_is_none_is_refused(tmp_path, value):
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of=.* must be"):
+        PackedSFTConfig(str(tmp_path), **HERE, pad_to_multiple_of=value)
+    args = SFTConfig(str(tmp_path), **HERE, max_length=64)
+    args.pad_to_multiple_of = "8"  # set later, no config of TRL reads it
+    with pytest.raises(ValueError, match="pad_to_multiple_of='8' must be a whole number, or None"):
+        check_options(args)
+
+
+@pytest.mark.parametrize(("value", "read"), [("8", 8), ("none", None), ("auto", None), (8, 8)])
+def test_padding_to_a_multiple_is_read_as_trl_reads_it(tmp_path, value, read):
+    """The command line passes a text."""
+    for config in (PackedSFTConfig, SFTConfig):
+        args = config(str(tmp_path), **HERE, pad_to_multiple_of=value)
+        assert args.pad_to_multiple_of == read

@@ -1,0 +1,413 @@
+"""Documents that are too long follow the overflow policy, and whatever is lost is counted."""
+
+from dataclasses import replace
+from itertools import islice
+
+import datasets
+import pyarrow as pa
+import pytest
+from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from helpers.tiny import tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
+from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.stop_tokens import EosRule
+from trl_packing.data.stream import fit_stream, take_counts
+
+POLICIES = ["truncate", "truncate_start", "truncate_prompt", "drop", "split", "overlap", "wrapped"]
+
+
+def document(first: int, length: int, prompt: int = 0) -> dict:
+    """Tokens first, first + 1, …; the first `prompt` of them are not trained."""
+    ids = list(range(first, first + length))
+    return {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+
+
+# Documents 10…, 20…, 30… of 3, 6 and 4 tokens; the second one has a prompt of 4.
+THREE = [document(10, 3), document(20, 6, prompt=4), document(30, 4)]
+
+
+def fit(rows, policy: str, capacity: int | None = 4, stop_ids=()):
+    """Return the documents that come out as (ids, labels with . for untrained), and the counts."""
+    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
+    fitted, counts = fit_and_count(dataset, Overflow(policy, capacity), stop_ids=stop_ids)
+    return words(fitted.with_format(None)), counts
+
+
+def words(rows) -> list[tuple[str, str]]:
+    return [
+        (
+            " ".join(map(str, row["input_ids"])),
+            " ".join("." if label == -100 else str(label) for label in row["labels"]),
+        )
+        for row in rows
+    ]
+
+
+@st.composite
+def data_sets(draw):
+    lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=12))
+    rows = [document(100 * i, n, draw(st.integers(0, n))) for i, n in enumerate(lengths, start=1)]
+    return [document(0, 3), *rows]  # always something to train
+
+
+# --- policies, by hand ----------------------------------------------------------------------------
+
+# Trained tokens are 2 + 2 + 3 before: the first token of a document never is one. 12 and 25 are
+# stop tokens, and 20 would be one if it were trained. Amounts: documents, tokens, trained, stops.
+STOPS = {12, 25, 20}
+BEFORE = TokenCounts(3, 13, 7, 2)
+RAISE = "raise max_length"  # pieces of an answer without its prompt would make no sense
+FIRST, LAST = ("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")
+LEFT = "with no trained token left: dropped"
+
+BY_HAND = {
+    # The second document keeps its prompt only, so it goes.
+    "truncate": (
+        [FIRST, LAST],
+        TokenCounts(2, 7, 5, 1),
+        Stage(1, "longer than max_length=4: cut at the end", TokenCounts(0, 2, 2, 1), 1, RAISE),
+        Stage(1, LEFT, TokenCounts(1, 4, 0, 0)),
+    ),
+    "truncate_start": (
+        [FIRST, ("22 23 24 25", ". . 24 25"), LAST],
+        TokenCounts(3, 11, 7, 2),
+        Stage(1, "longer than max_length=4: cut at the start", TokenCounts(0, 2), 0, RAISE),
+    ),
+    "truncate_prompt": (
+        [FIRST, ("22 23 24 25", ". . 24 25"), LAST],
+        TokenCounts(3, 11, 7, 2),
+        Stage(1, "longer than max_length=4: prompt cut at the start", TokenCounts(0, 2), 0, RAISE),
+    ),
+    "drop": (
+        [FIRST, LAST],
+        TokenCounts(2, 7, 5, 1),
+        Stage(1, "longer than max_length=4: dropped", TokenCounts(1, 6, 2, 1), 1, RAISE),
+    ),
+    # 20 21 22 23 | 24 25: the first piece has nothing to train; 24 begins a piece: no target.
+    "split": (
+        [FIRST, ("24 25", "24 25"), LAST],
+        TokenCounts(3, 9, 6, 2),
+        Stage(
+            1, "longer than max_length=4: split into pieces", TokenCounts(-1, 0, 1), remedy=RAISE
+        ),
+        Stage(1, LEFT, TokenCounts(1, 4), unit="piece"),
+    ),
+    # 20 21 22 23 | 23 24 25: the token before 24 is context, so 24 stays a target.
+    "overlap": (
+        [FIRST, ("23 24 25", ". 24 25"), LAST],
+        TokenCounts(3, 10, 7, 2),
+        Stage(
+            1,
+            "longer than max_length=4: split into pieces that overlap",
+            TokenCounts(-1, -1),
+            remedy=RAISE,
+            repeated=1,
+        ),
+        Stage(1, LEFT, TokenCounts(1, 4), unit="piece"),
+    ),
+    # 10 11 12 20 | 21 22 23 24 | 25 30 31 32 | 33: 20, 25 and 33 stand alone in their pieces.
+    "wrapped": (
+        [FIRST, ("21 22 23 24", ". . . 24"), ("30 31 32", "30 31 32")],
+        TokenCounts(3, 10, 5, 1),
+        Stage(2, "cut where rows of max_length=4 end", TokenCounts(-3, 0, 2, 1), 1, RAISE),
+        Stage(3, LEFT, TokenCounts(3, 3), unit="piece"),
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_gives_the_documents_and_the_losses_written_here(policy):
+    documents, after, *stages = BY_HAND[policy]
+    expected = PreparationCounts(BEFORE, after, tuple(stages))
+    assert fit(THREE, policy, stop_ids=STOPS) == (documents, expected)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length", "kept"),
+    [
+        (4, 7, "3 4 5 6"),  # the whole completion, behind the last token of the prompt
+        (2, 9, "1 2 3 4"),  # a completion that does not fit behind it is cut at the end
+        (0, 6, "0 1 2 3"),  # no prompt: as "truncate"
+    ],
+)
+def test_cutting_the_prompt_keeps_the_completion(prompt, length, kept):
+    documents, _ = fit([document(0, length, prompt)], "truncate_prompt")
+    assert [ids for ids, _ in documents] == [kept]
+
+
+def test_the_error_policy_names_the_first_document_that_is_too_long():
+    sentence = "document 1 of the {} has 6 tokens but max_length is 4; raise max_length or set over"
+    with pytest.raises(ValueError, match=sentence.format("train dataset")):
+        fit(THREE, "error")
+    with pytest.raises(ValueError, match=sentence.format("stream")):
+        list(fit_stream(stream(THREE), Overflow("error", 4)))
+    assert len(fit(THREE, "error", capacity=6)[0]) == 3
+
+
+@pytest.mark.parametrize("policy", [p for p in (*POLICIES, "error") if p != "wrapped"])
+def test_documents_that_fit_are_neither_copied_nor_changed(policy):
+    dataset = Dataset.from_list(THREE)
+    for capacity in (6, None):
+        fitted, counts = fit_and_count(dataset, Overflow(policy, capacity))
+        assert fitted is dataset
+        assert counts == PreparationCounts(TokenCounts(3, 13, 7), TokenCounts(3, 13, 7))
+
+
+def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted():
+    rows = [
+        document(10, 3),
+        document(20, 3, prompt=3),  # nothing marked
+        document(30, 1),  # a first token is never a target
+        document(40, 0),  # empty
+        document(50, 8, prompt=6),  # truncated to its prompt
+    ]
+    documents, counts = fit(rows, "truncate")
+    assert documents == [FIRST]
+    assert counts.before - counts.after == TokenCounts(4, 12, 2)
+    assert [(stage.affected, stage.why, stage.lost) for stage in counts.stages] == [
+        (1, "longer than max_length=4: cut at the end", TokenCounts(0, 4, 2)),
+        (3, "without a trained token: dropped", TokenCounts(3, 4)),
+        (1, LEFT, TokenCounts(1, 4)),
+    ]
+    assert fit(rows, "split")[0] == [FIRST, ("54 55 56 57", ". . 56 57")]
+
+
+def laid_in_rows(rows, capacity):
+    """Documents end to end, cut at every multiple of `capacity`; pieces without a target go."""
+    place, pieces = 0, []
+    for row in rows:
+        pairs = list(zip(row["input_ids"], row["labels"], strict=True))
+        while pairs:
+            room = capacity - place % capacity
+            piece, pairs = pairs[:room], pairs[room:]
+            place += len(piece)
+            if any(label != -100 for _, label in piece[1:]):
+                ids, labels = zip(*piece, strict=True)
+                pieces.append({"input_ids": ids, "labels": labels})
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "num_proc", [None, pytest.param(2, marks=pytest.mark.slow, id="2 processes")]
+)
+def test_wrapped_is_cut_in_batches_as_in_one_table(num_proc):
+    rows = [document(7 * i, 1 + i % 9, prompt=i % 3) for i in range(2300)]
+    dataset = Dataset.from_list(rows).shuffle(seed=0)  # documents of the batches are not stored so
+    fitted, _ = fit_and_count(dataset, Overflow("wrapped", 13), num_proc=num_proc)
+    assert words(fitted) == words(laid_in_rows(dataset, 13))
+
+
+def test_an_overlap_is_an_eighth_of_a_piece_unless_it_is_set():
+    assert Overflow("overlap", 1024).overlap == 128
+    assert Overflow("overlap", 1024, overlap_tokens=100).overlap == 100
+    assert (Overflow("overlap", 4).overlap, Overflow("split", 1024).overlap) == (1, None)
+    documents, counts = fit([document(0, 100)], "overlap", 40)
+    # 40, then 35 new tokens, then 25
+    assert [len(ids.split()) for ids, _ in documents] == [40, 40, 30]
+    assert str(counts).endswith("pieces that overlap; 10 tokens repeated as context")
+
+
+# --- nothing lost, by property --------------------------------------------------------------------
+
+STOP_EVERY = range(0, 1_400, 3)
+
+
+def assert_nothing_lost(rows, fitted, counts, capacity):
+    """Put together again, the pieces are the original tokens, less what the counts say.
+
+    What is missing has no trained token left; a token loses its training only at the start of a
+    piece.
+    """
+    before = [token for row in rows for token in row["input_ids"]]
+    after = [token for row in fitted for token in row["input_ids"]]
+    assert len(set(after)) == len(after)
+    assert after == [token for token in before if token in set(after)]
+    targets = {label for row in rows for label in row["labels"][1:]} - {-100}
+    kept = {label for row in fitted for label in row["labels"][1:]} - {-100}
+    lost = counts.before - counts.after
+    assert (len(before) - len(after), len(targets - kept)) == (lost.tokens, lost.trained)
+    assert len(set(STOP_EVERY) & (targets - kept)) == lost.stops
+    starts = {row["input_ids"][0] for row in fitted}
+    for token in targets - kept:
+        assert token in starts or token not in after
+    assert all(len(row["input_ids"]) <= capacity for row in fitted)
+
+
+def assert_trained_once(rows, fitted, capacity, overlap):
+    """Every target is trained in exactly one piece, with at least `overlap` tokens before it."""
+    trained = [label for row in fitted for label in row["labels"] if label != -100]
+    targets = {label for row in rows for label in row["labels"][1:]} - {-100}
+    firsts = {row["labels"][0] for row in rows if row["labels"]}
+    assert len(set(trained)) == len(trained)
+    assert targets <= set(trained) <= targets | firsts
+    begins = {row["input_ids"][0] for row in rows if row["input_ids"]}
+    for row in fitted:
+        assert len(row["input_ids"]) <= capacity
+        if row["input_ids"][0] not in begins:
+            assert row["labels"][:overlap] == [-100] * overlap
+
+
+def slow_counts(rows) -> TokenCounts:
+    """Documents, tokens, trained tokens and stop tokens, counted one by one."""
+    targets = [label for row in rows for label in row["labels"][1:] if label != -100]
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    return TokenCounts(len(rows), tokens, len(targets), sum(t in STOP_EVERY for t in targets))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=15, deadline=None)
+@given(rows=data_sets(), capacity=st.integers(3, 8))
+def test_any_documents_are_counted_one_by_one_and_a_stream_gives_the_same(policy, rows, capacity):
+    overflow = Overflow(policy, capacity)
+    dataset = weighted(rows)
+    fitted, counts = fit_and_count(dataset, overflow, stop_ids=STOP_EVERY)
+    pieces = list(fitted)
+    assert (counts.before, counts.after) == (slow_counts(rows), slow_counts(pieces))
+    assert sum((stage.lost for stage in counts.stages), counts.after) == counts.before
+    kept = {label for row in pieces for label in row["labels"][1:]}
+    fewer = sum(bool(set(row["labels"][1:]) & set(STOP_EVERY) - kept) for row in rows)
+    assert sum(s.lost_eos for s in counts.stages) == fewer
+    cut = sum(s.affected for s in counts.stages if "max_length" in s.why)
+    assert policy == "wrapped" or cut == sum(len(row["input_ids"]) > capacity for row in rows)
+    assert all(set(row["labels"][1:]) - {-100} for row in pieces)
+    assert [[2 * w for w in row["loss_weights"]] for row in pieces] == fitted["input_ids"][:]
+    if policy in ("split", "wrapped"):
+        assert_nothing_lost(rows, pieces, counts, capacity)
+    if policy == "overlap":
+        assert_trained_once(rows, pieces, capacity, overflow.overlap)
+    rule = EosRule(tiny_tokenizer(), frozenset(STOP_EVERY))
+    streamed = fit_stream(stream(list(dataset)), overflow, rule)
+    assert list(streamed) == pieces
+    assert replace(take_counts(streamed), notes=()) == counts
+
+
+@pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])
+def test_the_checks_notice_damage(damage):
+    rows = [document(0, 9), document(100, 7)]
+    split, counts = fit_and_count(Dataset.from_list(rows), Overflow("split", 4))
+    pieces, counts = list(split), replace(counts, before=slow_counts(rows))
+    counts = replace(counts, after=slow_counts(pieces))
+    assert_nothing_lost(rows, pieces, counts, 4)
+    with pytest.raises(AssertionError):
+        assert_trained_once(rows, pieces, 4, 1)
+    damaged = {"dropped": pieces[1:], "repeated": pieces + pieces[:1], "moved": pieces[::-1]}
+    with pytest.raises(AssertionError):
+        assert_nothing_lost(rows, damaged[damage], counts, 4)
+
+
+# --- as data sets come ----------------------------------------------------------------------------
+
+
+def weighted(rows, kind=None) -> Dataset:
+    """`rows` with the weight id / 2 at each token."""
+    rows = [{**row, "loss_weights": [token / 2 for token in row["input_ids"]]} for row in rows]
+    return Dataset.from_list(rows).cast_column("loss_weights", kind or List(Value("float32")))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("list_type", "integers", "floats"),
+    [(List, "int32", "float32"), (LargeList, "int64", "float64"), (List, "uint16", "float16")],
+)
+def test_types_and_other_columns_stay(policy, list_type, integers, floats):
+    features = Features(
+        input_ids=list_type(Value(integers)),
+        labels=list_type(Value("int64")),
+        loss_weights=list_type(Value(floats)),
+        source=Value("string"),
+    )
+    names = ["web", "book", "chat"]
+    rows = [{**row, "source": name} for row, name in zip(weighted(THREE), names, strict=True)]
+    fitted, counts = fit_and_count(Dataset.from_list(rows, features=features), Overflow(policy, 4))
+    assert words(fitted) == BY_HAND[policy][0]
+    assert fitted.features == features
+    assert [[2 * w for w in row["loss_weights"]] for row in fitted] == fitted["input_ids"][:]
+    assert fitted["source"][:] == [names[ids[0] // 10 - 1] for ids in fitted["input_ids"]]
+    assert counts == fit(THREE, policy)[1]
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "drop"])
+def test_lists_of_fixed_size_become_pieces_of_any_size(policy):
+    rows = [document(10, 6), document(20, 6)]
+    fixed = Features(input_ids=List(Value("int32"), length=6), labels=List(Value("int64"), 6))
+    dataset = Dataset.from_list(rows, features=fixed)
+    assert fit(dataset, policy) == fit(rows, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_are_read_through_mappings_chunks_and_formats_and_cached(policy, tmp_path):
+    rows = [document(100 * i, n, prompt=n // 3) for i, n in enumerate((3, 9, 2, 6, 4, 12, 5, 1))]
+    joined = concatenate_datasets([Dataset.from_list(rows[:3]), Dataset.from_list(rows[3:])])
+    dataset = joined.shuffle(seed=1).select(range(1, 8)).with_format("torch")
+    dataset = dataset.filter(lambda row: len(row["input_ids"]) != 5)
+    expected = fit(list(dataset.with_format(None)), policy)
+    assert fit(dataset, policy) == expected
+    dataset.save_to_disk(tmp_path)
+    first, again = (
+        fit_and_count(Dataset.load_from_disk(tmp_path), Overflow(policy, 4)) for _ in range(2)
+    )
+    assert first[0].cache_files == again[0].cache_files
+    assert first[1] == again[1] == expected[1]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def stream(rows) -> datasets.IterableDataset:
+    """A stream that knows neither its columns nor their types before it is read."""
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+def test_a_stream_is_counted_from_time_to_time_and_keeps_token_columns():
+    rows = [document(3, 1), *[document(0, 6)] * 2_000, document(0, 0)] * 2
+    streamed = fit_stream(stream([{**row, "n": 1} for row in rows]), Overflow("truncate", 4))
+    assert set(next(iter(streamed))) == {"input_ids", "labels"}
+    take_counts(streamed)
+    iterator, parts = iter(streamed), []
+    for _ in range(3):
+        list(islice(iterator, 1_300))
+        parts.append(take_counts(streamed))
+    list(iterator)
+    parts.append(take_counts(streamed))
+    assert all(part.before.documents for part in parts)
+    expected = fit_and_count(Dataset.from_list(rows), Overflow("truncate", 4))[1]
+    assert sum(parts, PreparationCounts()) == expected != parts[0]
+    assert take_counts(streamed) == take_counts(THREE) == PreparationCounts(), "nothing since"
+
+
+GOOD = {**document(0, 3), "loss_weights": [1.0, 1.0, 1.0]}
+BAD = {
+    "too few labels": ({"labels": [1, 2]}, "document 1 of the stream has 3 input_ids but 2 entr"),
+    "too few weights": ({"loss_weights": [1.0]}, "has 3 input_ids but 1 entries in 'loss_weights'"),
+    "null row": ({"loss_weights": None}, "row 1 of the stream has no 'loss_weights', but others"),
+    "null": ({"loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing (null) "),
+    "words": ({"labels": ["a", "b", "c"]}, "column 'labels' holds"),
+    "null tokens": ({"input_ids": None}, "row 1 of the stream has no 'input_ids'"),
+    "a fraction": ({"input_ids": [0.5, 1.5, 2.5]}, "'input_ids' holds"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_stream_with_a_bad_row_is_one_clear_sentence(bad):
+    changes, sentence = BAD[bad]
+    good = [] if bad in ("words", "a fraction") else [GOOD]
+    with pytest.raises(ValueError) as error:
+        list(fit_stream(stream([*good, {**GOOD, **changes}]), Overflow("truncate", 4)))
+    assert sentence in str(error.value)
+
+
+def test_a_data_set_without_a_trained_token_left_is_an_error():
+    sentence = (
+        r"no document .* token left \(2 read, 1 longer than max_length=4, overflow='truncate'"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        fit([document(10, 9, prompt=5), document(20, 2, prompt=2)], "truncate")
+
+
+def test_tables_with_rows_left_out_at_the_front_are_read_at_the_right_offset():
+    """A sliced Arrow table keeps its values and starts its offsets later."""
+    table = pa.Table.from_pylist([document(10, 3), *THREE]).slice(1)
+    assert fit(Dataset(table), "split")[0] == BY_HAND["split"][0]

@@ -1,0 +1,348 @@
+"""Documents end in a trained stop token, or are counted, or get one; two BOS tokens are counted."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from harness import make_trainer
+from helpers.tiny import CHATML, tiny_dataset, tiny_iterable, tiny_rows, tiny_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+
+from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.stop_tokens import (
+    EosRule,
+    append_eos,
+    append_eos_to_table,
+    note_missing_eos,
+    note_second_bos,
+    stop_token_ids,
+)
+from trl_packing.data.stream import fit_stream
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import TOKEN_COLUMNS
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_token_id
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+(A,) = TOKENIZER.encode("A")
+(NEWLINE,) = TOKENIZER.encode("\n")
+(SPACE,) = TOKENIZER.encode(" ")
+STOPS = frozenset({EOS, END})
+RULE = EosRule(TOKENIZER, STOPS, appends=True)
+
+
+def document(ids: list[int], trained: str) -> dict:
+    """`trained` has an x for every trained token and a . for every other one."""
+    marks = zip(ids, trained, strict=True)
+    return {"input_ids": ids, "labels": [token if mark == "x" else -100 for token, mark in marks]}
+
+
+def documents(*pairs) -> Dataset:
+    return Dataset.from_list([document(*pair) for pair in pairs])
+
+
+def arrow(dataset) -> ArrowDocuments:
+    return ArrowDocuments(dataset, TOKEN_COLUMNS)
+
+
+# --- which tokens stop ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        (CHATML, ["<|im_end|>"]),
+        (CHATML.replace("'<|im_end|>'", "' <|other|><|im_end|>'"), ["<|other|>"]),
+        (CHATML.replace("'<|im_end|>'", "'\n'"), []),
+        (None, []),
+        ("{{ raise_exception('no') }}", []),
+        ("{{ messages[0]['content'] }}<|im_end|>", []),  # not the answer's end
+    ],
+)
+def test_the_end_of_a_turn_is_read_from_the_template(template, names):
+    tokenizer = tiny_tokenizer()
+    expected = {EOS, *map(tokenizer.convert_tokens_to_ids, names)}
+    assert stop_token_ids(tokenizer, chat_template=template) == expected
+    tokenizer.chat_template = template
+    assert stop_token_ids(tokenizer) == expected
+
+
+@pytest.mark.parametrize(("eos", "more"), [(7, {7}), ([7, 8], {7, 8}), (None, set())])
+def test_the_generation_config_adds_its_own(eos, more):
+    assert stop_token_ids(tiny_tokenizer(), GenerationConfig(eos_token_id=eos)) == {EOS, *more}
+    assert stop_token_ids(tiny_tokenizer(), SimpleNamespace()) == {EOS}
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+ENDED = [
+    ([A, EOS], "xx"),
+    ([A, END], ".x"),
+    ([A, END, NEWLINE, SPACE, NEWLINE], "xxxxx"),
+    ([A, END, NEWLINE], ".x."),
+    ([A, END, A, A, END, NEWLINE], ".x...."),  # the user has the last word
+]
+UNENDED = [
+    ([A, A], "xx"),
+    ([A, A, NEWLINE], ".xx"),
+    ([A, A, END], ".x."),  # not trained
+    ([A, END, A], "xxx"),
+    ([A, A, END, NEWLINE], ".x.."),
+    ([NEWLINE, NEWLINE], "xx"),
+]
+LEFT_OUT = [([A, EOS], ".."), ([], "")]
+
+
+def test_documents_are_counted_one_by_one_through_mappings_and_chunks():
+    parts = [documents(*ENDED), documents(*UNENDED, *LEFT_OUT), documents(*ENDED, UNENDED[0])]
+    mixed = concatenate_datasets(parts).shuffle(seed=2).select(range(15))
+    pairs = [(row["input_ids"], row["labels"]) for row in mixed]
+    wrong = [tuple(document(*pair).values()) for pair in UNENDED]
+    unended = [pair in wrong for pair in pairs]
+    of = sum(any(label != -100 for label in labels) for _, labels in pairs)
+    note, warning = note_missing_eos(arrow(mixed), RULE)
+    assert note.startswith(f"{sum(unended)} of {of} documents")
+    assert f"the first is document {unended.index(True)}," in warning
+    for pair in (*ENDED, *LEFT_OUT):
+        assert note_missing_eos(arrow(documents(pair)), RULE) is None
+    assert note_missing_eos(arrow(documents(*UNENDED)), EosRule(TOKENIZER, frozenset())) is None
+
+
+def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
+    rows = [document([A, EOS], ".x")] * 963
+    text = TOKENIZER.encode("What is better than ugly? Beautiful, they say, but is it so?")
+    rows[12:12] = [document(text, "." + "x" * (len(text) - 1))] * 37
+    held = arrow(Dataset.from_list(rows))
+    note, warning = note_missing_eos(held, EosRule(TOKENIZER, STOPS))
+    assert note == (
+        "37 of 1,000 documents (3.7%) do not end in a trained stop token (one of '<eos>', "
+        "'<|im_end|>'); set append_eos=True, or end them in one"
+    )
+    assert warning.startswith(note)
+    assert "may not learn to stop there (the first is document 12, ending '" in warning
+    assert "say, but is it so?')" in warning
+    assert "check the completion or assistant masks" in note_missing_eos(held, RULE)[0]
+
+
+def test_only_tokens_met_at_ends_are_decoded(monkeypatch):
+    tokenizer = tiny_tokenizer()
+    decoded, decode = [], tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or decode(ids))
+    held = arrow(documents(*ENDED, ([7, 8, 9, EOS], "xxxx")))
+    assert note_missing_eos(held, EosRule(tokenizer, STOPS)) is None
+    assert sorted(decoded) == sorted([[NEWLINE], [SPACE]])
+
+
+# --- appending ------------------------------------------------------------------------------------
+
+# The input, and the expected output.
+APPENDED = [
+    (([A, A], ".x"), ([A, A, EOS], ".xx")),
+    (([A], "x"), ([A, EOS], "xx")),
+    (([A, A, NEWLINE], ".xx"), ([A, A, NEWLINE, EOS], ".xxx")),
+    (([A, END, A], "xxx"), ([A, END, A, EOS], "xxxx")),
+    # The stop token is there: it is trained, none is appended.
+    (([A, A, END], ".x."), ([A, A, END], ".xx")),
+    (([A, A, END, NEWLINE], ".x.."), ([A, A, END, NEWLINE], ".xx.")),
+]
+LEFT_ALONE = [
+    *ENDED,
+    *LEFT_OUT,
+    ([A, A, A], ".x."),  # the end is not trained, and no stop token
+    ([A, A, A, END], ".x.."),  # the stop token belongs to an untrained turn
+]
+ALL_IN = [document(*pair) for pair in (*(before for before, _ in APPENDED), *LEFT_ALONE)]
+ALL_OUT = [document(*pair) for pair in (*(after for _, after in APPENDED), *LEFT_ALONE)]
+
+
+def appended(rows, rule=RULE) -> Dataset:
+    dataset = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
+    return append_eos(arrow(dataset), rule).dataset
+
+
+@st.composite
+def any_documents(draw):
+    tokens = st.sampled_from([A, 7, EOS, END, NEWLINE])
+    ids = draw(st.lists(tokens, max_size=6))
+    return document(ids, "".join(draw(st.sampled_from("x.")) for _ in ids))
+
+
+def slowly_appended(row: dict) -> dict:
+    """One document at a time, in plain Python."""
+    ids, labels = list(row["input_ids"]), list(row["labels"])
+    blank = {NEWLINE}
+    trained = [label for label in labels if label != -100 and label not in blank]
+    if not ids or (trained and trained[-1] in STOPS):
+        return row
+    end = max((i for i, token in enumerate(ids) if token not in blank), default=-1)
+    if end >= 0 and ids[end] in STOPS:
+        if end > 0 and labels[end - 1] != -100:
+            labels[end] = ids[end]
+    elif labels[-1] != -100:
+        ids.append(EOS)
+        labels.append(EOS)
+    return {"input_ids": ids, "labels": labels}
+
+
+def test_a_document_that_is_trained_to_its_end_gets_a_stop_token():
+    assert list(appended(ALL_IN)) == ALL_OUT
+    assert list(appended(ALL_OUT)) == ALL_OUT, "a second time changes nothing"
+    joined = concatenate_datasets([Dataset.from_list(ALL_IN[:4]), Dataset.from_list(ALL_IN[4:])])
+    order = [3, 9, 0, 5, 12, 1]
+    assert list(appended(joined.select(order))) == [ALL_OUT[i] for i in order]
+    assert note_missing_eos(arrow(appended(ALL_IN)), RULE)[0].startswith("2 of"), "untrained tails"
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(any_documents(), min_size=1, max_size=8))
+def test_any_documents_are_those_of_the_slow_way(rows):
+    features = Features(input_ids=List(Value("int32")), labels=List(Value("int64")))
+    table = Dataset.from_list(rows, features=features).data.table
+    out = append_eos_to_table(table, EOS, sorted(STOPS), [NEWLINE])
+    assert out.to_pylist() == [slowly_appended(row) for row in rows]
+    assert out.schema.types == table.schema.types
+
+
+@pytest.mark.parametrize(
+    ("list_type", "integers"), [(List, "int32"), (LargeList, "int64"), (List, "uint16")]
+)
+def test_types_weights_and_other_columns_stay(list_type, integers):
+    features = Features(
+        input_ids=list_type(Value(integers)),
+        labels=list_type(Value("int64")),
+        loss_weights=list_type(Value("float32")),
+        n=Value("int8"),
+    )
+    rows = [
+        {**row, "loss_weights": [0.5] * len(row["labels"]), "n": n} for n, row in enumerate(ALL_IN)
+    ]
+    out = appended(Dataset.from_list(rows, features=features))
+    assert out.features == features
+    for before, after, expected in zip(rows, out, ALL_OUT, strict=True):
+        assert (after["input_ids"], after["n"]) == (expected["input_ids"], before["n"])
+        was = [*before["labels"], None]
+        trained_now = [new != old for new, old in zip(after["labels"], was, strict=False)]
+        assert after["loss_weights"] == [1.0 if now else 0.5 for now in trained_now]
+
+
+def test_a_second_run_reads_the_cache(tmp_path):
+    Dataset.from_list(ALL_IN).save_to_disk(tmp_path)
+    first = appended(Dataset.load_from_disk(tmp_path), replace(RULE, tokenizer=tiny_tokenizer()))
+    used = tiny_tokenizer()
+    used(["a", "b c"], padding=True, truncation=True, max_length=2)  # changes the hash of it
+    again = appended(Dataset.load_from_disk(tmp_path), replace(RULE, tokenizer=used))
+    assert again.cache_files == first.cache_files != []
+
+
+def test_an_eos_token_is_needed():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    assert stop_token_ids(tokenizer) == frozenset()
+    rule = EosRule(tokenizer, frozenset({END}), appends=True)
+    rows = documents(([A, A], "xx"))
+    for append in (appended, lambda d, r: list(fit_stream(d.to_iterable_dataset(), DROP, r))):
+        with pytest.raises(ValueError, match="append_eos=True, but the tokenizer has no eos_token"):
+            append(rows, rule)
+
+
+DROP = Overflow("truncate", 4)
+
+
+def test_a_stream_gets_what_the_data_set_gets():
+    stream = Dataset.from_list([*ALL_IN, document([], "")]).to_iterable_dataset()
+    fitted, _ = fit_and_count(appended(ALL_IN), DROP)
+    assert list(fit_stream(stream, DROP, RULE)) == list(fitted)
+    assert list(fit_stream(stream, DROP)) != list(fitted), "the control"
+
+
+# --- in the trainer -------------------------------------------------------------------------------
+
+
+def trainer_of(folder, dataset, tokenizer=None, **settings):
+    return make_trainer(folder, dataset, tokenizer=tokenizer, max_length=32, **settings)
+
+
+TOKENIZED = [{"input_ids": [A, 7, 8, EOS]}] * 3 + [{"input_ids": [A, 7, 8]}]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_trainer_counts_and_appends(tmp_path, caplog, packing):
+    sentence = "1 of 4 documents (25.0%) do not end in a trained stop token ('<eos>')"
+    with caplog.at_level("WARNING"):
+        trainer = trainer_of(tmp_path, TOKENIZED, packing=packing)
+    assert f"train dataset: {sentence}" in caplog.text
+    assert sentence in str(trainer.packing_report)
+    assert trainer.train_dataset["input_ids"][3] == [A, 7, 8]
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        trainer = trainer_of(tmp_path, TOKENIZED, packing=packing, append_eos=True)
+    assert "stop token" not in caplog.text + str(trainer.packing_report)
+    assert trainer.train_dataset["input_ids"][3] == [A, 7, 8, EOS]
+    assert trainer.train_dataset["labels"][3] == [A, 7, 8, EOS]
+
+
+def test_the_stop_token_is_appended_before_the_overflow_policy(tmp_path):
+    trainer = trainer_of(tmp_path, [{"input_ids": [*range(10, 42)]}, *TOKENIZED], append_eos=True)
+    (stage,) = trainer.packing_report.preparation.stages
+    assert stage.why == "longer than max_length=32: cut at the end"
+    assert (stage.lost.tokens, stage.lost.stops, stage.lost_eos) == (1, 1, 1)
+    assert "20.0% of the documents lost a stop token" in str(trainer.packing_report.preparation)
+
+
+def test_the_end_of_a_turn_stops_where_the_eos_token_is_another(tmp_path, caplog):
+    tokenizer = tiny_tokenizer(eos="<eos>", chat=True)
+    with caplog.at_level("WARNING"):
+        trainer_of(tmp_path, tiny_dataset("conversational_prompt_completion"), tokenizer)
+    assert "stop token" not in caplog.text
+
+
+@pytest.mark.parametrize("form", ["prompt_completion", "conversational_language_modeling"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_forms_that_end_by_themselves_do_not_change(tmp_path, form, streams):
+    data = (tiny_iterable if streams else tiny_dataset)(form)
+    tokenizer = tiny_tokenizer(chat="conversational" in form)
+    plain, appends = (
+        list(trainer_of(tmp_path, data, tokenizer, append_eos=on, max_steps=1).train_dataset)
+        for on in (False, True)
+    )
+    assert plain == appends
+
+
+def test_packed_rows_and_skipped_preparation_are_refused(tmp_path):
+    packed = Dataset.from_list(tiny_rows("packed"))
+    with pytest.raises(ValueError, match="append_eos=True, but the rows of the train dataset are"):
+        trainer_of(tmp_path, packed, append_eos=True)
+    skips = {"dataset_kwargs": {"skip_prepare_dataset": True}, "append_eos": True}
+    with pytest.raises(ValueError, match="append_eos"):
+        trainer_of(tmp_path, documents(([A, A], "xx")), **skips)
+
+
+# --- two BOS tokens -------------------------------------------------------------------------------
+
+BOS = 1
+ROWS = [[BOS, BOS, 7], [BOS, 7, BOS], [BOS], [7, BOS, BOS], [BOS, BOS]]
+
+
+@pytest.mark.parametrize("order", [[1, 4, 2, 0, 3], [1, 2, 3]])
+def test_two_bos_tokens_are_counted_in_chunks_and_selections(order):
+    parts = [documents(*((ids, "x" * len(ids)) for ids in rows)) for rows in (ROWS[:3], ROWS[3:])]
+    stored = arrow(concatenate_datasets(parts).select(order))
+    twice = [number for number, row in enumerate(order) if ROWS[row][:2] == [BOS, BOS]]
+    note = note_second_bos(stored, SimpleNamespace(bos_token_id=BOS, bos_token="<s>"), "train")
+    assert (note is None) == (not twice)
+    if twice:
+        assert f"{len(twice)} of {len(order)} documents" in note
+        assert f"'<s>'; the first is document {twice[0]})" in note
+    assert note_second_bos(stored, SimpleNamespace(bos_token_id=None), "train") is None
+
+
+def test_a_run_on_rendered_text_says_so(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token, tokenizer.add_bos_token = "<|im_start|>", True
+    for text, said in (("<|im_start|>user A", True), ("user A", False)):
+        rows = Dataset.from_dict({"text": [text, text]})
+        report = str(trainer_of(tmp_path, rows, tokenizer).packing_report.preparation)
+        assert ("2 of 2 documents begin with two BOS tokens" in report) == said
