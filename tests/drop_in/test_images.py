@@ -1,15 +1,10 @@
 """Images train as in TRL, packed or on TRL's path; text trains a vision model."""
 
-import math
-
 import pytest
 from helpers.drop_in import (
     PackedSFTTrainer,
     assert_same_run,
-    both_modes,
-    parameters,
     trainer_for,
-    unchanged,
 )
 from helpers.tiny import tiny_dataset, tiny_vlm
 from trl import SFTTrainer
@@ -72,33 +67,3 @@ def test_images_train_with_what_trl_refuses(tmp_path, monkeypatch, changes, text
     monkeypatch.setattr(support, "FAMILIES", ())
     with pytest.raises(ValueError, match=text):
         trainer()
-
-
-def test_images_need_a_vision_model(tmp_path):
-    pytest.importorskip("PIL")
-    with pytest.raises(ValueError, match=r"vision-related.*vision-language model"):
-        trainer_for(tmp_path, "images")
-
-
-@both_modes
-@pytest.mark.parametrize("form", ["prompt_completion", "conversational_language_modeling"])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_text_trains_a_vision_model(tmp_path, name, form, packing):
-    if name == "llava":
-        pytest.importorskip("PIL")
-    model, processing_class = tiny_vlm(name)
-    trainer = trainer_for(
-        tmp_path,
-        tiny_dataset(form),
-        model=model,
-        processing_class=processing_class,
-        packing=packing,
-        max_length=64,
-        gradient_checkpointing=False,
-    )
-    before = parameters(trainer)
-    trainer.train()
-    still = unchanged(before, trainer)
-    assert still
-    assert all("vis" in name or "projector" in name for name in still)
-    assert math.isfinite(trainer.state.log_history[-1]["train_loss"])

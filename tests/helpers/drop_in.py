@@ -169,12 +169,6 @@ def sgd_run(
     return trainer
 
 
-def loss_of_one_step(folder, cls, **changes) -> float:
-    """Return the loss of one optimizer step over all documents of a small data set."""
-    settings = {"rows": 6, "per_device_train_batch_size": 6, "max_steps": 1, **changes}
-    return logged(sgd_run(folder, cls, **settings), "loss")[0]
-
-
 def assert_same_run(ours, theirs, keys=("loss", "grad_norm", "num_tokens", "mean_token_accuracy")):
     """Assert equal logs and parameters.
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from harness import make_trainer
-from helpers.combinations import combined
 from helpers.tiny import documents_of_lengths
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -38,21 +37,12 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
-def test_a_checkpoint_is_marked_while_it_is_written_and_not_after(tmp_path):
-    trainer = trainer_for(tmp_path)
-    seen = []
-    save = trainer._save_rng_state
-    trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
-    trainer.train()
-    assert seen
-    assert all(MARK in files for files in seen)
-    assert not list(tmp_path.glob(f"*/{MARK}"))
-
-
-def test_each_node_marks_its_own_checkpoint(tmp_path, monkeypatch):
-    """With `save_on_each_node`, the first rank of another node saves too."""
-    trainer = trainer_for(tmp_path, save_on_each_node=True)
-    monkeypatch.setattr(type(trainer.accelerator), "is_main_process", property(lambda self: False))
+@pytest.mark.parametrize("each_node", [False, True])
+def test_a_checkpoint_is_marked_while_it_is_written_and_not_after(tmp_path, monkeypatch, each_node):
+    """With `save_on_each_node`, the first rank of another node marks its own."""
+    trainer = trainer_for(tmp_path, save_on_each_node=each_node)
+    if each_node:
+        monkeypatch.setattr(type(trainer.accelerator), "is_main_process", property(lambda _: False))
     seen, save = [], trainer._save_rng_state
     trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
     trainer.train()
@@ -102,18 +92,13 @@ def test_a_half_written_checkpoint_is_skipped_with_a_warning(tmp_path, caplog):
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
-def test_a_half_written_checkpoint_that_is_named_is_refused(tmp_path):
-    trainer_for(tmp_path).train()
-    (tmp_path / "checkpoint-4" / MARK).touch()
-    with pytest.raises(ValueError, match=r"checkpoint-4' is half-written .* True for the last"):
-        trainer_for(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
-def test_no_whole_checkpoint_is_said(tmp_path):
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2" / MARK).touch()
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: checkpoint-2"):
-        trainer_for(tmp_path).train(resume_from_checkpoint=True)
+def test_half_written_checkpoints_are_refused_where_no_other_is_whole(tmp_path):
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / MARK).touch()
+    for asked, text in ((True, "no checkpoint in .* is whole: checkpoint-2"), (folder, "True for")):
+        with pytest.raises(ValueError, match=text):
+            trainer_for(tmp_path).train(resume_from_checkpoint=asked)
 
 
 def test_old_checkpoints_go_only_when_the_new_one_is_whole(tmp_path):
@@ -134,12 +119,6 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole(tmp_path):
     assert steps_saved(tmp_path) == [12]
 
 
-def test_checkpoints_are_ordered_by_their_number(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "other-11"):
-        (tmp_path / name).mkdir()
-    assert last_whole_checkpoint(tmp_path)[0].name == "checkpoint-10"
-
-
 # --- files that are missing or damaged ------------------------------------------------------------
 
 
@@ -151,27 +130,30 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
-def copy_of(finished: Path, folder: Path) -> Path:
-    """Return a copy of two checkpoints; the second one is there to be damaged."""
-    for name in ("checkpoint-4", "checkpoint-6"):
-        shutil.copytree(finished / name, folder / name)
-    return folder / "checkpoint-6"
+FILES = ("trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "epoch.npz")
+DAMAGE = {  # which file is cut to which share of it, or missing, and words of the refusal
+    **{
+        f"{name} {share}": ((name,), share, rf"{name} is damaged")
+        for name in FILES
+        for share in (0, 0.9)
+    },
+    "no state": (("trainer_state.json",), None, "has no trainer_state.json, .*name one"),
+    "no optimizer": (("optimizer.pt",), None, "has no optimizer.pt: "),
+    "no schedule": (("scheduler.pt",), None, "has no scheduler.pt: "),
+    "neither": (("optimizer.pt", "scheduler.pt"), None, "has no optimizer.pt and no scheduler.pt"),
+}
 
 
-DAMAGED = ("trainer_state.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "epoch.npz")
-
-
-@pytest.mark.parametrize(("name", "share"), combined(DAMAGED, [0.0, 0.5, 0.99]))
-def test_a_file_cut_short_is_named_with_the_way_out(name, share, finished, tmp_path):
-    checkpoint = copy_of(finished, tmp_path)
-    content = (checkpoint / name).read_bytes()
-    (checkpoint / name).write_bytes(content[: int(share * len(content))])
-    for asked in (str(checkpoint), checkpoint):
-        with pytest.raises(ValueError, match=rf"{name} is damaged .*\(checkpoint-4\)"):
-            check_readable(Path(asked))
-    if share == 0.5:
-        with pytest.raises(ValueError, match=rf"{name} is damaged"):
-            trainer_for(tmp_path).train(resume_from_checkpoint=True)
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_checkpoint_that_lacks_something_is_refused(case, finished, tmp_path):
+    names, share, words = DAMAGE[case]
+    for folder in ("checkpoint-4", "checkpoint-6"):
+        shutil.copytree(finished / folder, tmp_path / folder)
+    for path in (tmp_path / "checkpoint-6" / name for name in names):
+        content = path.read_bytes()
+        path.unlink() if share is None else path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match=rf"{words}.*\(checkpoint-4\)"):
+        trainer_for(tmp_path).train(resume_from_checkpoint=True)
 
 
 def test_what_is_whole_is_not_called_damaged(finished):
@@ -180,39 +162,15 @@ def test_what_is_whole_is_not_called_damaged(finished):
         check_readable(checkpoint)
         (checkpoint / "notes.json").write_text("{half")
         check_readable(checkpoint)
-        (checkpoint / "notes.json").unlink()
-
-
-def test_a_folder_that_is_no_checkpoint_is_said(finished, tmp_path):
-    checkpoint = copy_of(finished, tmp_path)
-    (checkpoint / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match=r"has no trainer_state.json, .*name one \(checkpoint-4\)"):
-        trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
-
-
-@pytest.mark.parametrize("missing", [("optimizer.pt",), ("scheduler.pt",), None])
-def test_a_missing_optimizer_is_refused(missing, finished, tmp_path):
-    missing = missing or ("optimizer.pt", "scheduler.pt")
-    checkpoint = copy_of(finished, tmp_path)
-    for name in missing:
-        (checkpoint / name).unlink()
-    words = f"has no {' and no '.join(missing)}: .*save_only_model=True to continue with new ones"
-    with pytest.raises(ValueError, match=words):
-        trainer_for(tmp_path).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_save_only_model_is_said_when_it_is_resumed(tmp_path, caplog):
     trainer_for(tmp_path, save_only_model=True).train()
     caplog.clear()
-    for asked in (False, True):  # by the run that resumes
-        resumed = trainer_for(tmp_path / str(asked), save_only_model=asked)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert resumed.state.global_step == 12
-        assert "has no optimizer.pt and no scheduler.pt, as save_only_model=True" in caplog.text
-        caplog.clear()
-    resumed = trainer_for(tmp_path / "whole")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-6"))
-    assert "save_only_model" in caplog.text
+    resumed = trainer_for(tmp_path / "later")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert resumed.state.global_step == 12
+    assert "has no optimizer.pt and no scheduler.pt, as save_only_model=True" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_0/.metadata", "optimizer.pt_0"])
@@ -229,15 +187,8 @@ def test_optimizers_of_sharded_checkpoints_are_not_missed(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):
-    command = [
-        sys.executable,
-        "-m",
-        "helpers.distributed.kills",
-        str(tmp_path),
-        str(ranks),
-        "10",
-        "4",
-    ]
+    module = ["-m", "helpers.distributed.kills"]
+    command = [sys.executable, *module, str(tmp_path), str(ranks), "10", "4"]
     done = subprocess.run(
         command,
         cwd=TESTS,

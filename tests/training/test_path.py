@@ -4,13 +4,12 @@ import os
 
 import pytest
 import torch
-from datasets import Dataset
 from harness import make_trainer
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.attention.calls import restore_current_row, set_current_row
 
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
@@ -40,13 +39,7 @@ def test_a_mixin_below_our_class_is_called_on_trls_path_too(tmp_path):
         pass
 
     for collator in (None, DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())):
-        trainer = Mixed(
-            tiny_model("llama"),
-            PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
-            data_collator=collator,
-            train_dataset=Dataset.from_list(ROWS),
-            processing_class=tiny_tokenizer(),
-        )
+        trainer = make_trainer(tmp_path, ROWS, cls=Mixed, collator=collator)
         assert trainer._prepare_inputs({"input_ids": torch.tensor([[5]])})["seen"]
 
 
