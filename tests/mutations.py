@@ -109,8 +109,8 @@ MUTATIONS = [
     (
         "positions",
         "packing/prefix_tree.py",
-        "position_ids=_ranges(depths,",
-        "position_ids=_ranges(0 * depths,",
+        "position_ids=ranges(depths,",
+        "position_ids=ranges(0 * depths,",
     ),
     (
         "positions",

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.memory import largest_allocation
 from helpers.tiny import VOCAB_SIZE, tiny_model
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
@@ -173,22 +172,6 @@ def test_the_auxiliary_loss_of_experts_is_that_of_trl_s_head(name):
     assert_same_gradients(gradients(models[0], ours.loss), gradients(models[1], trls.loss))
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}], ids=["frozen", "saved"])
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # peft 0.18
-def test_lora_gets_the_gradients_of_trl_s_head(loss, options):
-    found = []
-    for wrap in (with_our_head, with_trl_head):
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
-        torch.manual_seed(0)
-        model = get_peft_model(wrap(tiny_model("llama")), config)
-        output = model(**batch(), fused_lm_head=True)
-        found.append((output, gradients(model, loss(output.log_probs))))
-    assert_same_output(found[0][0], found[1][0])
-    assert_same_gradients(found[0][1], found[1][1])
-    assert any("lm_head" in name for name in found[0][1]) == bool(options)
-
-
 @pytest.mark.parametrize("name", ["plain", "soft-cap", "bias"])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_autocast_to_bf16_rounds_as_trl_s_head_does(name, loss):
@@ -318,19 +301,6 @@ def test_kernels_are_given_trained_positions_only(build, loss, scored_rows):
     assert scored_rows == [NUM_TOKENS - 1]  # the control: every position
     assert_same_output(output, reference)
     assert_same_gradients(found, gradients(trl, loss(reference.log_probs)))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_kernels_take_any_number_of_positions_and_rows(share, rows, scored_rows):
-    inputs = known_batch(share, rows)
-    models = with_our_head(tiny_model("llama")), with_trl_head(tiny_model("llama"))
-    outputs = [model(**inputs, fused_lm_head=True) for model in models]
-    assert_same_output(*outputs)
-    found, expected = (
-        gradients(model, output.loss) for model, output in zip(models, outputs, strict=True)
-    )
-    assert_same_gradients(found, expected)
 
 
 def test_positions_that_the_host_does_not_know_are_left_to_trl(scored_rows):

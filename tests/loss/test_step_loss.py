@@ -35,29 +35,8 @@ from trl import SFTTrainer
 from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.step_loss import StepLoss
-from trl_packing.loss.sums import SUMS
 
 # --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    combined(
-        [
-            "gemma3",  # its class says that it ignores loss kwargs
-            "gpt2",
-            "bert",  # scores its own logits
-            "mamba",  # on padded rows
-            "recurrent_gemma",  # both
-        ],
-        ["nll", "smoothed"],
-    ),
-)
-def test_any_model_on_any_way_is_weighted(name, loss, tmp_path):
-    model, documents = tiny_model(name), weighted(tiny_documents())
-    options = LAYOUTS["three of a bin"] | LOSSES[loss]
-    expected = by_hand(model, documents, loss)
-    assert_same_step(one_step(model, documents, tmp_path, **options), expected)
 
 
 @pytest.mark.parametrize(
@@ -75,21 +54,6 @@ def test_virtual_tokens_shift_no_weight(kind, virtual, loss, tmp_path):
     assert_same_step(found, reference)
     with pytest.raises(AssertionError):
         assert_same_step(found, by_hand(model, unweighted(documents), loss))
-
-
-def test_experts_are_balanced_as_without_weights(tmp_path):
-    model, documents = tiny_model("mixtral"), weighted(tiny_documents())
-    options = LAYOUTS["three of a bin"]
-    plain, balanced = (
-        one_step(model, documents, tmp_path, router_aux_loss_coef=c, **options)[0]
-        for c in (0.0, 0.5)
-    )
-    without, balanced_without = (
-        one_step(model, unweighted(documents), tmp_path, router_aux_loss_coef=c, **options)[0]
-        for c in (0.0, 0.5)
-    )
-    assert plain != pytest.approx(without, rel=TOLERANCE / 10)
-    assert balanced - plain == pytest.approx(balanced_without - without, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +93,6 @@ def test_a_step_of_zero_weights_learns_nothing(tmp_path):
     assert loss == 0
     assert gradients
     assert all(g.abs().max() == 0 for g in gradients.values())
-
-
-def test_metrics_of_a_step_are_plain_means(tmp_path):
-    logs = []
-    for documents in (weighted(tiny_documents()), tiny_documents()):
-        trainer = trainer_for(tiny_model("llama"), documents, tmp_path)
-        trainer.train()
-        logs.append(trainer.state.log_history[0])
-    for name in ("mean_token_accuracy", "entropy", "num_tokens"):
-        assert logs[0][name] == logs[1][name]
-    assert logs[0]["loss"] != logs[1]["loss"]
 
 
 class OwnSteps(PackedSFTTrainer):
@@ -229,41 +182,6 @@ def test_eval_loss_is_the_weighted_mean_of_the_whole_set(evaluation, loss, tmp_p
     assert metrics.get("eval_rows") == (len(documents) if padded else None)
     plain = by_hand(model, unweighted(documents), loss)[0]
     assert plain != pytest.approx(expected, rel=10 * TOLERANCE), "the control"
-
-
-def test_evaluation_between_steps_leaves_the_weights_of_a_step_alone(tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    trainer = trainer_for(
-        model,
-        documents,
-        tmp_path,
-        evaluated=Dataset.from_list(unweighted(documents)),
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    trainer.train()
-    history = trainer.state.log_history
-    losses = [entry["loss"] for entry in history if "loss" in entry]
-    assert losses == pytest.approx([by_hand(model, documents)[0]] * 2, rel=TOLERANCE)
-    evaluated = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    plain = by_hand(model, unweighted(documents))[0]
-    assert evaluated == pytest.approx([plain] * 2, rel=TOLERANCE)
-
-
-def test_a_batch_without_documents_counts_nothing_in_evaluation(tmp_path):
-    """As a rank without documents left has; label smoothing makes 0 / 0 of it."""
-    trainer = trainer_for(
-        tiny_model("llama"), tiny_documents(), tmp_path, label_smoothing_factor=SMOOTHING
-    )
-    trainer.model.eval()
-    step_loss = StepLoss(trainer)
-    with torch.no_grad(), step_loss.evaluating() as sums:
-        batch = trainer.data_collator([])
-        assert step_loss.compute(trainer.model, batch, False, None, padded=False) == 0
-    taken = dict(zip(SUMS, sums.take().tolist(), strict=True))
-    assert taken["w · loss"] == taken["w"] == taken["trained"] == 0
-    assert taken["micro-batches"] == 1
 
 
 def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypatch):

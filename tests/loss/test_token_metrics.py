@@ -11,7 +11,6 @@ from datasets import Dataset
 from helpers.by_hand import TOLERANCE, trainer_for, weighted
 from helpers.distributed.train import Scenario, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
@@ -187,23 +186,6 @@ def test_evaluation_reports_the_mean_over_the_set(name, tmp_path):
     assert 0 < expected["mean_token_accuracy"] < 1
     for _ in range(2):
         assert_means(trainer.evaluate(), expected, "eval_")
-
-
-def test_trl_s_own_depend_on_the_batch(tmp_path):
-    """The control, and why: the same documents, in other batches."""
-    args = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
-    data = Dataset.from_list(DOCUMENTS)
-    found = [
-        SFTTrainer(
-            tiny_model("llama"),
-            SFTConfig(**args, per_device_eval_batch_size=size),
-            train_dataset=data,
-            eval_dataset=data,
-            processing_class=tiny_tokenizer(),
-        ).evaluate()["eval_mean_token_accuracy"]
-        for size in (1, 3)
-    ]
-    assert found[0] != pytest.approx(found[1], rel=10 * TOLERANCE)
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -3,15 +3,12 @@
 float32 holds numbers up to 3.4e38 and, with fewer digits, down to 1.4e-45.
 """
 
-import math
-
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from helpers.by_hand import (
     LAYOUTS,
     LOSSES,
-    TOLERANCE,
     assert_same_step,
     by_hand,
     one_step,
@@ -50,32 +47,6 @@ def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_p
     expected = by_hand(tiny_model("llama"), WEIGHTED[which](), loss)
     found = one_step(tiny_model("llama"), WEIGHTED[which](factor), tmp_path, **options)
     assert_same_step(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("loss", "factor", "padded"), combined(["nll", "smoothed"], [1.5e38, 1e-37], [False, True])
-)
-def test_evaluation_does_too(loss, factor, padded, tmp_path):
-    sources = ["a", "b", "a", "a", "b", "b"]
-    rows = [d | {"source": s} for d, s in zip(with_token_weights(factor), sources, strict=True)]
-    counted = {"compute_metrics": lambda p: {"rows": len(p.label_ids)}} if padded else {}
-    trainer = trainer_for(
-        tiny_model("llama"),
-        DOCUMENTS,
-        tmp_path,
-        evaluated=Dataset.from_list(rows),
-        arguments=counted,
-        source_column="source",
-        per_device_eval_batch_size=2,
-        **LOSSES[loss],
-    )
-    metrics = trainer.evaluate()
-    expected = by_hand(tiny_model("llama"), with_token_weights(), loss)[0]
-    assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
-    for source in "ab":
-        own = [d for d, s in zip(with_token_weights(), sources, strict=True) if s == source]
-        expected = by_hand(tiny_model("llama"), own, loss)[0]
-        assert metrics[f"eval_loss_{source}"] == pytest.approx(expected, rel=TOLERANCE)
 
 
 def test_products_beyond_float32_are_refused():
@@ -122,14 +93,6 @@ def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, loss, tm
     assert found[0] == 0.0
     assert all(not gradient.any() for gradient in found[1].values())
     assert "have a weight of 0" in caplog.text
-
-
-def test_an_evaluation_stream_that_weighs_nothing_has_no_loss(tmp_path, caplog):
-    trainer = trainer_for(
-        tiny_model("llama"), DOCUMENTS, tmp_path, evaluated=stream(ZERO["loss_weight"])
-    )
-    assert math.isnan(trainer.evaluate()["eval_loss"])
-    assert "eval_loss is nan: no token of the set" in caplog.text
 
 
 # --- what is no weight ----------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """An epoch goes from stage to stage, holds every document once, and stays random within a stage."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -115,23 +113,6 @@ def test_no_bin_of_the_next_stage_comes_early_where_steps_exchange_bins():
         assert all(stages[a].max() <= stages[b].min() for a, b in pairwise(steps))
 
 
-def test_ranks_times_accumulation_decides_about_the_steps():
-    apart = steps_of(sampler(DIFFICULTY, num_ranks=1, accumulation=8))
-    together = steps_of(sampler(DIFFICULTY, num_ranks=4, accumulation=2))
-    assert [set(s.tolist()) for s in apart] == [set(s.tolist()) for s in together]
-
-
-def test_documents_that_drop_last_leaves_out_are_of_all_stages():
-    made = sampler(LENGTHS, documents_per_step=32, accumulation=2, drop_last=True)
-    left_out = []
-    for epoch in range(40):
-        seen = np.concatenate(steps_of(made, epoch))
-        left_out += np.setdiff1d(np.arange(len(LENGTHS)), seen).tolist()
-    assert len(left_out) == 40 * (len(LENGTHS) % 16)
-    # By length, the last of an epoch would always be the longest.
-    assert LENGTHS[left_out].mean() < 0.7 * CAPACITY
-
-
 def test_documents_with_equal_numbers_are_drawn_from_all_of_the_data_set():
     numbers = np.repeat([0, 1], 1500)
     stages = stages_of(numbers, np.full(3000, 8), capacity=None)
@@ -142,12 +123,6 @@ def test_documents_with_equal_numbers_are_drawn_from_all_of_the_data_set():
     assert in_first.min() < 200
     assert in_first.max() > 1300
     assert not np.array_equal(stages, stages_of(numbers, np.full(3000, 8), capacity=None, seed=1))
-
-
-def test_bins_stay_full_where_stages_mix_lengths():
-    made = sampler(DIFFICULTY)
-    plain = PackedBatchSampler(LENGTHS, CAPACITY)
-    assert made.num_bins <= 1.04 * plain.num_bins
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -200,22 +175,6 @@ def test_a_minus_begins_with_the_largest(tmp_path):
 SETTINGS = {"use_cpu": True, "bf16": False}
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"curriculum": "length", "prefix_sharing": "group"}, "both say which documents"),
-        (
-            {"curriculum": "length", "train_sampling_strategy": "sequential"},
-            "both say which documents",
-        ),
-        ({"curriculum": "length", "packing_strategy": "wrapped"}, "both say which documents"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(settings, problem, tmp_path):
-    with pytest.raises(ValueError, match=problem):
-        PackedSFTConfig(str(tmp_path), **SETTINGS, **settings)
-
-
 def test_a_stream_has_no_curriculum(tmp_path):
     arguments = {"stream": True, "max_steps": 2, "options": {"curriculum": "length"}}
     result = run(Scenario(str(tmp_path), [3, 9, 4], **arguments))
@@ -248,44 +207,6 @@ def test_two_ranks_train_the_curriculum_of_one(tmp_path):
 
 
 # --- real data ------------------------------------------------------------------------------------
-
-
-@pytest.mark.shared
-def test_real_documents_come_in_the_order_of_a_column(tmp_path):
-    """Solutions of GSM8K mark each calculation; few of them come first."""
-    file = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
-    if not file.exists():
-        pytest.skip(f"no real data: {file} does not exist")
-    rows = [json.loads(line) for line in file.read_text().splitlines()[:400]]
-    dataset = Dataset.from_list(
-        [
-            {
-                "prompt": row["question"] + "\n",
-                "completion": row["answer"],
-                "calculations": row["answer"].count("<<"),
-            }
-            for row in rows
-        ]
-    )
-    trainer = PackedSFTTrainer(
-        tiny_model(),
-        PackedSFTConfig(
-            str(tmp_path),
-            curriculum="calculations",
-            max_length=1024,
-            report_to="none",
-            **SETTINGS,
-        ),
-        train_dataset=dataset,
-        processing_class=tiny_tokenizer(),
-    )
-    batches = list(trainer.get_train_dataloader().batch_sampler)
-    numbers = np.array(trainer.train_dataset["calculations"][:])
-    assert sorted(d for batch in batches for d in batch) == list(range(400))
-    means = [numbers[batch].mean() for batch in batches]
-    assert np.corrcoef(means, np.arange(len(means)))[0, 1] > 0.7
-    assert np.mean(means[:5]) + 2 < np.mean(means[-5:])
-    assert "by calculations, smallest first" in str(trainer.packing_report)
 
 
 RUNS = {

@@ -133,40 +133,6 @@ def test_all_ranks_together_train_exactly_what_the_epoch_draws(layout):
             assert seen == MIXED.documents(epoch).tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_hold_the_same_documents_on_any_ranks(layout):
-    def steps(ranks, accumulation):
-        of_ranks = samplers(ranks, accumulation, layout, MIXED)
-        for sampler in of_ranks:
-            sampler.set_epoch(2)
-        batches = [list(sampler) for sampler in of_ranks]
-        return [
-            sorted(d for own in batches for batch in own[at : at + accumulation] for d in batch)
-            for at in range(0, len(batches[0]), accumulation)
-        ]
-
-    assert steps(1, 4) == steps(2, 2) == steps(4, 1)
-
-
-def test_no_bin_exceeds_its_capacity():
-    (sampler,) = samplers(1, 1, "packed", MIXED)
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        assert sampler.tokens_of(sampler.micro_batches()).max() <= CAPACITY
-
-
-@pytest.mark.parametrize("layout", ["packed", "next_fit", "greedy"])
-def test_a_mixture_of_every_document_once_has_the_same_bins(layout):
-    """Only their order differs, in which every step is a fair mixture."""
-    lengths, ones = lengths_of(120), draw_of([(50, 50), (70, 70)])
-    plain = PackedBatchSampler(lengths, **LAYOUTS[layout])
-    mixed = PackedBatchSampler(lengths, draw=ones, **LAYOUTS[layout])
-    for epoch in range(3):
-        plain.set_epoch(epoch)
-        mixed.set_epoch(epoch)
-        assert sorted(plain) == sorted(mixed)
-
-
 def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
     """Epoch 0 draws the short documents, and the epochs after it the long ones."""
     draw = draw_of([(100, 50)])
@@ -179,11 +145,6 @@ def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
         list(sampler)
     planned = PackedBatchSampler(lengths, CAPACITY, draw=draw, epochs=2)
     assert len(planned) == len(list(planned)) == 50
-
-
-def test_an_order_of_the_data_set_is_refused():
-    with pytest.raises(ValueError, match="random order"):
-        PackedBatchSampler(lengths_of(10), CAPACITY, draw=draw_of([(10, 5)]), shuffle=False)
 
 
 # --- fair steps -----------------------------------------------------------------------------------
@@ -237,10 +198,3 @@ def test_a_step_of_documents_holds_each_source_in_proportion():
             documents = np.concatenate(step)
             assert abs((draw.source_ids[documents] == 0).sum() - 64 * 0.6) <= 2
             assert len(np.unique(documents)) == 64
-
-
-def test_one_source_after_the_other_is_no_fair_mixture():
-    """Control: the same documents, and as many in a step, in the order of their sources."""
-    _, draw = two_sources()
-    batches = np.array_split(draw.documents(0), 320)
-    assert unevenness(batches, draw.source_ids, 4) > 5

@@ -1,18 +1,10 @@
 """Steps exchange bins until each holds its share of every source, and nothing else changes."""
 
-from collections import Counter
-
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trl_packing import PackedBatchSampler
-from trl_packing.packing import balance as fair_steps
 from trl_packing.packing.balance import (
     COSTLY_FROM,
-    excess_of_bins,
-    excess_of_documents,
-    exchange_between_steps,
 )
 from trl_packing.packing.bins import pack
 from trl_packing.packing.draw import MixtureDraw
@@ -63,66 +55,6 @@ def in_steps(batches, slots: int = 8) -> list[np.ndarray]:
 
 
 # --- the rule -------------------------------------------------------------------------------------
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    number=st.integers(1, 90),
-    size=st.integers(1, 9),
-    num_keys=st.integers(1, 3),
-    num_sources=st.integers(1, 12),
-    seed=st.integers(0, 99),
-)
-def test_steps_keep_their_keys_and_are_no_less_fair(number, size, num_keys, num_sources, seed):
-    rng = np.random.default_rng(seed)
-    parts = rng.permutation(np.arange(3 * number) % number)  # three documents each
-    sources, lengths = rng.integers(0, num_sources, len(parts)), rng.integers(1, 50, len(parts))
-    excess = excess_of_bins(sources, lengths, parts, number)
-    keys, order = rng.integers(0, num_keys, number), rng.permutation(number)
-
-    found = exchange_between_steps(order, size, excess=excess, keys=keys, rng=rng)
-
-    assert sorted(found) == list(range(number))
-    unfair = {"before": 0.0, "after": 0.0}
-    for at in range(0, number, size):
-        before, after = order[at : at + size], found[at : at + size]
-        assert Counter(keys[before]) == Counter(keys[after])
-        unfair["before"] += (excess[:, before].sum(1) ** 2).sum()
-        unfair["after"] += (excess[:, after].sum(1) ** 2).sum()
-    assert unfair["after"] <= unfair["before"]
-
-
-def test_two_steps_exchange_what_makes_both_fair():
-    """Documents of 10 tokens: source 1 has all of step 1 and none of step 0."""
-    sources = np.array([0, 0, 0, 0, 0, 0, 1, 1])
-    excess = excess_of_documents(sources, np.full(8, 10))
-    order = np.array([0, 1, 2, 3, 4, 5, 6, 7])
-    rng, keys = np.random.default_rng(0), np.zeros(8, int)
-    found = exchange_between_steps(order, 4, excess=excess, keys=keys, rng=rng)
-    assert sources[found].reshape(2, 4).sum(1).tolist() == [1, 1]
-    keys = sources  # control: documents of one source alone change places
-    found = exchange_between_steps(order, 4, excess=excess, keys=keys, rng=rng)
-    assert sources[found].reshape(2, 4).sum(1).tolist() == [0, 2]
-
-
-def test_one_source_has_nothing_to_exchange():
-    sources, lengths = np.zeros(9, int), np.arange(1, 10)
-    excess = excess_of_bins(sources, lengths, np.arange(9), 9)
-    assert excess.shape == excess_of_documents(sources, lengths).shape == (0, 9)
-    order = np.random.default_rng(0).permutation(9)
-    found = exchange_between_steps(
-        order, 3, excess=excess, keys=np.zeros(9, int), rng=np.random.default_rng(0)
-    )
-    assert found.tolist() == order.tolist()
-
-
-def test_the_smallest_of_many_sources_count_as_one(monkeypatch):
-    sources = np.repeat(np.arange(40), np.arange(1, 41))
-    excess = excess_of_documents(sources, np.ones(len(sources), int))
-    assert excess.shape == (9, 820)
-    assert len(np.unique(excess[8, sources < 32])) == 1, "the 32 smallest are alike"
-    monkeypatch.setattr(fair_steps, "_MOST_NUMBERS", 2 * 820)  # as with very many documents
-    assert excess_of_documents(sources, np.ones(len(sources), int)).shape == (3, 820)
 
 
 # --- steps of bins --------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from itertools import chain, combinations
 import numpy as np
 import pytest
 
-from trl_packing.packing import patch_bins
 from trl_packing.packing.bins import pack
 from trl_packing.packing.patch_bins import ImageLoads, PatchBins
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -62,33 +61,12 @@ def test_bins_are_nearly_as_few_as_tokens_and_patches_allow():
         assert number <= 1.04 * max(patches.sum() / most, lengths.sum() / CAPACITY)
 
 
-def test_large_sets_are_packed_in_parts(monkeypatch):
-    lengths, patches = photographs()
-    whole = len(PatchBins(lengths, patches, CAPACITY, 5000).pack((0, 0)))
-    monkeypatch.setattr(patch_bins, "_DOCUMENTS_OF_A_PART", 200)
-    plan = PatchBins(lengths, patches, CAPACITY, 5000).pack((0, 0))
-    assert sorted(plan.indices.tolist()) == list(range(len(lengths)))
-    assert max(patches[documents].sum() for documents in plan) <= 5000
-    assert whole <= len(plan) <= whole + 8
-
-
 def test_a_document_beyond_the_limit_shares_its_bin_with_no_other_image():
     lengths, patches = np.full(6, 2), np.array([9, 4, 4, 1, 0, 0])
     for seed in range(5):
         for documents in PatchBins(lengths, patches, 8, 8).pack(seed):
             assert patches[documents].sum() <= 9
             assert 0 not in documents or patches[documents].sum() == 9
-
-
-def test_images_without_limit_change_no_epoch():
-    lengths, patches = photographs(300)
-    options = {"num_ranks": 2, "accumulation": 2}
-    plain = PackedBatchSampler(lengths, CAPACITY, **options)
-    images = PackedBatchSampler(lengths, CAPACITY, loads=loads_of(patches), **options)
-    for one, other in zip(plain.micro_batches(), images.micro_batches(), strict=True):
-        assert one.tolist() == other.tolist()
-    limited = PackedBatchSampler(lengths, CAPACITY, loads=loads_of(patches, limit=5000), **options)
-    assert list(limited) != list(plain)
 
 
 @pytest.mark.parametrize("kind", [{"capacity": CAPACITY}, {"documents_per_step": 32}])

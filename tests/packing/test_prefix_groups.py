@@ -50,12 +50,6 @@ def test_a_prompt_of_most_documents_makes_no_group():
     assert max(map(len, sets_of(grouped(documents + others)))) == 8
 
 
-def test_prompts_behind_a_common_system_prompt_are_groups():
-    documents, of = answers(10, 4, system=100)
-    found = sets_of(grouped(documents))
-    assert sorted(map(sorted, found)) == sorted(np.flatnonzero(of == q).tolist() for q in range(10))
-
-
 def test_a_group_is_cut_by_the_number_of_its_documents():
     documents, of = answers(3, 20)
     found = sets_of(grouped(documents, most=8))
@@ -218,36 +212,6 @@ def test_steps_hold_their_number_of_documents_and_whole_groups(per_step):
     assert np.mean(np.array(steps_of) > 1) < (0.2 if per_step == 7 else 0.05)
     assert all(batch for step in steps_in(sampler) for batch in step)
     assert len(sampler) == sum(len(step) for step in steps_in(sampler))
-
-
-def test_micro_batches_of_a_step_cost_about_the_same():
-    lists, _ = answers(40, 8)
-    groups = grouped(lists)
-    documents = arrow(lists)
-    sampler = PackedBatchSampler(
-        groups.lengths, documents_per_step=32, num_ranks=4, accumulation=2, groups=groups
-    )
-    for step in steps_in(sampler):
-        tokens = [computed(documents, batch) for batch in step]
-        assert max(tokens) < 1.4 * np.mean(tokens)
-
-
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_few_documents_are_packed(number):
-    groups = grouped([[7] * 30] * number, 64)
-    sampler = PackedBatchSampler(groups.lengths, 64, groups=groups)
-    assert [sorted(batch) for batch in sampler] == [list(range(number))]
-    assert sampler.plan().tokens.tolist() == [30]
-
-
-def test_documents_that_are_dropped_leave_full_steps():
-    lists, _ = answers(21, 5)
-    groups = grouped(lists)
-    options = {"documents_per_step": 16, "accumulation": 2, "drop_last": True}
-    sampler = PackedBatchSampler(groups.lengths, groups=groups, **options)
-    steps = [[i for batch in step for i in batch] for step in steps_in(sampler)]
-    assert [*map(len, steps)] == [16] * 6 + [8]
-    assert len({i for step in steps for i in step}) == 104
 
 
 def test_rows_that_were_packed_before_have_no_groups():

@@ -74,18 +74,6 @@ def test_a_label_of_the_first_token_does_not_count():
     assert PrefixIndex.of(documents).common.tolist() == [0, 20]
 
 
-def test_documents_of_other_sources_share_as_well():
-    rng = np.random.default_rng(2)
-    documents = ArrowDocuments(
-        Dataset.from_list(random_rows(rng, own_labels=True)),
-        ["input_ids", "labels"],
-        {"source_ids": rng.integers(0, 3, 40)},
-    )
-    assert_knows(documents, rng)
-    without = PrefixIndex.of(ArrowDocuments(documents.dataset, ["input_ids", "labels"]))
-    assert PrefixIndex.of(documents).common.tolist() == without.common.tolist()
-
-
 def test_chunks_and_indices_of_the_table_are_followed():
     rng = np.random.default_rng(3)
     parts = [Dataset.from_list(random_rows(rng, number)) for number in (7, 1, 12, 30)]

@@ -16,17 +16,14 @@ from datasets import Dataset
 from harness import TWO_RUNS
 from helpers import flash_attn_double
 from helpers.distributed.train import Scenario, run, run_on_ranks
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, other_rows
-from trl_packing.attention.backends import AttentionChoice, resolve_attention
-from trl_packing.attention.document_sdpa import document_attention, sdpa_by_document
+from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.interface import KernelOptions, register_packed_kernel
-from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.packing.static_shapes import StaticShapes
 
 TOLERANCE = 1e-5
@@ -96,12 +93,6 @@ def test_a_row_of_more_tokens_takes_twice_the_tokens():
     assert collated([40])["max_length_q"] == 40, "rows that were packed before may be longer"
 
 
-def test_sources_of_padding_are_none():
-    documents = [row | {"source_ids": 2} for row in documents_of_lengths([3, 4])]
-    batch = PackedCollator(static_shapes=SHAPES)(documents)
-    assert batch["source_ids"].tolist() == [[2] * 7 + [-1] * 57]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -132,20 +123,6 @@ def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
     torch.testing.assert_close(held, expected, rtol=0, atol=TOLERANCE)
     assert allowed.longest_tail == 32
     assert (moved - expected).abs().max() > 1e-2
-
-
-def test_the_most_documents_of_a_micro_batch_are_counted():
-    lengths = np.random.default_rng(0).integers(1, 40, 200)
-    for documents_per_step in (None, 12):
-        sampler = PackedBatchSampler(
-            lengths,
-            64,
-            bins_per_batch=2,
-            num_ranks=2,
-            accumulation=2,
-            documents_per_step=documents_per_step,
-        )
-        assert sampler.most_documents() == max(map(len, sampler.micro_batches()))
 
 
 # --- every way of keeping documents apart -------------------------------------------------------
@@ -199,42 +176,14 @@ def test_they_change_nothing_through_flash_attention(name, monkeypatch):
     assert 0 in double.calls[-1]["cu_seqlens"][0].diff()
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_documents_without_tokens_are_none_on_other_devices(window):
-    q, k, v = (torch.randn(12, 2, 8) for _ in range(3))
-    held = torch.tensor([0, 5, 5, 5, 12], dtype=torch.int32)
-    for attention in (
-        lambda cu: sdpa_by_document(q, k, v, cu, 0.4, window or 0),
-        lambda cu: document_attention(q, k, v, cu, KernelOptions(0.4, window)),
-    ):
-        torch.testing.assert_close(attention(held), attention(held[[0, 1, 4]]), rtol=0, atol=0)
-
-
-def test_compiled_attention_is_one_call_on_other_devices_too():
-    def attention(q, k, v, cu_seqlens):
-        return document_attention(q, k, v, cu_seqlens, KernelOptions(scale=0.4))
-
-    tensors = [torch.randn(12, 2, 8, device="meta") for _ in range(3)]
-    boundaries = torch.tensor([0, 5, 12], dtype=torch.int32, device="meta")
-    graphs = []
-    torch.compile(
-        attention, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True
-    )(*tensors, boundaries)
-    (graph,) = graphs
-    assert "trl_packing.document_attention" in graph.code
-
-
 # --- a run --------------------------------------------------------------------------------------
 
 MANY = [3 + (i * 11) % 29 for i in range(41)]
 RUNS = {
     "accumulated": {"accumulation": 2},
-    "two bins a micro-batch": {"batch_size": 2},
     "weighted by document": {"weighted": True, "options": {"loss_weighting": "document"}},
     "a stream": {"stream": True, "max_steps": 6, "accumulation": 2},
     "a multiple of 48": {"options": {"pad_to_multiple_of": 48}},
-    "checkpointed activations": {"options": {"gradient_checkpointing": True}},
-    "checked": {"options": {"isolation_check": "error"}},
 }
 ON_TWO_RANKS = {
     "two ranks": {},
@@ -343,15 +292,6 @@ def trainer_for(folder, model="llama", lengths=MANY, model_options=None, **optio
     )
 
 
-def test_tokens_are_counted_without_the_padding(tmp_path):
-    counts = []
-    for held in (False, True):
-        trainer = trainer_for(tmp_path, num_train_epochs=1, static_shapes=held)
-        trainer.train()
-        counts.append([e["num_tokens"] for e in trainer.state.log_history if "num_tokens" in e][-1])
-    assert counts == [sum(MANY), sum(MANY)]
-
-
 def test_the_report_says_what_is_padding(tmp_path):
     report = trainer_for(tmp_path, max_length=40).packing_report
     bins = report.micro_batches_per_epoch
@@ -431,23 +371,6 @@ def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog
 def test_what_static_shapes_cannot_serve_is_refused_by_name(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, **options)
-
-
-def test_rows_that_were_packed_before_are_held_too(tmp_path):
-    plain, held = (
-        trainer_for(
-            tmp_path,
-            max_steps=3,
-            max_length=512,
-            static_shapes=held,
-            train_dataset=tiny_dataset("packed"),
-        )
-        for held in (False, True)
-    )
-    for trainer in (plain, held):
-        trainer.train()
-    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (plain, held)]
-    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
 
 
 # --- torch.compile ------------------------------------------------------------------------------
@@ -541,19 +464,6 @@ def test_a_model_has_one_graph_without_a_break(name, dynamo):
 
 
 @pytest.mark.slow
-def test_a_loop_over_documents_has_more(dynamo):
-    """The purpose of the custom op: the same shapes, and a graph for every set of boundaries."""
-
-    def loop(q, k, v, cu_seqlens, options, max_length):
-        return sdpa_by_document(q, k, v, cu_seqlens, options.scale, 0)
-
-    register_packed_kernel("packed_loop", loop)
-    model = tiny_model("llama")
-    install_attention(model, AttentionChoice("documents", "packed_loop", "a test"))
-    assert len(compiled_graphs(model, fullgraph=False, num_batches=4)) > 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
     """The shape of a packed row, without a mask: only boundaries tell the two apart."""
@@ -571,34 +481,6 @@ def test_a_graph_of_packed_calls_serves_no_other(name, dynamo):
             got = compiled(**call).logits[:, 9:]
             torch.testing.assert_close(got, logits[:, 9:], rtol=0, atol=TOLERANCE)
         assert (expected[0] - expected[1]).abs().max() > 0.1, "documents that see each other"
-
-
-@pytest.mark.slow
-def test_evaluation_and_generation_after_compiled_steps_are_as_without(tmp_path, dynamo):
-    found = []
-    for compiles in (False, True):
-        options = COMPILED | {"max_steps": 6, "torch_compile": compiles}
-        if not compiles:
-            del options["torch_compile_backend"]
-        run = trainer_for(tmp_path, **options)
-        before = run.evaluate()["eval_loss"]  # a model that is evaluated first is compiled for it
-        run.train()
-        losses = [before, run.evaluate()["eval_loss"]]
-        run.compute_metrics = lambda p: {"size": float(np.abs(p.predictions).mean())}
-        padded = run.evaluate()
-        losses += [padded["eval_loss"], padded["eval_size"]]
-        ids = torch.randint(6, 300, (2, 9), generator=torch.Generator().manual_seed(0))
-        mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
-        model = run.model_wrapped.eval()
-        assert hasattr(model, "_orig_mod") == compiles
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-        tokens = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-        found.append((losses, logits, tokens))
-    (losses, logits, tokens), (compiled_losses, compiled_logits, compiled_tokens) = found
-    assert compiled_losses == pytest.approx(losses, abs=TOLERANCE)
-    torch.testing.assert_close(compiled_logits, logits, rtol=0, atol=10 * TOLERANCE)
-    assert torch.equal(compiled_tokens, tokens)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Ranks end a stream with the same step, and go on from the position that they saved."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -111,31 +110,6 @@ def test_the_check_notices_a_damaged_epoch(damage):
         ranks[0].append(ranks[1].pop())
     with pytest.raises(AssertionError):
         assert_in_step(ranks, 40)
-
-
-def test_a_rank_whose_shards_end_early_goes_on_with_empty_micro_batches():
-    lengths = [CAPACITY] * 6 + [4] * 6  # the first shard fills six bins, the second one
-    ranks = read_all(lambda: sharded(lengths, 2), 2)
-    assert [[len(batch) for batch in batches] for batches in ranks] == [[1] * 6, [6] + [0] * 5]
-
-
-def test_the_last_step_is_completed_for_all_its_accumulated_micro_batches():
-    """`Trainer` would carry the gradient of half a step over to the next epoch."""
-    ranks = read_all(lambda: documents([CAPACITY] * 5), 2, accumulation=2, seed=None)
-    assert ranks == [[[0], [2], [4], []], [[1], [3], [], []]]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("num_shards", [1, 3, 4])
-def test_dataloader_workers_read_every_document_once(num_ranks, num_workers, num_shards):
-    """One rank behind the other, since threads must not fork: none waits for another here."""
-    source = sharded([9, 30, 14] * 9, num_shards)
-    ranks = [
-        read(stream_of(source, num_ranks=num_ranks, rank=rank, num_workers=num_workers))
-        for rank in range(num_ranks)
-    ]
-    assert sorted(d for batches in ranks for b in batches for d in b) == list(range(27))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -295,14 +269,6 @@ def test_a_position_of_other_shards_is_refused(tmp_path):
         Run(tmp_path, sharded(LENGTHS, 4)).steps(0, after=3)
 
 
-def test_a_position_is_small(tmp_path):
-    """It names a window and does not hold its documents."""
-    Run(tmp_path, SOURCES["batched map"]()).steps(0)
-    written = (tmp_path / "9_0.json").read_text()
-    assert json.loads(written)["steps"] == 9
-    assert len(written) < 4000
-
-
 # --- nothing to train -----------------------------------------------------------------------------
 
 
@@ -320,13 +286,3 @@ def test_an_endless_stream_with_nothing_to_train_is_said_and_ends(caplog):
     with pytest.raises(ValueError, match=r"last 50,000 documents .*response_template"):
         next(iter(fitted(untrained)))
     assert "last 1,000 documents of the stream have nothing to train" in caplog.text
-
-
-def test_documents_between_those_without_a_trained_token_are_found(caplog):
-    def make():
-        yield from untrained(1500)
-        yield {"input_ids": [7, 8, 9], "labels": [7, 8, 9]}
-        yield from untrained(1200)
-
-    assert len(list(fitted(make))) == 1
-    assert caplog.text.count("documents of the stream have nothing to train") == 1

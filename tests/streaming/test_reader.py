@@ -1,7 +1,5 @@
 """A stream is packed in windows as it is read: no document lost or repeated by any reader."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from datasets.distributed import split_dataset_by_node
@@ -9,8 +7,8 @@ from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharde
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.packing.bins import STRATEGIES, pack
-from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, part_of_rank
+from trl_packing.packing.bins import STRATEGIES
+from trl_packing.streaming.reader import PackedStream, StreamSettings, part_of_rank
 
 
 def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, **options):
@@ -75,18 +73,6 @@ def test_a_document_or_row_beyond_capacity_is_an_error(row):
         read(stream)
 
 
-def test_micro_batches_of_a_window_are_of_about_equal_size():
-    """Ten bins by four a micro-batch: not 4, 4, 2."""
-    batches = read(documents([CAPACITY] * 10), window_bins=10, bins_per_batch=4)
-    assert sorted(map(len, batches)) == [3, 3, 4]
-
-
-def test_without_capacity_a_micro_batch_is_a_number_of_documents_in_their_order():
-    batches = read(documents([5] * 200), None, bins_per_batch=3, seed=0)
-    assert [name for batch in batches for name in batch] == list(range(200))
-    assert [len(batch) for batch in batches] == [3] * 66 + [2]
-
-
 def chat_lengths(mean: float, number: int) -> np.ndarray:
     lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.32, 0.8, number)
     return lengths.astype(int).clip(8, 4096)
@@ -104,18 +90,6 @@ def test_chat_lengths_fill_bins_to_99_percent(mean):
     lengths = chat_lengths(mean, 20_000)
     assert fill(lengths, StreamSettings(4096).window_bins) >= 0.99
     assert fill(lengths[:1_000], window_bins=2) < 0.99, "the control: too few bins at a time"
-
-
-@pytest.mark.parametrize("window_bins", [8, 4096])
-def test_a_document_is_packed_once_whatever_the_window(monkeypatch, window_bins):
-    packed = []
-    monkeypatch.setattr(
-        "trl_packing.streaming.reader.pack",
-        lambda lengths, *a: packed.extend(lengths) or pack(lengths, *a),
-    )
-    lengths = chat_lengths(300, 2_000)
-    fill(lengths, window_bins)
-    assert sorted(packed) == sorted(lengths)
 
 
 # --- windows --------------------------------------------------------------------------------------
@@ -142,31 +116,12 @@ def test_two_windows_at_most_are_in_memory(number):
     assert max(ahead) <= 2 * 8
 
 
-def test_reading_is_spread_over_the_micro_batches():
-    """Or a worker would let the device wait for a whole window, once a window."""
-    source, counts = Watched(100), []
-    for _ in PackedStream(source, StreamSettings(CAPACITY, window_bins=8, seed=0)):
-        counts.append(source.num_read)
-    assert max(after - before for before, after in pairwise(counts)) == 1
-
-
 def test_bins_of_a_window_leave_in_random_order():
     """Documents of one bin each, as of a sorted file; without a seed they stay sorted."""
     ordered = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64)]
     shuffled = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64, seed=0)]
     assert ordered == sorted(ordered) == sorted(shuffled)
     assert abs(np.corrcoef(shuffled, np.arange(64))[0, 1]) < 0.3
-
-
-def test_every_epoch_is_drawn_anew_and_again_the_same():
-    lengths = [3 + (i * 7) % 29 for i in range(60)]
-    first, second, again, other = (
-        read(documents(lengths), window_bins=8, seed=seed, epoch=epoch)
-        for seed, epoch in ((0, 0), (0, 1), (0, 1), (1, 1))
-    )
-    assert second == again
-    assert first != second != other
-    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}
 
 
 def test_a_stream_that_shuffles_is_told_the_epoch():
@@ -305,32 +260,8 @@ def test_a_place_of_another_micro_batch_leads_elsewhere():
     assert rest != [names(batch) for batch, *_ in whole[6:]]
 
 
-@pytest.mark.parametrize(("shuffles", "most"), [(False, 60), (True, 100)])
-def test_only_a_stream_that_shuffles_is_read_again_from_its_start(shuffles, most):
-    """datasets 5.2 forgets what waited in its shuffle buffer: the one way back is to read again."""
-    lengths = [16] * 100
-    prepared = []
-
-    def prepare(document):
-        prepared.append(document)
-        return document
-
-    source = sharded(lengths, 1)
-    source = (source.shuffle(seed=0, buffer_size=10) if shuffles else source).map(prepare)
-    made = StreamSettings(CAPACITY, window_bins=10, seed=0)
-    place = list(PackedStream(source, made))[24][1]
-    prepared.clear()
-    assert len(read(source, window_bins=10, seed=0, place=place)) == 25
-    assert (len(prepared) > 60) is shuffles
-    assert len({int(document["input_ids"][0]) for document in prepared}) <= most
-
-
 def test_a_place_in_other_documents_is_refused():
     made = StreamSettings(CAPACITY, window_bins=6, seed=0)
     place = list(PackedStream(sharded(LENGTHS, 3), made))[20][1]
     with pytest.raises(ValueError, match="the stream continues with other documents than when the"):
         read(sharded(LENGTHS[::-1], 3), window_bins=6, seed=0, place=place)
-
-
-def test_the_start_is_a_place():
-    assert read(documents(LENGTHS), place=Place()) == read(documents(LENGTHS))

@@ -87,16 +87,6 @@ def test_a_resumed_stream_holds_the_documents_of_an_uninterrupted_padded_run(tmp
     assert (resumed[0]["documents"] == rest) == is_in_first_epoch
 
 
-def test_what_an_epoch_leaves_of_an_accumulated_step_is_a_step_here(tmp_path):
-    """Thirteen micro-batches: TRL adds the gradient of the last one to the next epoch's first."""
-    rows = documents_of_lengths([3 + (i * 7) % 27 for i in range(49)])
-    theirs, ours = both(tmp_path, rows=rows, shards=1, settings={"max_steps": 9} | ACCUMULATED)
-    assert [len(documents) for documents in theirs["documents"].values()] == [8] * 6 + [9, 8, 8]
-    assert [len(documents) for documents in ours["documents"].values()] == [8] * 6 + [1, 8, 8]
-    epoch = [document for step in range(7) for document in ours["documents"][step]]
-    assert sorted(epoch) == sorted(tuple(row["input_ids"]) for row in rows)
-
-
 # --- two ranks ------------------------------------------------------------------------------------
 
 # Six steps an epoch, unless accumulated.
@@ -169,11 +159,3 @@ def test_shards_that_do_not_divide_among_ranks_are_read_in_turns(runs_of_two_ran
     )
     assert sorted(trained_here) == documents
     assert len(there) == len(documents) > len(set(there))
-
-
-@pytest.mark.slow
-def test_two_ranks_do_not_repeat_the_documents_that_fill_up_a_padded_step(runs_of_two_ranks):
-    theirs, ours = of_both(runs_of_two_ranks, "a last step that is filled up")
-    assert [len(documents) for documents in theirs["documents"].values()] == [8] * 5
-    assert [len(documents) for documents in ours["documents"].values()] == [8] * 4 + [5]
-    assert set(ours["documents"][4]) < set(theirs["documents"][4])

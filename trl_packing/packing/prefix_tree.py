@@ -20,6 +20,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from trl_packing.packing.bins import ranges
+
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
@@ -95,12 +97,12 @@ def build_prefix_tree(
         starts=starts,
         depths=depths,
         offsets=offsets,
-        tokens=_ranges(offsets[order] + depths, lengths - depths),
+        tokens=ranges(offsets[order] + depths, lengths - depths),
         targets=_Paths(starts, depths, depths + repeats).rows(run_of, sizes),
         cu_seqlens=cu_seqlens.astype(np.int32),
         cu_seqlens_k=cu_seqlens_k.astype(np.int32),
         key_index=key_index,
-        position_ids=_ranges(depths, lengths - depths),
+        position_ids=ranges(depths, lengths - depths),
     )
 
 
@@ -157,12 +159,12 @@ class _Paths:
     def rows(self, runs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return the rows of the first `lengths` tokens of the paths of `runs`, one by one."""
         numbers = self.first[runs + 1] - self.first[runs]
-        at = _ranges(self.first[runs], numbers)
+        at = ranges(self.first[runs], numbers)
         ends = np.append(self.begins[1:], 0)
         ends[self.first[1:] - 1] = np.iinfo(np.int64).max
         begins = self.begins[at]
         sizes = np.maximum(np.minimum(ends[at], np.repeat(lengths, numbers)) - begins, 0)
-        return _ranges(self.shifts[at] + begins, sizes)
+        return ranges(self.shifts[at] + begins, sizes)
 
     def row(self, runs: np.ndarray, depths: np.ndarray) -> np.ndarray:
         """Return the row at a depth of the path of each of `runs`."""
@@ -183,9 +185,3 @@ def _segments(starts: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.nd
     runs = np.searchsorted(starts, cuts[:-1], side="right") - 1
     sizes = depths[runs] + cuts[1:] - starts[runs]
     return cuts, np.concatenate([[0], np.cumsum(sizes)]), paths.rows(runs, sizes)
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return ``start, start + 1, ...``, `length` numbers for each start."""
-    ends = np.cumsum(lengths)
-    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)

@@ -10,7 +10,7 @@ A stream that ends begins again, until all have ended once. So no document is le
 from collections.abc import Mapping
 from typing import Any
 
-from datasets import Dataset, IterableDataset, interleave_datasets
+from datasets import IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.stream import NOTHING_TO_TRAIN
@@ -117,25 +117,10 @@ def join_streams(
     except ValueError as error:
         if "features can't be aligned" not in str(error):  # datasets 5.2
             raise
-        raise ValueError(_other_types(streams, columns[first])) from error
-
-
-def _other_types(streams: Mapping[str, IterableDataset], columns: list[str]) -> str:
-    """Return a sentence on the first column that has another type in a later stream."""
-    features = {
-        name: Dataset.from_list([next(iter(stream))]).features for name, stream in streams.items()
-    }
-    first = next(iter(features))
-    for column in columns:
-        for name, each in features.items():
-            found, expected = each[column], features[first][column]
-            if found != expected:
-                return (
-                    f"the column {column!r} holds {expected} in train_dataset[{first!r}] "
-                    f"and {found} in train_dataset[{name!r}]; give it one type in all "
-                    "streams"
-                )
-    raise AssertionError("all columns of the streams have the same types")
+        raise ValueError(
+            f"a column has one type in one stream and another in the next: {error}; give it one "
+            "type in all streams"
+        ) from error
 
 
 def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
