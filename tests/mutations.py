@@ -90,13 +90,13 @@ MUTATIONS = [
     ),
     (
         "boundaries",
-        "packing/tree_row.py",
+        "packing/prefix_tree.py",
         "np.where(may_share, 0, -1 - np.arange(len(starts)))",
         "np.zeros(len(starts), int)",
     ),
     (
         "boundaries",
-        "packing/tree_row.py",
+        "packing/prefix_tree.py",
         "(labels == IGNORE_INDEX), ids, labels)",
         "(labels > 0), ids, labels)",
     ),
@@ -114,7 +114,7 @@ MUTATIONS = [
     ),
     (
         "positions",
-        "packing/tree_row.py",
+        "packing/prefix_tree.py",
         "np.arange(tail) if fill is None",
         "np.zeros(tail) if fill is None",
     ),
@@ -133,7 +133,7 @@ MUTATIONS = [
         "(b)) for b in batches]).mean()",
     ),
     ("weights", "loss/step_loss.py", "(-losses).exp().detach()", "(-losses).exp()"),
-    ("weights", "packing/tree_row.py", "counts if weights is None else ", "counts if 1 else "),
+    ("weights", "packing/prefix_tree.py", "counts if weights is None else ", "counts if 1 else "),
     ("weights", "loss/lm_head.py", "grad[others] - most, others", "grad[others], others"),
     (
         "weights",

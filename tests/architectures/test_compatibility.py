@@ -16,7 +16,7 @@ from architectures.compatibility import (
 from architectures.shared_step import judge_sharing
 from architectures.tiny_models import tiny_model
 from trl_packing.cli import main
-from trl_packing.packing import tree_row
+from trl_packing.packing import prefix_tree
 from trl_packing.training.prefix_sharing import PrefixSharing
 
 # (architecture, the backend that must be exact, the result of TRL's packing)
@@ -73,7 +73,7 @@ def test_an_architecture_shares_prefixes_exactly_or_says_why_not(name):
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(name, monkeypatch):
     """The negative control of the column: a fault in the rows is a silent difference."""
-    make = tree_row.build_prefix_tree
+    make = prefix_tree.build_prefix_tree
 
     def chain(*args, **options):
         tree = make(*args, **options)
@@ -84,7 +84,7 @@ def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(na
         }
         return type(tree)(**{**vars(tree), **keys})
 
-    monkeypatch.setattr(tree_row, "build_prefix_tree", chain)
+    monkeypatch.setattr(prefix_tree, "build_prefix_tree", chain)
     model = tiny_model(name)
     refused = judge_sharing(model)
     assert refused.outcome == "apart"

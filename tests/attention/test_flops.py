@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packing.attention.flops import NotCountable, model_flops
-from trl_packing.packing.tree_row import share_prefixes
+from trl_packing.packing.prefix_tree import share_prefixes
 
 T = 24
 

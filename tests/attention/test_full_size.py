@@ -30,7 +30,7 @@ from trl_packing.attention.model_facts import (
     rope_thresholds,
     text_config,
 )
-from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.packing.collator import StaticShapes
 
 # Of each, the attention to try first on a GPU in bf16 and the lengths at which it changes, by its
 # model card.

@@ -25,7 +25,7 @@ from helpers.tiny import tiny_tokenizer as text_tokenizer
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.documents.weights import document_weight, weigh_tokens
-from trl_packing.packing.batch_weights import WeightedPaddedCollator
+from trl_packing.packing.collator import WeightedPaddedCollator
 
 MODES = ("document", "sqrt")
 DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]

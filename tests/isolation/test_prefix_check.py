@@ -8,7 +8,7 @@ from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.check import check_prefixes
-from trl_packing.packing import tree_row
+from trl_packing.packing import prefix_tree
 from trl_packing.packing.collator import PackedCollator
 
 DOCUMENT = np.random.default_rng(0).integers(6, 300, 400)
@@ -23,7 +23,7 @@ def check(name="mistral", **options):
 
 def spoil_positions(monkeypatch, first: int, last: int) -> None:
     """Count positions wrongly in tokens ``[first, last)`` of the long branches only."""
-    make = tree_row.build_prefix_tree
+    make = prefix_tree.build_prefix_tree
 
     def spoiled(*args, **options):
         tree = make(*args, **options)
@@ -33,7 +33,7 @@ def spoil_positions(monkeypatch, first: int, last: int) -> None:
             positions[(behind >= first) & (behind < last)] += 5
         return type(tree)(**{**vars(tree), "position_ids": positions})
 
-    monkeypatch.setattr(tree_row, "build_prefix_tree", spoiled)
+    monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama"])

@@ -18,7 +18,7 @@ from helpers.combinations import combined
 from helpers.tiny import documents_of_lengths, tiny_model
 
 from trl_packing import PackedCollator
-from trl_packing.packing.batch_weights import WeightedPaddedCollator
+from trl_packing.packing.collator import WeightedPaddedCollator
 
 LENGTHS = (9, 40, 13, 30, 5, 61)
 DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trl_packing import PackedCollator
-from trl_packing.packing.batch_weights import WeightedPaddedCollator
+from trl_packing.packing.collator import WeightedPaddedCollator
 
 TWO = [
     {"input_ids": [11, 12, 13, 14], "completion_mask": [0, 0, 1, 1]},

@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, other_rows
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.packing.collator import StaticShapes
 
 TOLERANCE = 1e-5
 SHAPES = StaticShapes(num_tokens=64, max_length=32, num_documents=8, longest_tail=32)

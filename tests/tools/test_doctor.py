@@ -11,7 +11,7 @@ import torch
 from trl_packing.attention.backends import CHOICES
 from trl_packing.cli import main
 from trl_packing.isolation import guard
-from trl_packing.packing import tree_row
+from trl_packing.packing import prefix_tree
 from trl_packing.tools import doctor
 from trl_packing.tools.doctor import Device, Trial, Trials, advice, diagnose, try_backends
 from trl_packing.versions import TESTED
@@ -67,7 +67,7 @@ def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
 
 def test_siblings_that_see_each_other_differ(trials, monkeypatch):
     """The negative control: the keys of a segment are all tokens before it."""
-    make = tree_row.build_prefix_tree
+    make = prefix_tree.build_prefix_tree
 
     def leaking(ids, **options):
         tree = make(ids, **options)
@@ -75,7 +75,7 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
         ends = np.cumsum([0, *map(len, keys)]).astype(np.int32)
         return type(tree)(**{**vars(tree), "cu_seqlens_k": ends, "key_index": np.concatenate(keys)})
 
-    monkeypatch.setattr(tree_row, "build_prefix_tree", leaking)
+    monkeypatch.setattr(prefix_tree, "build_prefix_tree", leaking)
     tried = doctor.trial_of_prefixes(doctor.tiny_llama(), "documents", torch.float32)
     assert tried.verdict == "differs"
     assert tried.difference > tried.leak / 10

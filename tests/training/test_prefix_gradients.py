@@ -27,7 +27,7 @@ from helpers.shared_prefixes import (
 )
 
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.packing import tree_row
+from trl_packing.packing import prefix_tree
 from trl_packing.training.prefix_sharing import PrefixSharing
 
 FAST = [("llama", False, "token"), ("deepseek_v3", True, "document")]
@@ -223,7 +223,7 @@ def test_metrics_are_those_of_documents_alone(name, tmp_path):
 
 def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_path, monkeypatch):
     """The control: entropy and accuracy need the documents that train each position."""
-    share = tree_row.share_prefixes
+    share = prefix_tree.share_prefixes
 
     def lost(*args):
         row = share(*args)
@@ -258,13 +258,13 @@ SPOILED = {
 
 @pytest.mark.parametrize("fault", slow_but(("siblings see each other",), SPOILED))
 def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, monkeypatch):
-    make = tree_row.build_prefix_tree
+    make = prefix_tree.build_prefix_tree
 
     def spoiled(*args, **options):
         tree = make(*args, **options)
         return type(tree)(**{**vars(tree), **SPOILED[fault](tree)})
 
-    monkeypatch.setattr(tree_row, "build_prefix_tree", spoiled)
+    monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
     model, documents = build_model("llama"), forked_documents()
     checked = one_shared_step(model, documents, tmp_path / "checked")
     assert "LEAK" in checked.trainer._isolation.sharing.reason
@@ -291,10 +291,10 @@ def once(make):
 @pytest.mark.parametrize(
     ("place", "fault", "documents"),
     [
-        ("packing.collator.share_prefixes", once(tree_row.share_prefixes), forked_documents()),
+        ("packing.collator.share_prefixes", once(prefix_tree.share_prefixes), forked_documents()),
         # Documents that agree on tokens, and not on labels, are merged.
         (
-            "packing.tree_row._groups",
+            "packing.prefix_tree._groups",
             lambda flat, starts: [0] * len(starts),
             CASES["labels of their own in some"][0],
         ),

@@ -9,16 +9,31 @@
     source_ids           0   0   0   3   3        (1, T) int64, −1 on padding; only if each document
                                                   has `source_ids` (loss/sources.py)
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
-    key_index, target_counts                      of a row with shared prefixes (tree_row.py)
+    key_index, target_counts                      of a row with shared prefixes (prefix_tree.py)
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int   } for models that are not prepared for
     use_cache            False                          } packing; not in a batch of `tensors_only`
 
-With `static_shapes`, T, N and max_length are the same in every batch (static_shapes.py).
+With `static_shapes`, T, N and max_length are the same in every batch (`StaticShapes`).
 
 A batch never has an attention_mask or a cache. With either one, transformers skips its detection of
 packed documents, and every token silently sees the documents before it
 (tests/attention/test_packed_models.py::test_attention_mask_or_cache_breaks_isolation).
+
+Loss weights of a batch, packed or padded:
+
+    documents         loss_weights 0 1 .5, loss_weight 2        loss_weights 0 1
+    packed row        0  2  1  0  1                             (1, T) float32
+    padded rows       0  2  1                                   (rows, T) float32
+                      0  1  0
+
+Batches of one shape, so that `torch.compile` and a GPU's allocator see one shape:
+
+    documents      a a a a a | b b | c c c                    10 tokens of 16
+    row            a a a a a | b b | c c c | . . . . . .      padded with a masked document
+    seq_lengths    5           2     3       0 0 0 0 6        four documents have no tokens
+    cu_seqlens     0 5 7 10 10 10 10 10 16
+    max_length     8                                          the longest document of the data set
 """
 
 import copy
@@ -29,18 +44,113 @@ from typing import Any
 import numpy as np
 import torch
 
+from trl_packing.attention.model_facts import layer_values, rope_thresholds, text_config
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
 from trl_packing.documents.host_row import HostRow, PackedBatch
 from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
     IGNORE_INDEX,
     SEQ_LENGTHS,
     SOURCE_IDS,
     TOKEN_WEIGHTS,
     document_labels,
 )
-from trl_packing.packing.batch_weights import has_weights, packed_weights
-from trl_packing.packing.static_shapes import StaticShapes
-from trl_packing.packing.tree_row import TreeRow, share_prefixes
+from trl_packing.documents.weights import document_weight, token_weights, weigh_tokens
+from trl_packing.packing.prefix_tree import TreeRow, share_prefixes
+
+Document = Mapping[str, Any]
+
+_DOCUMENTS_MULTIPLE_OF = 8  # the number of documents in a row is rounded up to a multiple of it
+
+
+# --- one shape --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StaticShapes:
+    """The shape that all batches share.
+
+    A masked document has no targets, and no other document sees it, so losses and gradients do not
+    change. FlashAttention-2 launches blocks for `max_length` queries of every document, also of
+    those without tokens: with the capacity instead of the longest document, nearly all would idle.
+
+    Attributes:
+        num_tokens: T of a row; a longer row is padded to a multiple of it.
+        max_length: length of the longest document, as passed to kernels.
+        num_documents: boundaries of a row, minus one; a row that needs more has twice as many, or
+            four times as many, ...
+        longest_tail: most tokens of a masked document; a longer tail becomes several of them.
+    """
+
+    num_tokens: int
+    max_length: int
+    num_documents: int
+    longest_tail: int
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        capacity: int,
+        bins: int,
+        most_documents: int | None = None,
+        longest: int | None = None,
+        pad_to_multiple_of: int | None = None,
+    ) -> "StaticShapes":
+        """Return the shape of micro-batches for `model`.
+
+        Args:
+            model: limits the length of masked documents by its position embeddings.
+            capacity: tokens that a bin may hold.
+            bins: bins in a micro-batch.
+            most_documents: largest number of documents in a micro-batch of this epoch (the bins of
+                later epochs differ). None makes room for documents of 32 tokens.
+            longest: tokens of the longest document of the data set; None: `capacity`.
+            pad_to_multiple_of: makes `num_tokens` a multiple of it.
+        """
+        multiple = pad_to_multiple_of or 1
+        num_tokens = -(-capacity * bins // multiple) * multiple
+        expected = num_tokens // 32 if most_documents is None else most_documents * 5 // 4
+        # Some rotary embeddings depend on the longest position in the row, and learned positions
+        # end: a tail longer than the documents would change the former and exceed the latter.
+        learned = layer_values(text_config(model), "max_position_embeddings")
+        limits = [*rope_thresholds(model), *learned]
+        documents = expected + 2  # one without tokens, and a tail
+        max_length = min(longest or capacity, capacity)
+        return cls(
+            num_tokens=num_tokens,
+            max_length=max_length,
+            num_documents=-(-documents // _DOCUMENTS_MULTIPLE_OF) * _DOCUMENTS_MULTIPLE_OF,
+            longest_tail=min([max_length, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
+        )
+
+    def padding(self, num_tokens: int) -> list[int]:
+        """Return the lengths of the masked documents behind `num_tokens` tokens.
+
+        Examples:
+            >>> StaticShapes(16, max_length=8, num_documents=8, longest_tail=8).padding(5)
+            [8, 3]
+        """
+        missing = -num_tokens % self.num_tokens if num_tokens else self.num_tokens
+        full, left = divmod(missing, self.longest_tail)
+        return [self.longest_tail] * full + [left] * bool(left)
+
+    def empty_documents(self, num_documents: int) -> int:
+        """Return how many documents without tokens a row with `num_documents` needs, at least one.
+
+        Examples:
+            >>> shapes = StaticShapes(16, max_length=8, num_documents=8, longest_tail=8)
+            >>> shapes.empty_documents(3), shapes.empty_documents(8)
+            (5, 8)
+        """
+        held = self.num_documents
+        while held <= num_documents:
+            held *= 2
+        return held - num_documents
+
+
+# --- rows -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -69,8 +179,8 @@ class PackedCollator:
         tensors_only: Leave out `max_length_q/k` and `use_cache`, which are not tensors, and add the
             CPU copy of the row as `host` (`PackedBatch`). `PackedSFTTrainer` and `enable_packing`
             pass to their models what is left out.
-        shares_prefixes: compute the tokens with which documents begin alike once (tree_row.py), on
-            models that passed the check of such rows.
+        shares_prefixes: compute the tokens with which documents begin alike once (prefix_tree.py),
+            on models that passed the check of such rows.
         images: adds the tensors of the images of documents (vision/batch.py); None without images.
 
     Examples:
@@ -279,3 +389,103 @@ def _batch(
         "labels": flat_labels[None],
         **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
     }
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def has_weights(documents: Sequence[Document], loss_weighting: str) -> bool:
+    """Return whether a batch of `documents` has loss weights."""
+    return loss_weighting != "token" or any(
+        document.get(TOKEN_WEIGHTS) is not None or DOCUMENT_WEIGHT in document
+        for document in documents
+    )
+
+
+def packed_weights(
+    documents: Sequence[Document],
+    rows: Sequence[Sequence[int]],
+    labels: torch.Tensor,
+    masked: Sequence[int],
+    loss_weighting: str,
+) -> torch.Tensor:
+    """Return the weights of a packed row, (1, T) float32.
+
+    Args:
+        documents: items of the batch, each with its weights.
+        rows: for each item, the tokens of every document in it.
+        labels: (1, T) int64, document starts masked.
+        masked: tokens of each masked document behind the items.
+        loss_weighting: "token", "document" or "sqrt".
+    """
+    weights = [
+        named_token_weights(document, sum(row), _name(number))
+        for number, (document, row) in enumerate(zip(documents, rows, strict=True))
+    ]
+    factors = [
+        factor
+        for factor, row in zip(_document_weights(documents), rows, strict=True)
+        for length in row
+        if length
+    ]
+    return _weigh(
+        np.concatenate([*weights, np.ones(sum(masked))]),
+        labels,
+        [*(length for row in rows for length in row if length), *masked],
+        factors + [1.0] * len(masked),
+        loss_weighting,
+    )
+
+
+@dataclass
+class WeightedPaddedCollator:
+    """The padded batches of `collator` (TRL's), with weights and sources as in packed batches."""
+
+    collator: Any
+    loss_weighting: str = "token"
+
+    def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
+        """Return a padded batch, with `loss_weights` (rows, T) float32 if there are weights."""
+        batch = self.collator(documents)
+        labels = batch["labels"]
+        if has_weights(documents, self.loss_weighting):
+            weights = np.zeros(labels.shape)
+            for number, (row, document) in enumerate(zip(weights, documents, strict=True)):
+                length = len(document["input_ids"])
+                row[:length] = named_token_weights(document, length, _name(number))
+            weights[:, 0] = 0  # never a target
+            factors = _document_weights(documents)
+            lengths = [labels.shape[1]] * len(labels)
+            batch[TOKEN_WEIGHTS] = _weigh(weights, labels, lengths, factors, self.loss_weighting)
+        if any(SOURCE_IDS in document for document in documents):
+            source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])
+            batch[SOURCE_IDS] = source_ids[:, None].repeat(1, labels.shape[1])
+        return batch
+
+
+def named_token_weights(document: Document, num_tokens: int, which: str) -> np.ndarray:
+    """Return the weights of a document's tokens. Raise ValueError that names it if one is wrong."""
+    try:
+        return token_weights(document, num_tokens)
+    except ValueError as problem:
+        raise ValueError(f"{which}: {problem}") from None
+
+
+def _name(number: int) -> str:
+    return f"document {number} of a micro-batch"
+
+
+def _document_weights(documents: Sequence[Document]) -> list[float]:
+    return [document_weight(document, _name(number)) for number, document in enumerate(documents)]
+
+
+def _weigh(
+    weights: np.ndarray,
+    labels: torch.Tensor,
+    lengths: Sequence[int],
+    factors: Sequence[float],
+    loss_weighting: str,
+) -> torch.Tensor:
+    """Return the weight of every token, shaped like `labels`, float32."""
+    flat = weigh_tokens(weights.ravel(), labels.numpy().ravel(), lengths, factors, loss_weighting)
+    return torch.from_numpy(flat).view(labels.shape)

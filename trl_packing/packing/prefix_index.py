@@ -6,7 +6,7 @@
     ranks        0   2   1                                    place of each document in the order
 
 Two documents share the least `common` between their places. So lengths and these numbers tell the
-length of any row with shared prefixes (tree_row.py) without a look at tokens. Documents that may
+length of any row with shared prefixes (prefix_tree.py) without a look at tokens. Documents that may
 not share, because their labels are not their tokens, stand at the end and share nothing.
 
 PyArrow sorts the documents as strings of bytes, without a copy of their tokens.
@@ -114,7 +114,7 @@ class PrefixIndex:
     ) -> np.ndarray:
         """Return the tokens that rows compute, padding left out, ``(M,)`` int64.
 
-        They are the lengths of the rows that `tree_row.share_prefixes` makes.
+        They are the lengths of the rows that `prefix_tree.share_prefixes` makes.
 
         Args:
             lengths: tokens of every document of the data set, ``(N,)`` integers.

@@ -27,9 +27,10 @@ from torch.utils.data import IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, check_lengths, steps_of, take_counts
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight
 from trl_packing.packing.bins import pack
+from trl_packing.packing.collator import named_token_weights
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents, keep_groups_together
 from trl_packing.packing.prefix_index import PrefixIndex
 
@@ -267,6 +268,8 @@ class DocumentSource:
                 "or set overflow='truncate' or 'drop'"
             )
         document_weight(document, which)
+        if TOKEN_WEIGHTS in document:
+            named_token_weights(document, length, which)
         check_lengths(document, self.num_read)
         # A list of Python integers takes five times the memory, and the collator needs an array.
         document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in document.items()}

@@ -26,9 +26,8 @@ from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.packing.prefix_tree import PrefixTree
+from trl_packing.packing.prefix_tree import PrefixTree, tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.packing.tree_row import tree_of_row
 from trl_packing.tools.preview.preview import collator_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun, TracedDocuments, trace_documents
 from trl_packing.tools.preview.show_rows import show_rows

@@ -14,9 +14,7 @@ from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import is_packed
 from trl_packing.isolation.guard import IsolationGuard
-from trl_packing.packing.batch_weights import WeightedPaddedCollator
-from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.static_shapes import StaticShapes
+from trl_packing.packing.collator import PackedCollator, StaticShapes, WeightedPaddedCollator
 from trl_packing.training.columns import documents_of
 from trl_packing.training.sampling import Sampling
 

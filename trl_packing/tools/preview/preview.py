@@ -15,9 +15,8 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.packing.bins import find_strategy
-from trl_packing.packing.collator import PackedCollator
+from trl_packing.packing.collator import PackedCollator, StaticShapes
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.packing.static_shapes import StaticShapes
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
 from trl_packing.tools.training_command import config_of
