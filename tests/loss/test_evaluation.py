@@ -8,7 +8,7 @@ import math
 import pytest
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
-from datasets import ClassLabel, Dataset, Features
+from datasets import Dataset
 from helpers.by_hand import (
     LOSSES,
     TOLERANCE,
@@ -123,30 +123,6 @@ def test_experts_leave_the_loss_of_evaluation_alone(tmp_path):
         assert trainer.state.log_history[-1]["eval_aux_loss"] > 0
         assert trainer.router_aux_loss_coef == 0.5
     assert found == pytest.approx([by_hand(model, documents)[0]] * 2, rel=TOLERANCE)
-
-
-def test_evaluation_takes_no_forward_more_for_sources(tmp_path):
-    calls = {}
-    for column in (None, "source"):
-        trainer = evaluator(
-            tiny_model("llama"),
-            with_sources(tiny_documents()),
-            tmp_path,
-            source_column=column,
-            isolation_check="off",
-        )
-        trainer.evaluate()
-        forward, seen = trainer.model.forward, []
-
-        def count(*args, _forward=forward, _seen=seen, **kwargs):
-            _seen.append(set(kwargs))
-            return _forward(*args, **kwargs)
-
-        trainer.model.forward = count
-        trainer.evaluate()
-        calls[column] = seen
-    assert len(calls[None]) > 1
-    assert calls[None] == calls["source"], "nor is the model given them"
 
 
 # --- perplexity -----------------------------------------------------------------------------------
@@ -275,15 +251,6 @@ def test_sources_are_named_in_order_and_only_those_that_are_left():
     assert (chosen.names, chosen.ids.tolist()) == (("code", "web"), [1, 0])
 
 
-def test_classes_are_sources_by_their_names():
-    dataset = Dataset.from_dict(
-        {"kind": [1, 0, 1]}, Features({"kind": ClassLabel(names=["math", "chat"])})
-    )
-    sources = Sources.of(dataset, "kind")
-    assert sources.names == ("chat", "math")
-    assert sources.ids.tolist() == [0, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
@@ -303,12 +270,6 @@ def test_columns_that_name_no_sources_are_refused(rows, problem):
 def test_a_missing_source_column_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match="source_column='origin', but an evaluation set has no"):
         evaluator(tiny_model("llama"), tiny_documents(), tmp_path, source_column="origin")
-
-
-def test_a_null_source_is_refused_before_training(tmp_path):
-    rows = [{**row, "source": None if i == 1 else "a"} for i, row in enumerate(tiny_documents())]
-    with pytest.raises(ValueError, match="row 1 of an evaluation set has no 'source'"):
-        evaluator(tiny_model("llama"), Dataset.from_list(rows), tmp_path, source_column="source")
 
 
 def test_the_sources_of_a_stream_are_refused(tmp_path):

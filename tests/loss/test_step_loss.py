@@ -16,7 +16,6 @@ from helpers.by_hand import (
     LAYOUTS,
     LEARNING_RATE,
     LOSSES,
-    SMOOTHING,
     TOLERANCE,
     assert_is_one_step_of,
     assert_same_step,
@@ -66,24 +65,6 @@ def test_weights_of_one_change_no_bit(loss, layout, tmp_path):
     found, expected = (one_step(model, d, tmp_path, **options) for d in (ones, documents))
     assert found[0] == expected[0]
     assert all(torch.equal(found[1][name], g) for name, g in expected[1].items())
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_weight_of_zero_is_an_untrained_label(loss, tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    untrained = [
-        d
-        | {
-            "labels": [
-                label if weight else IGNORE_INDEX
-                for label, weight in zip(d["labels"], d["loss_weights"], strict=True)
-            ]
-        }
-        for d in documents
-    ]
-    assert untrained != documents
-    found, expected = (one_step(model, d, tmp_path, **LOSSES[loss]) for d in (documents, untrained))
-    assert_same_step(found, expected)
 
 
 def test_a_step_of_zero_weights_learns_nothing(tmp_path):
@@ -242,8 +223,6 @@ LENGTHS = [32, 5, 30, 9, 17, 23, 3, 28]
 RANKS = {
     "packed": {},
     "not packed": {"packing": False, "batch_size": 4},
-    "dft": {"loss_type": "dft"},
-    "smoothed": {"label_smoothing_factor": SMOOTHING},
     "a class that ignores loss kwargs": {"ignores_loss_kwargs": True},
     "evaluation": {"eval_lengths": LENGTHS[:5], "counts_correct": True},
 }
@@ -253,15 +232,13 @@ EMPTY = {"lengths": [32, 32, 32], "batch_size": 1, "max_steps": 2}
 
 def scenario(name, folder, accumulation):
     arguments = dict(EMPTY if name == "empty" else RANKS[name])
-    losses = {k: arguments.pop(k) for k in tuple(arguments) if k in LOSSES["smoothed"]}
-    losses |= {k: arguments.pop(k) for k in tuple(arguments) if k in LOSSES["dft"]}
     options = {"optim": "sgd", "learning_rate": LEARNING_RATE, "max_grad_norm": 0.0}
     return Scenario(
         str(folder / name),
         **{"lengths": LENGTHS, "batch_size": 3, "max_steps": 1, **arguments},
         accumulation=accumulation,
         weighted=True,
-        options=options | losses,
+        options=options,
     )
 
 
@@ -280,16 +257,15 @@ def documents_of(lengths, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANKS)
 def test_two_ranks_take_the_weighted_mean_over_both(name, two_ranks):
-    loss = name if name in LOSSES else "nll"
     model, documents = small_model("llama"), documents_of(LENGTHS, seed=0)
-    expected = by_hand(model, documents, loss)
+    expected = by_hand(model, documents)
     evaluated = by_hand(model, documents_of(LENGTHS[:5], seed=1))[0]
     for result in two_ranks[name]:
         assert_is_one_step_of(result, expected)
         if name == "evaluation":
             assert result["metrics"]["eval_loss"] == pytest.approx(evaluated, rel=TOLERANCE)
     with pytest.raises(AssertionError):
-        assert_is_one_step_of(two_ranks[name][0], by_hand(model, unweighted(documents), loss))
+        assert_is_one_step_of(two_ranks[name][0], by_hand(model, unweighted(documents)))
 
 
 @pytest.mark.slow
@@ -324,6 +300,3 @@ def test_impossible_weights_name_their_document(wrong, tmp_path):
     documents[1]["loss_weights"][4] = wrong
     with pytest.raises(ValueError, match=f"document 1: loss_weights has {wrong} at token 4; give"):
         trainer_for(tiny_model("llama"), documents, tmp_path)
-
-
-# --- the parts ------------------------------------------------------------------------------------

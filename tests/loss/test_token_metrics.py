@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.by_hand import TOLERANCE, trainer_for, weighted
-from helpers.distributed.train import Scenario, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -189,51 +188,3 @@ def test_evaluation_reports_the_mean_over_the_set(name, tmp_path):
 
 
 # --- two ranks ------------------------------------------------------------------------------------
-
-RANKS = {
-    "packed": {},
-    "accumulated": {"accumulation": 2},
-    "idle rank": {"lengths": [32, 30, 12]},  # three bins of two ranks
-    "stream": {"stream": True, "max_steps": 3},
-    "padded evaluation": {"counts_correct": True, "batch_size": 2},
-    "evaluation, not packed": {"options": {"eval_packing": False}, "batch_size": 2},
-}
-RANK_LENGTHS = [9, 30, 5, 17, 23, 3, 28]  # seven documents do not divide
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    base = tmp_path_factory.mktemp("ranks")
-    scenarios = {
-        name: Scenario(
-            str(base / name),
-            **{
-                "lengths": RANK_LENGTHS,
-                "eval_lengths": RANK_LENGTHS,
-                **arguments,
-                "options": {"learning_rate": 0.0, **arguments.get("options", {})},
-            },
-        )
-        for name, arguments in RANKS.items()
-    }
-    return run_on_ranks(scenarios, base / "results")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RANKS)
-def test_two_ranks_log_the_mean_over_the_tokens_of_both(name, two_ranks):
-    ranks = two_ranks[name]
-    logged = [entry for entry in ranks[0]["history"] if "entropy" in entry]
-    assert [entry["step"] for entry in logged] == list(range(1, ranks[0]["steps"] + 1))
-    for entry in logged:
-        of_step = [
-            d
-            for rank in ranks
-            for step, batch in zip(rank["trained_in"], rank["inputs"], strict=True)
-            if step == entry["step"] - 1
-            for d in documents_of(batch)
-        ]
-        assert_means(entry, alone(of_step))
-    documents = documents_of_lengths(RANK_LENGTHS, prompt=2, seed=1)
-    for rank in ranks:
-        assert_means(rank["metrics"], alone(documents), "eval_")

@@ -195,15 +195,6 @@ def test_a_plan_is_indexed_like_a_list():
 
 
 @pytest.mark.parametrize(
-    "form",
-    [tuple, np.array, pa.array, lambda x: pa.chunked_array([x]), lambda x: np.array(x, np.uint16)],
-    ids=["tuple", "numpy", "arrow", "chunked arrow", "uint16"],
-)
-def test_lengths_may_come_in_any_form(form):
-    assert [d.tolist() for d in pack(form([5, 3, 2]), 7)] == [[0, 2], [1]]
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([1], 4, "best"), r"unknown packing strategy 'best'; choose one of \('bfd'"),

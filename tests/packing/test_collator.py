@@ -42,18 +42,6 @@ def test_two_documents_become_exactly_this_batch():
     }
 
 
-def test_types_and_shapes_are_those_that_kernels_ask_for():
-    batch = PackedCollator()(TWO)
-    assert batch.keys() == KEYS
-    for name in ("input_ids", "labels", "position_ids"):
-        assert (batch[name].dtype, batch[name].shape) == (torch.int64, (1, 7))
-    assert (batch["seq_idx"].dtype, batch["seq_idx"].shape) == (torch.int32, (1, 7))
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        assert batch[name].dtype == torch.int32
-        assert batch[name].device.type == "cpu"
-    assert type(batch["max_length_q"]) is type(batch["max_length_k"]) is int
-
-
 @pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 8}])
 @pytest.mark.parametrize("documents", [TWO, TWO[:1], []])
 def test_there_is_never_an_attention_mask_and_never_a_cache(documents, options):
@@ -178,13 +166,6 @@ def test_weights_are_zero_where_nothing_is_trained(convert):
     assert batch["loss_weights"].dtype == torch.float32
     assert batch["loss_weights"].tolist() == [[0, 0, 0.25, 2, 0, 0, 1.5, 0]]
     assert batch["labels"].tolist() == [[-100, -100, 13, 14, -100, 22, 23, -100]]
-
-
-@pytest.mark.parametrize("missing", [{}, {"loss_weights": None}])
-def test_documents_without_weights_among_others_weigh_one(missing):
-    batch = PackedCollator()([{**TWO[0], **missing}, WEIGHTED[1]])
-    assert batch["loss_weights"].tolist() == [[0, 0, 1, 1, 0, 0, 1.5]]
-    assert PackedCollator()([{**TWO[0], **missing}, TWO[1]]).keys() == KEYS
 
 
 def test_a_packed_row_has_weights_for_all_its_documents():

@@ -16,7 +16,7 @@ from helpers.distributed.same_steps import (
     trained,
 )
 from helpers.tiny import documents_of_lengths
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from tests.helpers.steps import steps_in
 from trl_packing import PackedBatchSampler
@@ -133,15 +133,6 @@ def test_the_random_order_is_that_of_accelerate():
     for epoch in range(3):
         sampler.set_epoch(epoch)
         assert order_of("random", epoch) == list(sampler)
-
-
-def test_the_rebalanced_order_is_that_of_transformers():
-    sampler = BatchRebalanceSampler(LENGTHS, 8, 1, 1, drop_last=False)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        order = order_of("batch_rebalance", epoch, seed=sampler.seed)
-        steps = [sorted(order[at : at + 8]) for at in range(0, len(order), 8)]
-        assert steps == [sorted(batch) for batch in sampler]
 
 
 def test_the_order_by_length_is_that_of_transformers():

@@ -82,15 +82,6 @@ def test_documents_that_share_only_a_class_meet_at_random():
     assert np.mean(mixed) > 2.5, "groups are neighbors in the alphabet"
 
 
-def test_turns_of_a_conversation_are_cut_into_neighbors():
-    turns = np.random.default_rng(0).integers(5, 90, 40 * 20).tolist()
-    others, _ = answers(60, 1, seed=1)
-    groups = grouped([turns[: 20 * (n + 1)] for n in range(20)] + others)
-    found = [sorted(x) for x in sets_of(groups) if min(x) < 20]
-    assert all(x == list(range(x[0], x[-1] + 1)) for x in found)
-    assert len(found) <= 4
-
-
 def test_identical_documents_are_computed_once():
     groups = grouped([[7] * 30] * 6 + [[8] * 30] * 8 + [[9] * 30] * 7)
     assert groups.tokens.tolist() == [30, 30, 30]

@@ -83,16 +83,6 @@ def test_chunks_and_indices_of_the_table_are_followed():
         assert_knows(ArrowDocuments(chosen, ["input_ids", "labels"]), rng)
 
 
-def test_one_document_none_and_empty_ones():
-    for rows in ([], [[1, 2]], [[], [], [1]]):
-        dataset = Dataset.from_dict({"input_ids": rows or [[0]]}).select(range(len(rows)))
-        documents = ArrowDocuments(dataset, ["input_ids"])
-        index = PrefixIndex.of(documents)
-        every = [[i] for i in range(len(rows))]
-        computed = index.computed_tokens(documents.lengths(), *flat(every))
-        assert computed.tolist() == [len(row) for row in rows]
-
-
 def test_packed_rows_are_refused():
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}])
     documents = ArrowDocuments(rows, ["input_ids", "seq_lengths"])

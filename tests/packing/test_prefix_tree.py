@@ -4,7 +4,6 @@ from itertools import accumulate, pairwise
 from operator import and_, eq
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,17 +94,3 @@ def test_a_trie_is_computed_once():
     tree = build_prefix_tree(documents)
     assert len(tree.position_ids) == 99 + 16 * 4
     assert sum(map(len, documents)) == 16 * 103
-
-
-def test_identical_documents_are_computed_once_and_counted_as_many():
-    document = np.arange(5)
-    tree = build_prefix_tree([document] * 3)
-    assert len(tree.position_ids) == 5
-    assert tree.sum_targets(np.ones(15)).tolist() == [0, 3, 3, 3, 3]
-
-
-@pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (1, 4), (4, 1)])
-def test_a_document_that_is_a_prefix_of_another_adds_nothing(lengths):
-    tree = build_prefix_tree([np.arange(n) for n in lengths])
-    assert len(tree.position_ids) == max(lengths)
-    assert len(tree.cu_seqlens) == 3 or max(lengths) == min(lengths)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from datasets.distributed import split_dataset_by_node
-from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharded
+from helpers.streams import CAPACITY, LENGTHS, documents, names, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,27 +95,6 @@ def test_chat_lengths_fill_bins_to_99_percent(mean):
 # --- windows --------------------------------------------------------------------------------------
 
 
-class Watched:
-    """Documents of one bin each that count how many were read."""
-
-    def __init__(self, number: int):
-        self.number = number
-        self.num_read = 0
-
-    def __iter__(self):
-        for document in documents([CAPACITY] * self.number):
-            self.num_read += 1
-            yield document
-
-
-@pytest.mark.parametrize("number", [100, 1000])
-def test_two_windows_at_most_are_in_memory(number):
-    source = Watched(number)
-    stream = PackedStream(source, StreamSettings(CAPACITY, window_bins=8, seed=0))
-    ahead = [source.num_read - taken for taken, _ in enumerate(stream)]
-    assert max(ahead) <= 2 * 8
-
-
 def test_bins_of_a_window_leave_in_random_order():
     """Documents of one bin each, as of a sorted file; without a seed they stay sorted."""
     ordered = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64)]
@@ -133,45 +112,6 @@ def test_a_stream_that_shuffles_is_told_the_epoch():
 
 
 # --- ranks ----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60),
-    num_ranks=st.integers(1, 4),
-    num_shards=st.integers(0, 8),
-    bins_per_batch=st.integers(1, 3),
-    capacity=st.sampled_from([CAPACITY, None]),
-    shuffles=st.booleans(),
-)
-def test_every_document_reaches_exactly_one_rank(
-    lengths, num_ranks, num_shards, bins_per_batch, capacity, shuffles
-):
-    source = sharded(lengths, num_shards) if num_shards else documents(lengths)
-    if num_shards and shuffles:
-        source = source.shuffle(seed=0, buffer_size=5)
-    for epoch in (0, 1):
-        ranks = read_all(
-            source,
-            num_ranks,
-            capacity=capacity,
-            bins_per_batch=bins_per_batch,
-            seed=0,
-            epoch=epoch,
-        )
-        assert_exactly_once(ranks, len(lengths))
-
-
-@pytest.mark.parametrize("damage", ["dropped", "repeated"])
-def test_the_exactly_once_check_notices_a_damaged_epoch(damage):
-    ranks = read_all(documents([10] * 40), 2)
-    assert_exactly_once(ranks, 40)
-    if damage == "dropped":
-        ranks[1][3] = ranks[1][3][1:]
-    else:
-        ranks[0][2] = [*ranks[0][2], ranks[1][0][0]]
-    with pytest.raises(AssertionError):
-        assert_exactly_once(ranks, 40)
 
 
 @pytest.mark.parametrize(("num_shards", "expected"), [(4, [20, 20]), (3, [40, 40])])
@@ -232,32 +172,6 @@ def test_a_stream_divided_among_ranks_before_is_refused():
 
 
 # --- places ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("capacity", [CAPACITY, None])
-def test_a_stream_goes_on_from_any_place(kind, epoch, capacity):
-    made = StreamSettings(capacity, bins_per_batch=2, window_bins=6, seed=0)
-    whole = list(PackedStream(SOURCES[kind](), made, epoch=epoch))
-    for number, (_, place, _) in list(enumerate(whole))[::3]:
-        rest = read(
-            SOURCES[kind](),
-            capacity,
-            bins_per_batch=2,
-            window_bins=6,
-            seed=0,
-            epoch=epoch,
-            place=place,
-        )
-        assert rest == [names(batch) for batch, *_ in whole[number + 1 :]]
-
-
-def test_a_place_of_another_micro_batch_leads_elsewhere():
-    """The control of the test before."""
-    whole = list(PackedStream(documents(LENGTHS), StreamSettings(CAPACITY, window_bins=6, seed=0)))
-    rest = read(documents(LENGTHS), window_bins=6, seed=0, place=whole[4][1])
-    assert rest != [names(batch) for batch, *_ in whole[6:]]
 
 
 def test_a_place_in_other_documents_is_refused():
