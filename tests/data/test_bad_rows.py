@@ -17,7 +17,7 @@ from trl import SFTTrainer
 
 from trl_packing import PackedDataset, PackedSFTTrainer, enable_packing
 from trl_packing.data.limits import ModelLimits, limits_of
-from trl_packing.documents.bad_rows import in_one_sentence
+from trl_packing.documents.labels import in_one_sentence
 
 
 def user(text):

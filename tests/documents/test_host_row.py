@@ -33,7 +33,6 @@ def weighted(documents):
 def loaders(trainer):
     yield trainer.get_train_dataloader()
     yield trainer.get_eval_dataloader()
-    yield trainer.get_test_dataloader(trainer.eval_dataset)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
-from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     MASK_COLUMNS,
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
+    and_others,
 )
 
 

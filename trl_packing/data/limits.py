@@ -20,8 +20,7 @@ from torch import nn
 
 from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.bad_rows import and_others
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_COLUMNS
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_COLUMNS, and_others
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}

@@ -48,9 +48,8 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.documents.weights import document_weights_from_rows
 from trl_packing.formatting.messages import has_flags
-from trl_packing.formatting.prompt_template import column_among
 from trl_packing.formatting.responses import label_tokenized
-from trl_packing.formatting.row_format import one_text_each
+from trl_packing.formatting.row_format import column_among, one_text_each
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 logger = get_logger(__name__)

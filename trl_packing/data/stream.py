@@ -20,8 +20,14 @@ from trl_packing.data.counts import Conversations, PreparationCounts
 from trl_packing.data.fitting import Overflow, check_length, cut_table, documents_of, fit
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.data.stop_tokens import EosRule, append_eos_to_table, eos_ids, note_missing_eos
-from trl_packing.documents.bad_rows import check_same_columns, named_if_beyond_int64
-from trl_packing.documents.labels import SEQ_LENGTHS, TURN, document_columns, token_columns
+from trl_packing.documents.labels import (
+    SEQ_LENGTHS,
+    TURN,
+    check_same_columns,
+    document_columns,
+    named_if_beyond_int64,
+    token_columns,
+)
 
 logger = logging.getLogger(__name__)
 

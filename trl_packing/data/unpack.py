@@ -24,12 +24,12 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.data.fitting import Pieces, cut_documents, cut_table
 from trl_packing.data.limits import check_entries
 from trl_packing.documents.arrow import ArrowDocuments, lists_of
-from trl_packing.documents.bad_rows import and_others
 from trl_packing.documents.labels import (
     MASK_COLUMNS,
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
+    and_others,
     token_columns,
 )
 

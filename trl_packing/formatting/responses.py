@@ -28,8 +28,14 @@ from transformers import DataCollatorForLanguageModeling
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import pad
 
-from trl_packing.documents.bad_rows import check_same_columns, named_if_beyond_int64
-from trl_packing.documents.labels import IGNORE_INDEX, MASK_COLUMNS, SEQ_LENGTHS, document_labels
+from trl_packing.documents.labels import (
+    IGNORE_INDEX,
+    MASK_COLUMNS,
+    SEQ_LENGTHS,
+    check_same_columns,
+    document_labels,
+    named_if_beyond_int64,
+)
 from trl_packing.formatting.printable import quote
 from trl_packing.packing.collator import PackedCollator
 

@@ -24,8 +24,14 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.documents.bad_rows import in_one_sentence, lone_surrogate
-from trl_packing.documents.labels import DOCUMENT_WEIGHT, SOURCE, TOKEN_WEIGHTS, TURN
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    SOURCE,
+    TOKEN_WEIGHTS,
+    TURN,
+    in_one_sentence,
+    lone_surrogate,
+)
 from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
 from trl_packing.formatting.messages import flag_of, has_flags, messages_in
 from trl_packing.formatting.printable import escape_hidden, quote

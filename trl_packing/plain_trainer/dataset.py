@@ -42,8 +42,7 @@ from trl_packing.documents.labels import (
     document_labels,
 )
 from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.prompt_template import PromptTemplate
-from trl_packing.formatting.row_format import RowFormat
+from trl_packing.formatting.row_format import PromptTemplate, RowFormat
 from trl_packing.formatting.tokenize_rows import documents_from_rows
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.epoch import split_bins
