@@ -29,7 +29,6 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trl_packing.documents.arrow import num_documents_by_row, stored_rows
@@ -196,14 +195,6 @@ class LossSums:
         """Number of values that `take` returns: `SUMS`, then those of no source and of each."""
         return NUM_SUMS + (OF_SOURCE * (1 + self.num_sources) if self.num_sources else 0)
 
-    def tell_apart(self, number: int) -> None:
-        """Go on with `number` sources: those behind the known ones are new; fewer are all new."""
-        if self._sums is not None:
-            sums = self._sums if number >= self.num_sources else self._sums[:NUM_SUMS]
-            self.num_sources = number
-            self._sums = F.pad(sums, (0, self.width - len(sums)))
-        self.num_sources = number
-
     def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
         """Add a micro-batch.
 
@@ -258,15 +249,6 @@ def _add_by_source(
     values = losses * weights.flatten().to(losses.device), weights.flatten(), times.flatten()
     for column, value in zip(by_source.unbind(1), values, strict=True):
         column.index_add_(0, 1 + ids.flatten().to(by_source.device), value.to(by_source))
-
-
-def added(rows: Iterable[Sequence[float]]) -> list[float]:
-    """Return the sums of several ranks or intervals as one.
-
-    >>> added([[3.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
-    [8.0, 2.0, 4.0]
-    """
-    return [sum(numbers) for numbers in zip(*rows, strict=True)]
 
 
 def write_means(

@@ -90,9 +90,7 @@ class ThroughputMeter:
     def follow_sources(self, names: tuple[str, ...]) -> None:
         """Count the sources with these names from now on; no-op if they are the same."""
         if names != self._sources:
-            self._sources = names
-            self.trained.tell_apart(0)  # forget the sums of others
-            self.trained.tell_apart(len(names))
+            self._sources, self.trained.num_sources = names, len(names)
             self._start_from_zero()
 
     # --- counting -----------------------------------------------------------------------------
