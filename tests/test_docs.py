@@ -267,8 +267,6 @@ def options_in(text: str) -> set[str]:
 
 
 def options_of(command: str) -> set[str]:
-    from trl import ModelConfig
-
     from trl_packing.cli.program import RUN, _parser
     from trl_packing.config import PackedSFTConfig
 
@@ -276,12 +274,10 @@ def options_of(command: str) -> set[str]:
     if command not in commands:
         return set()
     named = [a.option_strings for a in commands[command]._actions]
-    named += [names for names, *_ in RUN] if command != "compare" else []
+    named += [names for names, *_ in RUN] if command not in ("doctor", "compare") else []
     own = {s.lstrip("-").replace("-", "_") for strings in named for s in strings}
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    if command == "doctor":
-        fields |= {f.name for f in dataclasses.fields(ModelConfig)}
-    return own | (fields if command != "compare" else set())
+    return own | (fields if command not in ("doctor", "compare") else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -12,11 +12,10 @@ from trl_packing.recipes.recipe_data import (
 import pytest
 import yaml
 from helpers.prepared import chats
-from helpers.tiny import save_tiny_model, tiny_dataset, tiny_tokenizer
+from helpers.tiny import tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
 from trl_packing.data.prepared import records_of
-from trl_packing.formatting import tokenize_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
@@ -100,9 +99,7 @@ def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more,
     chats = {"path": "chats.jsonl", "weight": 1}
     run_of([chats, chats | {"source": "more"}], **more)
     assert main(["prepare", out, "--config", "run.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    assert said in capsys.readouterr().err.splitlines()[-1]
     assert not (place / "made").exists()
 
 
@@ -113,14 +110,6 @@ def test_a_run_with_other_settings_is_refused_in_one_line(place, capsys):
     said = capsys.readouterr().err
     assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
     assert said.count("\n") == 1
-
-
-def test_json_is_the_manifest(place, capsys):
-    assert main(["prepare", "chats.jsonl", "out", *RUN, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told.pop("folder") == "out"
-    assert told.pop("seconds") > 0
-    assert told == json.loads((place / "out" / "manifest.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -142,15 +131,6 @@ def test_mistakes_are_one_line(place, capsys, words, said):
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
     assert not (place / "out").exists()
-
-
-def test_an_interrupt_leaves_nothing_behind(place, monkeypatch, capsys):
-    def stop(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tokenize_rows, "_prepare_batch", stop)
-    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 130
-    assert not [path.name for path in place.iterdir() if path.name.startswith("out")]
 
 
 # --- the recipe with columns and splits -----------------------------------------------------------
@@ -187,19 +167,6 @@ def test_the_recipe_refuses_other_columns_and_splits(place, changes, said):
         load_documents(DataArguments(dataset_name="out", **changes))
 
 
-def test_a_test_split_must_have_been_prepared(place):
-    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
-    with pytest.raises(ValueError, match="was prepared without a test split"):
-        load_documents(DataArguments(dataset_name="out"), needs_test=True)
-
-
-def test_an_entry_of_datasets_can_be_a_folder(place):
-    prepare_pairs()
-    rows = load_sources([SourceConfig(path="out")], streaming=False, test_size=None, seed=0).train
-    assert {name: len(each) for name, each in rows.items()} == {"out": 15}
-    assert records_of(rows["out"])
-
-
 @pytest.mark.parametrize(
     ("entry", "changes", "said"),
     [
@@ -232,46 +199,6 @@ def test_prepared_entries_and_rows_are_one_mixture(place):
     assert len(documents) == 20
 
 
-def test_a_token_of_the_hub_is_not_written(place):
-    words = ["prepare", "chats.jsonl", "out", *RUN, "--hub_token", "hf_secret"]
-    assert main(words) == 0
-    text = (place / "out" / "manifest.json").read_text()
-    assert "hf_secret" not in text
-    assert json.loads(text)["options"]["train_on"] == "assistant"
-
-
-ANSWERS = [{"prompt": f"Why {i}?", "answers": [f"So {i}.", "Because."]} for i in range(9)]
-RESPONSES = [{"text": f"Why {i}?### Response:\nSo {i}.", "id": i} for i in range(9)]
-
-RECIPES = {
-    "chat_data": (chats(20), []),
-    "every_turn": (chats(20), []),
-    "tool_calling": (chats(20), []),
-    "shared_prefixes": (ANSWERS, []),
-    "response_template": (RESPONSES, ["--response_template", "### Response:\n"]),
-    "evaluation": (
-        chats(20),
-        ["--dataset_train_split", "train[:75%]", "--dataset_test_split", "train[75%:]"],
-    ),
-    "compare_packing": (chats(20), ["--test_split_size", "0.25"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_takes_a_prepared_folder(place, capsys, recipe):
-    rows, options = RECIPES[recipe]
-    write("rows.jsonl", rows)
-    run = ["--model", "model", "--max_length", "64", *options]
-    assert main(["prepare", f"{recipe}.py", "rows.jsonl", "out", *run]) == 0
-    capsys.readouterr()
-    plans = []
-    for data in ("rows.jsonl", "out"):
-        assert main(["plan", f"{recipe}.py", "--data", data, *run]) == 0
-        plans.append(capsys.readouterr().out)
-    assert plans[0] == plans[1]
-
-
 def test_a_stream_of_a_prepared_folder_is_refused(place, capsys):
     assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
     assert main(["plan", "streaming.py", "--data", "out", *RUN, "--max_steps", "1"]) == 2
@@ -279,15 +206,24 @@ def test_a_stream_of_a_prepared_folder_is_refused(place, capsys):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_a_prepared_folder(place, capsys):
-    from trl_packing.recipes import resuming
-
-    model = save_tiny_model(place)
-    run = ["--model_name_or_path", model, "--max_length", "64", "--train_on", "assistant"]
-    assert main(["prepare", "chats.jsonl", "out", *run]) == 0
-    options = [*run, "--max_steps", "2", "--logging_steps", "1", "--report_to", "none"]
-    losses = []
-    for data in ("chats.jsonl", "out"):
-        trainer = resuming.main(["--dataset_name", data, *options, "--output_dir", f"run-{data}"])
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-    assert losses[0] == losses[1]
+@pytest.mark.parametrize(
+    ("recipe", "rows"),
+    [
+        ("every_turn", chats(20)),
+        (
+            "shared_prefixes",
+            [{"prompt": f"Why {i}?", "answers": [f"So {i}.", "Because."]} for i in range(9)],
+        ),
+    ],
+)
+def test_recipes_take_a_prepared_folder(place, capsys, recipe, rows):
+    write("rows.jsonl", rows)
+    run = ["--model", "model", "--max_length", "64"]
+    assert main(["prepare", f"{recipe}.py", "rows.jsonl", "out", *run, "--hub_token", "hf_1"]) == 0
+    assert "hf_1" not in (place / "out" / "manifest.json").read_text()
+    capsys.readouterr()
+    plans = []
+    for data in ("rows.jsonl", "out"):
+        assert main(["plan", f"{recipe}.py", "--data", data, *run]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1]

@@ -96,18 +96,6 @@ def open_page(path: str | Path, *, width: int = 1280, dark: bool = False) -> Ite
         page.close()
 
 
-def screenshot(path: str | Path, output: str | Path, *, width: int = 1280, dark: bool = False):
-    """Write a PNG of the whole page."""
-    with open_page(path, width=width, dark=dark) as page:
-        page.screenshot(output)
-
-
-def console_errors(path: str | Path, *, width: int = 1280) -> list[str]:
-    """Return `Page.problems` of a page that is only loaded."""
-    with open_page(path, width=width) as page:
-        return page.problems()
-
-
 class Page:
     """An open page.
 
@@ -204,18 +192,10 @@ class Page:
             found.append("hostile text acts")
         return found
 
-    def screenshot(self, output: str | Path, *, full: bool = True) -> None:
-        """Write a PNG of the whole page, or of what the window shows."""
-        answer = self._call(
-            "Page.captureScreenshot", captureBeyondViewport=full, **self._clip(full)
-        )
+    def screenshot(self, output: str | Path) -> None:
+        """Write a PNG of what the window shows."""
+        answer = self._call("Page.captureScreenshot")
         Path(output).write_bytes(base64.b64decode(answer["data"]))
-
-    def _clip(self, full: bool) -> dict[str, Any]:
-        if not full:
-            return {}
-        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "scale": 1, **{k: size[k] for k in ("width", "height")}}}
 
     def _mouse(self, kind: str, selector: str) -> None:
         x, y = self.evaluate(

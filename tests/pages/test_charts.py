@@ -49,12 +49,6 @@ def test_values_beyond_the_cut_are_red():
     assert share == pytest.approx((values > 712).mean(), abs=0.002)
 
 
-def test_nothing_and_one_value_can_be_shown():
-    assert "nothing" in histogram([], label="tokens")
-    assert [bar[1:] for bar in shown(histogram([7], label="tokens"))] == [(7, 7, 1)]
-    assert "<svg" in histogram([0.5], label="share")
-
-
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 997), (-3.2, 5), (1e-7, 2e-7), (5, 1e9)])
 def test_ticks_are_round_few_and_inside(low, high):
     found = ticks(low, high)
@@ -82,11 +76,3 @@ def test_cells_and_bars_are_escaped_and_one_row_is_marked():
     assert "<tr class=this><td>2</td>" in html
     assert "width:50.00%" in bars([("a", 2, "2"), ("<b>", 1, "<1>")])
     assert "&lt;b&gt;" in bars([("<b>", 1, "<1>")])
-
-
-def test_counts_have_whole_ticks_and_shares_end_at_their_highest_value():
-    once = histogram([10, 900], label="tokens")
-    assert re.findall(r'text-anchor="end">([^<]*)<', once) == ["0", "1"]
-    full = histogram([50.0, 73.0, 100.0, 100.0], label="%")
-    assert "to 100: 2 " in full
-    assert "102" not in full

@@ -46,21 +46,6 @@ def test_thinned_curves_keep_order_ends_and_extremes(values):
         assert (max(shown), min(shown)) == (max(values), min(values))
 
 
-def test_a_gap_survives_thinning():
-    values = [1.0] * 5000
-    values[2345] = math.inf
-    assert [p[0] for p in thinned(points(values)) if math.isinf(p[4])] == [23460]
-
-
-def test_only_known_axes_are_offered():
-    unknown = [
-        (step, None, tokens, None, value) for step, _, tokens, _, value in points([1.0, 2.0])
-    ]
-    made = curves(Chart("loss", [Curve("loss", unknown)]))
-    assert made.axes() == ["tokens", "steps"]
-    assert made.data()["axis"] == "tokens", "the first that is known"
-
-
 def test_values_in_the_page_are_those_of_the_points():
     values = [6.123456789, math.nan, -math.inf, 1e-9]
     made = curves(Chart("loss", [Curve("loss", points(values))]))
@@ -70,11 +55,6 @@ def test_values_in_the_page_are_those_of_the_points():
     assert "2 values of loss NaN or infinite, left out (step 20, 30)" in "".join(
         made.sections(main=1)
     )
-
-
-def test_a_page_without_points_says_so():
-    made = curves(Chart("loss", [Curve("loss", [])]))
-    assert "nothing is logged yet" in "".join(made.sections(main=1))
 
 
 # --- in a browser -----------------------------------------------------------------------------
@@ -135,19 +115,6 @@ def test_a_hovered_place_shows_the_values_of_all_curves_there(tmp_path):
         assert opened.evaluate("document.querySelectorAll('.cursor').length") == 2, "in both charts"
 
 
-def test_the_keyboard_moves_along_a_curve(tmp_path):
-    with open_page(written(tmp_path, two_curves())) as opened:
-        press = (
-            "(k => document.querySelector('[data-chart=\"0\"] > svg')"
-            ".dispatchEvent(new KeyboardEvent('keydown', {key: k})))"
-        )
-        seen = []
-        for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
-            opened.evaluate(f"{press}('{key}')")
-            seen.append(opened.text(".tip .note").split(" ·")[0])
-        assert seen == ["step 10", "step 20", "step 10"]
-
-
 def test_a_logarithmic_axis_and_smoothing_change_the_drawing(tmp_path):
     with open_page(written(tmp_path, two_curves())) as opened:
         before = opened.evaluate("document.querySelector('[data-chart=\"0\"]').innerHTML")
@@ -164,14 +131,6 @@ def test_a_logarithmic_axis_and_smoothing_change_the_drawing(tmp_path):
         assert opened.problems() == []
 
 
-def test_a_curve_is_hidden_by_its_legend(tmp_path):
-    with open_page(written(tmp_path, two_curves())) as opened:
-        opened.click(".legend button")
-        assert line(opened) == (3, 0), "the second alone"
-        opened.click(".legend button:nth-child(2)")
-        assert "all curves are hidden" in labels(opened)
-
-
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_hostile_names_are_shown_and_do_nothing(tmp_path, width, dark):
@@ -186,13 +145,3 @@ def test_hostile_names_are_shown_and_do_nothing(tmp_path, width, dark):
         assert opened.problems() == []
         assert HOSTILE[2] in opened.text(".legend")
         assert HOSTILE[2] in opened.text(".tip")
-
-
-def test_the_browser_catches_a_script_that_writes_names_as_html(tmp_path):
-    made = curves(Chart("a", [Curve(text, points([1.0])) for text in HOSTILE]))
-    path = written(tmp_path, made)
-    path.write_text(
-        path.read_text().replace("element.textContent = text", "element.innerHTML = text")
-    )
-    with open_page(path) as opened:
-        assert "hostile text acts" in opened.problems()

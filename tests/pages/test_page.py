@@ -5,15 +5,14 @@ import pytest
 from trl_packing.pages.page import check_can_write, page
 
 
-def test_a_page_replaces_an_older_page_or_picture_and_nothing_else(tmp_path):
-    older, picture, empty, data = (tmp_path / name for name in ("a.html", "a.png", "b", "c.jsonl"))
+def test_a_page_replaces_an_older_page_and_nothing_else(tmp_path):
+    older, empty, data = (tmp_path / name for name in ("a.html", "b", "c.jsonl"))
     older.write_text(page("title", []))
-    picture.write_bytes(b"\x89PNG\r\n\x1a\n")
     empty.touch()
-    for file in (older, picture, empty, tmp_path / "new.html"):
+    for file in (older, empty, tmp_path / "new.html"):
         check_can_write("--html", str(file))
     data.write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match=r"^--html .*c\.jsonl exists and is neither a page nor"):
+    with pytest.raises(ValueError, match=r"^--html .*c\.jsonl exists and is no page"):
         check_can_write("--html", str(data))
 
 

@@ -6,10 +6,9 @@ import math
 import pytest
 from helpers.browser import HOSTILE, open_page
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_packing.cli import main
-from trl_packing.tools.compare_runs import CHECKPOINT, STATE, compare, compare_page, load_run
+from trl_packing.tools.compare_runs import compare, compare_page, load_run
 from trl_packing.training.run_page import FILE, NOTHING, RunRecord, Totals
 
 
@@ -84,13 +83,6 @@ def test_a_run_of_trl_is_compared_over_its_tokens(tmp_path):
     assert "tokens are its num_tokens" in " ".join(str(found).split())
 
 
-def test_tokens_that_restart_are_unknown(tmp_path):
-    history = [*TRL, {"loss": 1.0, "num_tokens": 500.0, "step": 20}]
-    found = load_run(state(tmp_path, history))
-    assert found.totals == {}
-    assert any("restarts" in note for note in found.notes)
-
-
 def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
     ours = saved(tmp_path / "ours", PACKED)
     for given in (ours, f"{ours}/{FILE}"):
@@ -101,10 +93,6 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
     for given in ("theirs", "theirs/checkpoint-15", f"theirs/checkpoint-15/{TRAINER_STATE_NAME}"):
         assert len(load_run(str(tmp_path / given)).points("loss")) == 3
     assert len(load_run(str(tmp_path / "theirs/checkpoint-5")).points("loss")) == 1
-
-
-def test_the_names_of_files_are_those_of_transformers():
-    assert (STATE, CHECKPOINT) == (TRAINER_STATE_NAME, PREFIX_CHECKPOINT_DIR)
 
 
 @pytest.mark.parametrize(
@@ -141,66 +129,32 @@ def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
     assert found["figures"]["loss"] == [7.0, "NaN"]
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_shows_the_curves_of_all_runs(tmp_path, capsys, width):
-    runs = [
-        saved(tmp_path / "a", PACKED),
-        saved(tmp_path / "b", PADDED),
-        state(tmp_path / "t", TRL),
-    ]
-    path = tmp_path / "compare.html"
-    assert main(["compare", *runs, "--html", str(path)]) == 0
-    with open_page(path, width=width) as opened:
-        assert opened.evaluate("document.querySelectorAll('[data-chart=\"0\"] .line').length") == 3
-        assert (
-            opened.evaluate("document.querySelector('input[name=axis]:checked').value") == "tokens"
-        )
-        opened.click("input[value=documents] + span")
-        assert "their documents are unknown: t" in opened.text("#warning")
-        opened.click("input[value=steps] + span")
-        assert "over documents or tokens" in opened.text("#warning")
-        assert opened.problems() == []
-
-
 def test_runs_are_told_apart_by_a_difference_however_small():
     near = made("out/near", documents_per_step=20, losses=[10.0, 9.0, 8.0, 7.0 + 2e-6])
     text = str(compare([PACKED, near]))
-    assert "packed" in text.splitlines()[0]
     assert text.splitlines()[0].split()[-3:] == ["packed", "near", "difference"]
     (loss, *_) = [line for line in text.splitlines() if line.startswith("loss ")]
     assert loss.split() == ["loss", "7.0000", "7.0000", "+2e-06", "(+0.0%)"]
-    assert "documents  80  80  ±0" in "  ".join(text.split())
-    more = str(compare([PACKED, PADDED, near])).splitlines()[0]
-    assert more.endswith("last − first")
+    assert str(compare([PACKED, PADDED, near])).splitlines()[0].endswith("last − first")
 
 
-def test_a_curve_that_lies_on_another_is_dashed(tmp_path):
-    path = tmp_path / "compare.html"
-    dashes = (
-        "[...document.querySelectorAll('[data-chart=\"0\"] .line')].map((l) => "
-        "l.getAttribute('stroke-dasharray'))"
-    )
-    near = made("near", documents_per_step=20, losses=[10.0, 9.0, 8.0, 7.000001])
-    for second, expected in ((near, ["", "6 6"]), (PADDED, ["", ""])):
-        records = [PACKED, second]
-        path.write_text(compare_page(records, compare(records)))
-        with open_page(path) as opened:
-            assert opened.evaluate(dashes) == expected
-            assert opened.problems() == []
-
-
-def test_hostile_runs_do_nothing_in_the_page(tmp_path):
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_shows_the_curves_of_all_runs(tmp_path, width):
     text = "".join(HOSTILE)
-    records = [
-        made(
-            name, documents_per_step=20, settings={text: name}, versions={text: name}, notes=[text]
-        )
-        for name in (text, "b")
-    ]
+    changes = {"settings": {text: 1}, "versions": {text: "2"}, "notes": [text]}
+    hostile = made(text, documents_per_step=20, **changes)
+    records = [PACKED, hostile, load_run(state(tmp_path / "t", TRL))]
     assert "\x1b" not in str(compare(records))
     assert "\\x1b[2Jbackwards" in str(compare(records))
     path = tmp_path / "compare.html"
     path.write_text(compare_page(records, compare(records)))
-    with open_page(path) as opened:
+    with open_page(path, width=width) as opened:
+        assert opened.evaluate("document.querySelectorAll('[data-chart=\"0\"] .line').length") == 3
+        checked = "document.querySelector('input[name=axis]:checked').value"
+        assert opened.evaluate(checked) == "tokens"
+        opened.click("input[value=documents] + span")
+        assert "their documents are unknown: " in opened.text("#warning")
+        opened.click("input[value=steps] + span")
+        assert "over documents or tokens" in opened.text("#warning")
+        assert "<img src=x" in opened.text()
         assert opened.problems() == []
-        assert "<img src=x" in opened.text("h1")

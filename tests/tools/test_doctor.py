@@ -26,12 +26,10 @@ def trials() -> Trials:
     return try_backends("cpu", torch.float32)
 
 
-def found(trials: Trials, name: str, *words: str, device: Device = CPU) -> list[str]:
+def found(trials: Trials, name: str, device: Device = CPU) -> list[str]:
     """Return the findings with this name, each as its status and text."""
-    sections = diagnose(["--use_cpu", *words], devices=[device], trials=trials).sections
-    return [
-        f"{f.status} {f.text}" for findings in sections.values() for f in findings if f.name == name
-    ]
+    sections = diagnose([device], trials).sections
+    return [f"{f.status} {f.text}" for each in sections.values() for f in each if f.name == name]
 
 
 def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
@@ -109,50 +107,20 @@ def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
     assert words in advice(trials, capability)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes bf16")
-def test_the_precision_is_that_of_the_run_on_this_machine(trials, tmp_path):
-    assert found(trials, "this run") == ["ok weights in float32"]
-    assert "no bf16 before sm80" in found(trials, "advice", device=T4)[0]
-    assert found(trials, "advice", device=A100) == []
-    (refused,) = found(trials, "settings", "--bf16", "True", "--use_cpu", "False")
-    assert refused.startswith("fail ")
-    assert "set bf16 to false, or add use_cpu" in refused
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from datasets import Dataset\n"
-        "from trl_packing import PackedSFTConfig, PackedSFTTrainer\n"
-        "rows = Dataset.from_list([{'text': 'So.'}])\n"
-        "PackedSFTTrainer('m', PackedSFTConfig('out'), train_dataset=rows)\n"
-    )
-    stops = diagnose([str(script)], devices=[CPU], trials=trials)
-    assert "bf16" in stops.failures[0]
-    script.write_text(script.read_text().replace("'out'", "'out', use_cpu=True, bf16=False"))
-    assert diagnose([str(script)], devices=[CPU], trials=trials).failures == []
-
-
-@pytest.mark.parametrize(
-    "words", [["--max_lenght", "3"], ["--max_length", "long"], ["--model", "./nothing"]]
-)
-def test_a_wrong_option_is_named(trials, words):
-    with pytest.raises(ValueError, match=words[0] if words[0] != "--max_length" else "max_length"):
-        diagnose(words, devices=[CPU], trials=trials)
-
-
-def test_a_model_that_is_not_here_is_told_without_asking_the_hub(trials):
-    assert "no cache" in found(trials, "model", "--model", "nobody/nothing")[-1]
+def test_half_precision_fits_the_device(trials):
+    assert "set --fp16 True" in found(trials, "bf16", device=T4)[0]
+    assert found(trials, "bf16", device=A100) == found(trials, "bf16") == []
 
 
 def test_versions_are_judged(monkeypatch, trials):
     real = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda n: "99.0" if n == "trl" else real(n))
     assert found(trials, "trl")[0].startswith("note 99.0 is not among those tested")
-    assert set(TESTED) <= set(
-        diagnose(["--use_cpu"], devices=[CPU], trials=trials).facts["versions"]
-    )
+    assert set(TESTED) <= set(diagnose([CPU], trials).facts["versions"])
 
 
 def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
-    diagnosis = diagnose(["--use_cpu"], devices=[CPU], trials=trials)
+    diagnosis = diagnose([CPU], trials)
     for width in (60, 80, 100):
         assert max(map(len, diagnosis.text(width).splitlines())) <= width
     assert diagnosis.text(60).split() == diagnosis.text(100).split()
@@ -162,8 +130,11 @@ def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
 
 def test_the_command_prints_json(capsys, monkeypatch, trials):
     monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
-    assert main(["doctor", "--use_cpu", "--json"]) == 0
+    assert main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["trains"] is True
     assert re.fullmatch(r"\d+ cores, .*", shown["machine"]["devices"][0]["name"])
     assert shown["attention"]["chosen"] == "documents"
+    with pytest.raises(SystemExit):
+        main(["doctor", "--model", "m"])
+    assert "doctor has no option --model m" in capsys.readouterr().err

@@ -270,12 +270,11 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Test this machine: versions, devices, attention backends, a recipe.
+    """Test this machine: versions, devices, attention backends.
 
     examples:
       trl-packing doctor
-      trl-packing doctor --model Qwen/Qwen3-0.6B --max_length 4096
-      trl-packing doctor --config recipes/lora_8b.yaml
+      trl-packing doctor --json
 
     exit status:
       0  nothing here would stop a training run
@@ -288,7 +287,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     quiet_libraries()
     transformers_logging.set_verbosity_error()
-    diagnosis = diagnose(arguments.words)
+    diagnosis = diagnose()
     if arguments.json:
         print_json(diagnosis.as_json())
     else:

@@ -69,6 +69,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+_WITHOUT_RUN = ("doctor", "compare")  # take no training command
+
 # Options of every command.
 _OUTPUT: dict[str, dict[str, Any]] = {
     "--json": _FLAG | {"help": "print one JSON object instead of text"},
@@ -148,10 +150,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command; `words` are all others, the training command of a run."""
     parser = _parser()
     arguments, words = parser.parse_known_args(argv)
-    if words and arguments.command == "compare":
+    if words and arguments.command in _WITHOUT_RUN:
         known = [name.replace("_", "-") for name in vars(arguments)]
         hint = suggest(words[0].strip("-"), known, mark="--")
-        parser.error(f"compare has no option {' '.join(words)}{hint}")
+        parser.error(f"{arguments.command} has no option {' '.join(words)}{hint}")
     arguments.words, arguments.notes = words, []
     arguments.command_line = command_line("trl-packing", argv)
     return arguments
@@ -190,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         for option, given in _OUTPUT.items():
             output.add_argument(option, **given)
         command.epilog = epilog
-        if name != "compare":
+        if name not in _WITHOUT_RUN:
             command.usage = _USAGE.format(name)
             command.epilog = f"{of_run}\n{epilog}"
         command.set_defaults(run=run)

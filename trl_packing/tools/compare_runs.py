@@ -152,7 +152,7 @@ class Comparison:
                 for name, *cells in lines
             ]
             parts.append("\n".join(aligned) if rows else f"{head[0]}: none")
-        indents = {"initial_indent": "- ", "subsequent_indent": "  "}
+        indents: Any = {"initial_indent": "- ", "subsequent_indent": "  "}
         notes = [fill(escape_hidden(note), 100, **indents) for note in self.notes]
         return "\n\n".join([*parts, *["\n".join(notes)] * bool(notes)])
 
@@ -242,13 +242,9 @@ def _differing(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the names of runs without the folder that all are in."""
-    names = [record.name.rstrip("/") for record in records]
-    parts = [name.split("/") for name in names]
-    while len({p[0] for p in parts}) == 1 and all(len(p) > 1 for p in parts):
-        parts = [p[1:] for p in parts]
-    short = ["/".join(p) for p in parts]
-    return short if len(set(short)) == len(short) else names
+    """Return the names of the runs without their folders, where these are not needed."""
+    short = [Path(record.name).name for record in records]
+    return short if len(set(short)) == len(short) else [record.name for record in records]
 
 
 # --- cells ----------------------------------------------------------------------------------------

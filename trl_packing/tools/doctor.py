@@ -20,23 +20,17 @@ import os
 import platform
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import CHOICES, refusals, resolve_attention
 from trl_packing.formatting.printable import escape_hidden
 from trl_packing.isolation.check import CheckResult, Refusal
 from trl_packing.isolation.guard import check_backend, with_fallbacks
-from trl_packing.tools.options import values_of
-from trl_packing.tools.training_command import (
-    TrainingCommand,
-    check_path_exists,
-    loading_options,
-)
 from trl_packing.tools.verify import VerifiedModel
 from trl_packing.versions import TESTED, installed_version, is_tested
 
@@ -127,104 +121,42 @@ class Device:
         return ", ".join(filter(None, [self.name, memory, capability]))
 
 
-def read_devices(*, use_cpu: bool) -> list[Device]:
-    """Return the devices that training uses; `use_cpu` ignores accelerators."""
-    if not use_cpu and torch.cuda.is_available():
+def read_devices() -> list[Device]:
+    """Return the devices that training uses: the accelerators, or the CPU."""
+    if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         return [Device("cuda", f.name, f.total_memory, (f.major, f.minor)) for f in found]
     for kind in ("mps", "xpu"):
         backend = getattr(torch, kind, None)
-        if not use_cpu and backend is not None and backend.is_available():
+        if backend is not None and backend.is_available():
             return [Device(kind, kind.upper())]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [Device("cpu", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")]
 
 
-def diagnose(
-    words: Sequence[str] = (),
-    *,
-    devices: Sequence[Device] = (),
-    trials: "Trials | None" = None,
-) -> Diagnosis:
-    """Return the diagnosis of this machine, and of a run on it.
+def diagnose(devices: Sequence[Device] = (), trials: "Trials | None" = None) -> Diagnosis:
+    """Return the diagnosis of this machine.
 
     Args:
-        words: options of a training command; without ``--model``, nothing that depends on one is
-            diagnosed.
         devices: of the machine; none reads them.
         trials: results of the attention backends; None tries them.
-
-    Raises:
-        ValueError: an option is unknown, or has a value that it cannot have.
     """
-    model, args, problem = _settings(words)
-    devices = devices or read_devices(use_cpu=args.use_cpu)
-    weights = (args.model_init_kwargs or {}).get("dtype", getattr(model, "dtype", None))
-    weights = getattr(torch, str(weights).removeprefix("torch."), None)
-    weights = weights if isinstance(weights, torch.dtype) else torch.float32  # as TRL loads them
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    products = f"{'bf16' if args.bf16 else 'fp16'} (autocast), " if half else ""
-    precision = [Finding("ok", "this run", f"{products}weights in {_name(weights)}")]
-    if problem:
-        precision = [Finding("fail", "settings", problem)]
-    elif (devices[0].capability or (8, 0)) < (8, 0) and not args.fp16:
-        text = "no bf16 before sm80: set --fp16 True --bf16 False"
-        precision.append(Finding("note", "advice", text))
-    run = _on_meta(model, args)
-    trials = trials or try_backends(devices[0].kind, half or weights, run)
+    devices = devices or read_devices()
+    is_half = devices[0].kind == "cuda" and (devices[0].capability or (0, 0)) >= (8, 0)
+    trials = trials or try_backends(devices[0].kind, torch.bfloat16 if is_half else torch.float32)
     versions = {name: installed_version(name) for name in (*TESTED, *_OTHERS)}
-    sections = {
-        "Versions": _versions(versions),
-        "Devices": [Finding("ok", device.kind, str(device)) for device in devices],
-        "Precision": precision,
-        "Attention (a tiny Llama, packed against each document alone)": _attention(
-            trials, devices[0]
-        ),
-    }
-    if model is not None and run is None:
-        text = f"{model} is in no folder and no cache, or has no text model: not among the trials"
-        sections["Model"] = [Finding("note", "model", text)]
+    found = [Finding("ok", device.kind, str(device)) for device in devices]
+    if devices[0].kind == "cuda" and not is_half:
+        found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
+    attention = "Attention (a tiny Llama, packed against each document alone)"
+    sections = {"Versions": _versions(versions), "Devices": found}
+    sections[attention] = _attention(trials, devices[0])
     facts = {
         "versions": {name: number for name, number in versions.items() if number is not None},
         "machine": {"system": _system(), "devices": [asdict(device) for device in devices]},
         "attention": asdict(trials),
-        "command": list(words),
     }
     return Diagnosis(sections, facts)
-
-
-def _settings(words: Sequence[str]) -> tuple[Any, Any, str]:
-    """Return the model or None, the settings, and why this machine refuses them, or ""."""
-    command = TrainingCommand.from_words(words)
-    has_model = command.is_named or "model_name_or_path" in values_of(command.words)
-    if not has_model:
-        command = replace(command, words=(*command.words, "--model_name_or_path", "none"))
-    problem = ""
-    try:
-        model, args = command.model_and_settings(on_any_machine=False)
-    except ValueError as error:
-        model, args = command.model_and_settings()
-        way_out = "; set bf16 to false, or add use_cpu" * ("bf16" in str(error))
-        problem = f"{str(error).rstrip('.')}{way_out}"
-    return model if has_model else None, args, problem
-
-
-def _on_meta(model: Any, args: Any) -> Any:
-    """Return the model on the meta device; None if its text model is in no folder and no cache."""
-    try:
-        config = getattr(model, "config", None)
-        if isinstance(model, str):
-            check_path_exists("--model", model)
-            options = loading_options(args)
-            config = AutoConfig.from_pretrained(model, local_files_only=True, **options)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (OSError, TypeError, ImportError):
-        return None
-    except ValueError as error:
-        if "does not exist" in str(error):
-            raise
-        return None
 
 
 def _versions(versions: dict[str, str | None]) -> list[Finding]:
@@ -243,10 +175,6 @@ def _versions(versions: dict[str, str | None]) -> list[Finding]:
 
 def _system() -> str:
     return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -289,7 +217,7 @@ class Trials:
 
     Attributes:
         device: where they ran.
-        dtype: in which the run computes, half precision or float32.
+        dtype: of kernels that compute in half precision only.
         trials: the results.
         chosen: the backend that a run takes; None if none is exact.
         prefixes: a row of it that shares prefixes; None if none was tried.
@@ -321,23 +249,16 @@ def tiny_llama() -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def try_backends(device: str, dtype: torch.dtype, model: Any = None) -> Trials:
-    """Try all backends.
-
-    Args:
-        device: a device of torch.
-        dtype: in which the run computes attention.
-        model: the model of the run, which may be on the meta device; its sizes refuse backends too.
-    """
+def try_backends(device: str, dtype: torch.dtype) -> Trials:
+    """Try all backends on a device of torch, those of half precision in `dtype`."""
     tiny = tiny_llama().to(device)
-    run = tiny if model is None else model
-    reasons = refusals(run, device=device, dtype=dtype)
+    reasons = refusals(tiny, device=device, dtype=dtype)
     trials = tuple(_trial(tiny, name, reasons.get(name), dtype) for name in CHOICES[1:])
     exact = {trial.backend for trial in trials if trial.verdict == "exact"}
-    choices = with_fallbacks(resolve_attention(run, device=device, dtype=dtype))
+    choices = with_fallbacks(resolve_attention(tiny, device=device, dtype=dtype))
     chosen = next((c.backend for c in choices if c.backend in exact), None)
     prefixes = trial_of_prefixes(tiny, chosen, dtype) if chosen else None
-    return Trials(device, _name(dtype), trials, chosen, prefixes)
+    return Trials(device, str(dtype).removeprefix("torch."), trials, chosen, prefixes)
 
 
 def _trial(tiny: Any, name: str, refusal: str | None, dtype: torch.dtype) -> Trial:

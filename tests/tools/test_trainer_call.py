@@ -27,13 +27,10 @@ TEXTS = (
     "rows = rows.map(lambda r: {'text': f\"{r['q']} ### {r['a']}\"}, remove_columns=['q', 'a'])\n"
 )
 SCRIPTS = {
-    "a name": TEXTS + "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=rows).train()",
-    "a model": TEXTS
-    + "loaded = AutoModelForCausalLM.from_pretrained(model)\n"
-    + "PackedSFTTrainer(loaded, PackedSFTConfig(out), train_dataset=rows).train()",
     "positional": TEXTS + "PackedSFTTrainer(model, PackedSFTConfig(out), None, rows).train()",
-    "a plain config": TEXTS
-    + "PackedSFTTrainer(model, SFTConfig(out, packing=True), train_dataset=rows).train()",
+    "a model and a plain config": TEXTS
+    + "loaded = AutoModelForCausalLM.from_pretrained(model)\n"
+    + "PackedSFTTrainer(loaded, SFTConfig(out, packing=True), train_dataset=rows).train()",
     "a formatting function": "PackedSFTTrainer(\n"
     "    model, PackedSFTConfig(out), train_dataset=rows,\n"
     "    formatting_func=lambda row: row['q'] + ' ### ' + row['a'],\n).train()",
@@ -42,17 +39,12 @@ SCRIPTS = {
     + "collator = DataCollatorForCompletionOnlyLM('###', tokenizer=tokenizer)\n"
     + "PackedSFTTrainer(\n"
     "    model, PackedSFTConfig(out), data_collator=collator, train_dataset=rows\n).train()",
-    "a GPU": TEXTS
-    + "args = PackedSFTConfig(out, bf16=True, tf32=True)\n"
-    + "PackedSFTTrainer(model, args, train_dataset=rows).train()",
-    "a class": TEXTS
+    "a class for GPUs, with a helper beside it": "from beside import texts\n"
     + "class Mine(PackedSFTTrainer):\n    pass\n\n"
-    + "args = PackedSFTConfig(out)\n\n"
-    + "def main():\n    try:\n        Mine(model, args, train_dataset=rows).train()\n"
+    + "args = PackedSFTConfig(out, bf16=True, tf32=True)\n\n"
+    + "def main():\n    try:\n        Mine(model, args, train_dataset=texts(rows)).train()\n"
     + "    except Exception:\n        print('caught')\n\n"
     + "if __name__ == '__main__':\n    main()",
-    "a helper beside it": "from beside import texts\n"
-    "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=texts(rows)).train()",
 }
 
 
@@ -128,12 +120,21 @@ def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tm
     assert sentence in last
 
 
-def test_the_output_of_a_script_is_no_part_of_the_result(model, tmp_path, capsys):
-    file = script(tmp_path, "print('loading')\n" + SCRIPTS["a name"])
-    assert main(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
+def test_a_module_is_previewed_and_its_output_is_no_part_of_the_result(
+    model, tmp_path, capsys, monkeypatch
+):
+    """The title of the page names the module, and the command is that of the arguments."""
+    script(tmp_path, "print('loading')\n" + SCRIPTS["positional"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["plan", "-m", "train", model, str(tmp_path / "out"), "--json"]
+    assert main([*words, "--html", str(tmp_path / "plan.html")]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["documents"] == 6
     assert "loading" in err
+    page = (tmp_path / "plan.html").read_text()
+    assert "<h1>Plan · train " in page
+    assert f"trl-packing plan -m train {model}" in page
+    sys.modules.pop("train", None)
 
 
 def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
