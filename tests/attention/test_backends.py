@@ -3,19 +3,16 @@
 import pytest
 import torch
 import torch.nn.attention.varlen
-from helpers.dense import TOLERANCE
-from helpers.packed_models import alone, fallbacks, packed_batch
+from helpers.packed_models import fallbacks
 from helpers.tiny import PACKED_MODELS, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_packing import resolve_attention
-from trl_packing.attention import document_sdpa, flash_attn
-from trl_packing.attention import varlen as torch_varlen
+from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.guard import with_fallbacks
-from trl_packing.tools.doctor import Trial, Trials, advice
 
 
 class OutsideTransformers(nn.Module):
@@ -30,14 +27,6 @@ def gptj():
         "gptj", vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
     )
     return AutoModelForCausalLM.from_config(config)
-
-
-def test_on_a_cpu_documents_are_taken_one_after_another():
-    choice = resolve_attention(tiny_model("llama"))
-    assert choice == AttentionChoice("documents", "packed_documents", "cpu, float32")
-    assert str(choice) == "document-wise SDPA (cpu, float32)"
-    bf16 = resolve_attention(tiny_model("llama"), dtype=torch.bfloat16)
-    assert bf16 == AttentionChoice("documents", "packed_documents", "cpu, bfloat16")
 
 
 @pytest.mark.parametrize("name", PACKED_MODELS)
@@ -63,14 +52,6 @@ def test_models_outside_the_interface_keep_their_own_attention(model):
         ValueError, match=f"attention='documents' cannot be exact on {name}: .*auto"
     ):
         resolve_attention(model, "documents")
-
-
-def test_the_model_s_own_mask_isolates_a_model_outside_the_interface():
-    model = gptj().eval()
-    batch = packed_batch([3, 20, 9])
-    torch.testing.assert_close(
-        model(**batch).logits, alone(model, batch), rtol=0, atol=10 * TOLERANCE
-    )
 
 
 def test_chunked_attention_stays_in_the_mask():
@@ -193,61 +174,7 @@ def test_flash_attention_2_is_refused_where_it_would_drop_sinks(loaded):
     assert resolve_attention(model) == AttentionChoice(loaded, None, "the model was loaded with it")
 
 
-def test_flash_attention_is_known_by_its_names():
-    for name in (*flash_attn.VERSIONS, "kernels-community/flash-attn2", "paged|flash_attention_2"):
-        assert flash_attn.is_flash_attention(name)
-    for name in (None, "sdpa", "eager", "flex_attention", document_sdpa.NAME, torch_varlen.NAME):
-        assert not flash_attn.is_flash_attention(name)
-
-
-def test_installed_flash_attention_is_found_newest_first(monkeypatch):
-    from transformers.utils import import_utils
-
-    for version in "234":
-        monkeypatch.setattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)
-    assert flash_attn.installed() == []
-    found = []
-    for version in "234":
-        monkeypatch.setattr(import_utils, f"is_flash_attn_{version}_available", lambda: True)
-        found.insert(0, f"flash_attention_{version}")
-        assert flash_attn.installed() == found
-
-
 ALL = list(flash_attn.VERSIONS)
-
-TAKEN = [
-    # compute capability, model, changes to it, the versions that auto tries of all installed
-    ((8, 0), "llama", {}, [2, 3]),
-    ((8, 9), "llama", {}, [2, 3]),
-    ((9, 0), "llama", {}, [3, 4, 2]),
-    ((10, 0), "llama", {}, [4, 2]),
-    ((12, 0), "llama", {}, [4, 2]),
-    ((7, 5), "llama", {}, []),
-    # dropout, which transformers silently leaves out for versions 3 and 4
-    ((9, 0), "llama", {"attention_dropout": 0.1}, [2]),
-    ((9, 0), "gpt2_dropout", {}, [2]),
-    ((9, 0), "gemma2", {"attention_dropout": 0.1}, []),
-    # transformers passes sinks to version 4 alone, and not to version 2 or 3
-    ((10, 0), "gpt_oss", {}, [4]),
-]
-
-
-@pytest.mark.parametrize(("capability", "name", "overrides", "expected"), TAKEN)
-def test_auto_tries_the_versions_of_a_gpu_from_fast_to_slow(
-    capability, name, overrides, expected, cuda
-):
-    choice = cuda(flash=ALL, capability=capability)(name, **overrides)
-    tried = [way.backend for way in with_fallbacks(choice) if way.backend in ALL]
-    assert tried == [f"flash_attention_{version}" for version in expected]
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
-def test_the_doctor_and_auto_agree_about_the_fastest_version(capability, cuda):
-    first = cuda(flash=ALL, capability=capability)().backend
-    trials = Trials("cuda", "bfloat16", tuple(Trial(n, "exact") for n in ALL), first)
-    assert advice(trials, capability) == (
-        f"nothing to install: {first} is the fastest exact backend here"
-    )
 
 
 def test_a_model_that_transformers_keeps_from_flash_attention_gets_varlen(cuda, monkeypatch):
@@ -267,19 +194,6 @@ def test_a_model_that_transformers_keeps_from_flash_attention_gets_varlen(cuda, 
         )
         assert choose().backend == "varlen"
     assert choose().backend == "flash_attention_2"
-
-
-def test_after_a_kernel_come_the_other_kernels_and_then_the_model_s_own_mask(cuda):
-    def order(*arguments, **options):
-        choice = cuda(*arguments, **options)()
-        return [way.backend for way in with_fallbacks(choice)]
-
-    own = ["model", "mask", "padded", "equal_lengths"]
-    four, three, two = ALL
-    assert order(flash=ALL) == [three, four, two, "varlen", "documents", *own]
-    assert order(flash=ALL, capability=(8, 0)) == [two, three, "varlen", "documents", *own]
-    assert order() == ["varlen", "documents", *own]
-    assert order(capability=(7, 5)) == ["documents", *own]
 
 
 @pytest.mark.parametrize("fallback", ["sdpa", "eager"])

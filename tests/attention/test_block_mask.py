@@ -76,17 +76,6 @@ def test_several_kinds_of_layers_get_a_mask_each():
     }
 
 
-def test_the_three_masks_differ():
-    assert FULL != SLIDING != CHUNKED != FULL
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_mask_is_of_the_type_of_the_scores(dtype):
-    made = mask(dtype, sliding_window=WINDOW)
-    assert made.dtype == dtype
-    assert seen(made) == SLIDING
-
-
 @pytest.mark.parametrize("longest", [3, 4, 5, 8, 9])
 def test_a_chunk_ends_with_its_document(longest):
     """A short last chunk, none at all, and a document that is one chunk."""

@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand
-from helpers.combinations import combined
 from helpers.distributed.train import launch
-from helpers.model_calls import CALLS, DOCUMENTS, a_copy, backbone, embedded, ids_only, trainer_with
+from helpers.model_calls import CALLS, DOCUMENTS, ids_only, trainer_with
 from helpers.tiny import tiny_model
-from peft import LoraConfig
 
-from trl_packing import PackedSFTTrainer, enable_packing, other_rows
+from trl_packing import enable_packing, other_rows
 
 
 def trained(call, folder, **options):
@@ -38,70 +36,11 @@ def test_a_loss_that_says_nothing_of_documents_trains_them_apart(call, tmp_path)
     )
 
 
-KEPT_APART = [
-    {"in_training_step": True},
-    {"packing": False},
-    {"attention": "model"},
-    {"attention": "mask"},
-    {"attention": "padded"},
-    {"attention": "equal_lengths"},
-    {"gradient_checkpointing": True},
-    {"isolation_check": "off"},
-    {"per_device_train_batch_size": 1, "max_length": 48, "gradient_accumulation_steps": 2},
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "options"),
-    combined([ids_only, backbone, embedded], KEPT_APART),
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_however_the_documents_are_kept_apart(call, options, tmp_path):
-    expected = by_hand(tiny_model("llama"), DOCUMENTS)
-    assert_same_step(trained(call, tmp_path, **options), expected)
-
-
-@pytest.mark.parametrize("call", [ids_only, backbone], ids=lambda call: call.__name__)
-def test_under_lora(call, tmp_path):
-    def lora():
-        return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-
-    torch.manual_seed(0)
-    trainer, kept = trainer_with(call, tmp_path, peft=lora())
-    expected = by_hand(trainer.model, DOCUMENTS)
-    trainer.train()
-    assert_same_step((trainer.state.log_history[0]["loss"], kept.gradients), expected)
-
-
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.attention.calls.complete_call", lambda model, call: call)
     expected = by_hand(tiny_model("llama"), DOCUMENTS)
     with pytest.raises(AssertionError):
         assert_same_step(trained(ids_only, tmp_path), expected)
-
-
-def of_its_labels(labels_of):
-    def call(trainer, model, inputs):
-        output = model(input_ids=inputs["input_ids"], labels=labels_of(inputs))
-        trainer.own_loss = output.loss
-        return output.logits
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("labels_of", "trains_all"),
-    [(lambda inputs: inputs["labels"], False), (lambda inputs: inputs["input_ids"].clone(), True)],
-    ids=["its labels", "its tokens"],
-)
-def test_the_models_own_loss_is_a_mean_over_documents_alone(labels_of, trains_all, tmp_path):
-    """No document predicts the first token of the next one, also if all tokens are labels."""
-    trainer, _ = trainer_with(of_its_labels(labels_of), tmp_path)
-    trainer.train()
-    documents = [d | {"labels": d["input_ids"] if trains_all else d["labels"]} for d in DOCUMENTS]
-    assert trainer.own_loss.item() == pytest.approx(
-        by_hand(tiny_model("llama"), documents)[0], rel=1e-4
-    )
 
 
 REFUSED = {
@@ -186,65 +125,6 @@ def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def a_step_by_hand(trainer):
-    trainer.current_gradient_accumulation_steps = 1  # transformers sets it in `train`
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.training_step(trainer.model, batch)
-
-
-RUNS = {
-    "train": lambda trainer: trainer.train(),
-    "evaluate": lambda trainer: trainer.evaluate(),
-    "predict": lambda trainer: trainer.predict(trainer.eval_dataset),
-    "evaluation_loop": lambda trainer: trainer.evaluation_loop(
-        trainer.get_eval_dataloader(), "by hand", prediction_loss_only=True
-    ),
-    "training_step": a_step_by_hand,
-    "prediction_step": lambda trainer: PackedSFTTrainer.prediction_step(
-        trainer, trainer.model, next(iter(trainer.get_eval_dataloader())), True
-    ),
-}
-
-
-@pytest.mark.parametrize("fails", [True, False], ids=["fails", "works"])
-@pytest.mark.parametrize("run", RUNS.values(), ids=list(RUNS))
-def test_no_row_is_current_after_a_run_that_fails_or_works(run, fails, tmp_path):
-    """The error is held, as a notebook does, with the frames and the batches in them."""
-
-    def call(trainer, model, inputs):
-        if fails:
-            raise KeyError("somebody's mistake")
-        return model(input_ids=inputs["input_ids"]).logits
-
-    ids = torch.randint(6, 90, (1, 17), generator=torch.Generator().manual_seed(1))
-    trainer, _ = trainer_with(call, tmp_path)
-    held = None
-    try:
-        run(trainer)
-    except KeyError as error:
-        held = error
-    assert (held is not None) == fails
-    found = trainer.model.eval()(input_ids=ids).logits
-    torch.testing.assert_close(found, tiny_model("llama")(input_ids=ids).logits)
-    assert enable_packing(tiny_model("llama")) is not None
-
-
-def test_an_evaluation_within_a_step_leaves_the_row_of_the_step(tmp_path):
-    def call(trainer, model, inputs):
-        if trainer.model.training and not trainer.evaluated:
-            trainer.evaluated = True
-            trainer.evaluate()
-            model.train()
-        return a_copy(trainer, model, inputs)
-
-    trainer, kept = trainer_with(call, tmp_path)
-    trainer.evaluated = False
-    trainer.train()
-    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    assert trainer.evaluated
-    assert_same_step((loss, kept.gradients), by_hand(tiny_model("llama"), DOCUMENTS))
-
-
 def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
     def call(trainer, model, inputs):
         reference = copy.deepcopy(trainer.accelerator.unwrap_model(model))
@@ -314,19 +194,6 @@ def test_a_teacher_takes_the_batch_or_is_warned_of(prepare, call, is_exact, tmp_
     assert (WARNING in caplog.text) == (not is_exact)
 
 
-def test_a_copy_made_before_the_trainer_is_another_model(tmp_path, caplog):
-    model = tiny_model("llama")
-    reference = copy.deepcopy(model)
-
-    def call(trainer, model, inputs):
-        reference(input_ids=inputs["input_ids"])
-        return model(input_ids=inputs["input_ids"]).logits
-
-    trainer, _ = trainer_with(call, tmp_path, model=model)
-    trainer.train()
-    assert caplog.text.count(WARNING) == 1
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["falcon_mamba", "llama"])
 def test_a_loop_of_ones_own_takes_the_batches_of_a_built_trainer(name, training, tmp_path):
@@ -350,6 +217,9 @@ def test_two_ranks_train_documents_apart(tmp_path):
     loss, gradients = by_hand(tiny_model("llama"), DOCUMENTS)
     expected = loss / 2, {name: gradient / 2 for name, gradient in gradients.items()}
     for rank in range(2):
+        refusal = (tmp_path / f"refusal{rank}").read_text()
+        assert "outside of train() and evaluate()" in refusal
+        assert "call enable_packing(model) first" in refusal
         results = torch.load(tmp_path / f"rank{rank}.pt")
         assert len(results) == 6
         for found in results.values():

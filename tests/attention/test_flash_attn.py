@@ -107,25 +107,6 @@ def test_the_isolation_check_stops_a_kernel_that_ignores_the_boundaries(flash, t
         first_step("llama", flash, tmp_path, attention="model")
 
 
-def test_a_loaded_kernel_that_ignores_the_boundaries_is_passed_over(flash, tmp_path):
-    flash.ignores_boundaries = True
-    model = tiny_model("llama", attn_implementation="flash_attention_2")
-    trainer, seen, batch = trainer_for("llama", tmp_path, model=model)
-    assert_exact("llama", trainer, seen, batch)
-    assert trainer.attention.backend == "documents"
-    assert trainer.attention.reason.startswith("flash_attention_2 leaks by ")
-
-
-def test_padded_batches_reach_the_kernel_unpadded(flash):
-    """transformers' own way, which our choice leaves alone."""
-    model = tiny_model("llama", attn_implementation="flash_attention_2")
-    assert resolve_attention(model).implementation is None
-    ids = torch.randint(6, 300, (2, 7))
-    mask = torch.tensor([[1] * 7, [0] * 4 + [1] * 3])
-    model(input_ids=ids, attention_mask=mask)
-    assert flash.calls[0]["cu_seqlens"][0].tolist() == [0, 7, 10]
-
-
 # --- what auto makes of a kernel that cannot train --------------------------------------------
 
 
@@ -209,17 +190,6 @@ def test_a_kernel_with_a_right_backward_is_kept(gpu, monkeypatch, tmp_path):
     assert double.calls
 
 
-def test_the_next_version_is_tried_before_varlen(gpu, monkeypatch, tmp_path):
-    """Both are the double, whose backward is broken."""
-    gpu(4, 3)
-    flash_attn_double.install(monkeypatch, 4, "raises")
-    trainer, seen, batch = trainer_for("llama", tmp_path)
-    assert_exact("llama", trainer, seen, batch)
-    tried = [reason.split()[0] for reason in trainer.attention.reason.split("; ")]
-    assert tried == ["flash_attention_3", "flash_attention_4", "varlen"]
-    assert trainer.attention.backend == "documents"
-
-
 @pytest.mark.parametrize("isolation_check", ["error", "off"])
 def test_a_package_that_does_not_import_is_passed_over(
     isolation_check, gpu, monkeypatch, tmp_path, caplog
@@ -235,26 +205,6 @@ def test_a_package_that_does_not_import_is_passed_over(
         trainer, _, _ = trainer_for("llama", tmp_path, isolation_check=isolation_check)
     assert trainer.attention.backend == "varlen"
     assert "flash_attention_2 refused (ImportError: flash_attn_2_cuda.so" in caplog.text
-
-
-def test_evaluation_needs_no_backward_and_says_nothing_of_training(gpu, monkeypatch, tmp_path):
-    """Long documents are known of the kernel that evaluates, not of the one that then trains."""
-    gpu(4)
-    flash_attn_double.install(monkeypatch, 4, "raises")
-    trainer, seen, batch = trainer_for("llama", tmp_path)
-    trainer.evaluate()
-    assert trainer.attention.backend == "flash_attention_4"
-    longest, check = [], trl_packing.isolation.check.check_probes
-
-    def record(model, made, **options):
-        rows = [row.documents for probe in made for row in probe.packed]
-        longest.append({len(document["input_ids"]) for row in rows for document in row})
-        return check(model, made, **options)
-
-    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", record)
-    assert_exact("llama", trainer, seen, batch)
-    assert trainer.attention.backend == "documents"
-    assert 31 in longest[-1], "the way that trains is checked on the longest document"
 
 
 def test_a_named_kernel_without_a_backward_is_refused_before_the_first_step(monkeypatch, tmp_path):

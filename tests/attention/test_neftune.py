@@ -8,14 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from harness import TWO_RUNS
 from helpers.tiny import tiny_model, tiny_tokenizer
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedDataset, PackedSFTConfig, PackedSFTTrainer, enable_packing
-from trl_packing.attention import neftune
 
 FIRST, WIDTH, ALPHA = 10, 32, 5.0
 LENGTHS = [4, 60, 9, 30, 7, 21, 13, 5]
@@ -130,36 +128,6 @@ def test_trl_gives_that_noise_to_documents_alone(tmp_path):
     assert_noise_of_documents_alone(recorded(tmp_path, **alone)[True])
 
 
-@pytest.mark.parametrize("name", ["packed", "padding-free", "padded rows"])
-def test_transformers_own_noise_is_less(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.trainer.scale_noise_by_document", lambda model: None)
-    with pytest.raises(AssertionError):
-        assert_noise_of_documents_alone(recorded(tmp_path, **WAYS[name])[True])
-
-
-class OverridesLoss(PackedSFTTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs).loss
-
-
-class OverridesStep(PackedSFTTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(
-                model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch
-            )
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-
-@pytest.mark.parametrize("attention", ["documents", "model", "padded"])
-@pytest.mark.parametrize("trainer", [OverridesLoss, OverridesStep])
-def test_a_trainer_that_overrides_a_step_keeps_it(trainer, attention, tmp_path):
-    noise = recorded(tmp_path, trainer=trainer, attention=attention)
-    assert_noise_of_documents_alone(noise[True])
-
-
 @pytest.mark.parametrize("backend", ["documents", "model", "padded"])
 def test_plain_trainer_gives_it_too(backend, tmp_path, monkeypatch):
     def run(folder):
@@ -212,67 +180,3 @@ def test_noise_of_any_size_leaves_the_isolation_check_alone(tmp_path):
     trainer.train()
     assert trainer.attention.backend == "documents"
     assert max(x.abs().max() for found in record.noise[True].values() for x in found) > 100
-
-
-def test_the_noise_of_a_user_s_own_hook_is_scaled_and_stays(tmp_path):
-    """transformers' docstring registers it by hand."""
-    model = tiny_model("llama")
-    embeddings = model.get_input_embeddings()
-    embeddings.neftune_noise_alpha = ALPHA
-    handle = embeddings.register_forward_hook(neftune.neftune_post_forward_hook)
-    noise = recorded(tmp_path, model, neftune_noise_alpha=None)
-    assert_noise_of_documents_alone(noise[True])
-    assert handle.id in embeddings._forward_hooks
-    handle.remove()
-    assert handle.id not in embeddings._forward_hooks
-
-
-def test_calls_that_are_not_packed_have_transformers_own_noise():
-    embeddings = torch.nn.Embedding(8, WIDTH).train()
-    embeddings.neftune_noise_alpha = ALPHA
-    output = embeddings(torch.arange(6).view(2, 3))
-    noisy = []
-    for hook in (neftune.neftune_post_forward_hook, neftune.add_noise_by_document):
-        torch.manual_seed(0)
-        noisy.append(hook(embeddings, (), output))
-    assert torch.equal(*noisy)
-
-
-def test_a_document_alone_in_its_row_has_the_numbers_of_transformers():
-    embeddings = torch.nn.Embedding(8, WIDTH).train()
-    embeddings.neftune_noise_alpha = ALPHA
-    output = embeddings(torch.arange(6)[None])
-    torch.manual_seed(0)
-    expected = neftune.neftune_post_forward_hook(embeddings, (), output)
-    torch.manual_seed(0)
-    boundaries = torch.tensor([0, 6, 6], dtype=torch.int32)  # one without tokens fills it up
-    with neftune.announce_documents(boundaries=boundaries):
-        found = neftune.add_noise_by_document(embeddings, (), output)
-    torch.testing.assert_close(found, expected, rtol=0, atol=TWO_RUNS)
-    assert not torch.equal(found, output)
-
-
-def test_rows_without_documents_have_finite_noise():
-    embeddings = torch.nn.Embedding(8, WIDTH).train()
-    embeddings.neftune_noise_alpha = ALPHA
-    output = embeddings(torch.arange(6).view(2, 3))
-    with neftune.announce_documents(row_lengths=torch.tensor([0, 3])):
-        assert neftune.add_noise_by_document(embeddings, (), output).isfinite().all()
-
-
-def test_a_scaled_embedding_gets_the_same_noise():
-    """Gemma's embeddings are scaled before the hook sees them."""
-    model = get_peft_model(tiny_model("gemma2"), LoraConfig(r=2)).train()
-    embeddings = model.get_input_embeddings()
-    embeddings.neftune_noise_alpha = ALPHA
-    handle = embeddings.register_forward_hook(neftune.neftune_post_forward_hook)
-    neftune.scale_noise_by_document(model.get_base_model())
-    ids = torch.full((1, 50), FIRST)
-    clean = model.get_base_model().eval().get_input_embeddings()(ids)
-    model.train()
-    with neftune.announce_documents(boundaries=torch.tensor([0, 2, 50])):
-        noise = embeddings(ids) - clean
-    handle.remove()
-    for part, length in ((noise[0, :2], 2), (noise[0, 2:], 48)):
-        bound = ALPHA / (length * WIDTH) ** 0.5
-        assert 0.9 * bound < part.abs().max() <= bound * (1 + 1e-4)

@@ -60,53 +60,6 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
         model(**batch)
 
 
-def test_scores_are_scaled_as_the_model_says():
-    """gemma2 divides by the root of query_pre_attn_scalar, which is not its head_dim here."""
-    model = packed_model("gemma2", query_pre_attn_scalar=2)
-    batch = packed_batch([3, 20, 9])
-    expected = alone(tiny_model("gemma2", query_pre_attn_scalar=2), batch)
-    torch.testing.assert_close(model(**batch).logits, expected, rtol=0, atol=10 * TOLERANCE)
-    by_head_dim = alone(tiny_model("gemma2", query_pre_attn_scalar=8), batch)
-    assert (by_head_dim - expected).abs().max() > 0.1
-
-
-BF16_LOGITS = {"rtol": 0, "atol": 8 * 2**-8 * 4}  # a few roundings of 8 bits of logits below 4
-
-
-def test_autocast_reaches_packed_attention_as_it_reaches_sdpa():
-    """Rotary embeddings return float32 under autocast, beside values in bf16."""
-    model = packed_model("qwen3")
-    batch = packed_batch([3, 20, 9])
-    with torch.autocast("cpu", torch.bfloat16):
-        logits, expected = model(**batch).logits, alone(model, batch)
-    assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(logits, expected, **BF16_LOGITS)
-
-
-def test_norms_may_be_kept_in_float32():
-    """As peft does; queries and keys are then wider than values."""
-    model, reference = (make("qwen3", dtype=torch.bfloat16) for make in (packed_model, tiny_model))
-    for layer in model.model.layers:
-        layer.self_attn.q_norm.float()
-        layer.self_attn.k_norm.float()
-    batch = packed_batch([3, 20, 9])
-    torch.testing.assert_close(model(**batch).logits, alone(reference, batch), **BF16_LOGITS)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_gradient_checkpointing_keeps_the_gradients(name):
-    """Layers run again in the backward, outside the call that announced itself as packed."""
-    gradients = []
-    for checkpointing in (False, True):
-        model = packed_model(name).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model(**packed_batch([3, 20, 9])).logits.square().mean().backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters()})
-    for parameter, expected in gradients[0].items():
-        torch.testing.assert_close(gradients[1][parameter], expected, rtol=0, atol=TOLERANCE)
-
-
 @pytest.fixture
 def messages(caplog):
     """Messages of transformers: its logger does not propagate to pytest's handler by itself."""

@@ -13,7 +13,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 
 from trl_packing import PackedCollator
 from trl_packing.attention import padded_rows
-from trl_packing.attention.calls import unwrap_packed_calls
 from trl_packing.attention.padded_rows import group_documents, pad_packed_calls
 
 MOST_PADDING = 1 / 8
@@ -56,14 +55,6 @@ def test_equal_lengths_pad_nothing(lengths, thresholds):
     groups = groups_of(lengths, thresholds, equal_lengths=True)
     assert all(len(set(group)) == 1 for group in groups)
     assert len(groups) == len(set(lengths)), "and all of a length share a forward"
-
-
-def test_like_lengths_share_a_forward():
-    assert groups_of([8, 2, 8, 7]) == [[8, 8, 7], [2]]
-    assert groups_of([8, 2, 8, 7], equal_lengths=True) == [[8, 8], [7], [2]]
-    assert groups_of([8, 2, 8, 7], thresholds=[7]) == [[8, 8], [7], [2]]
-    assert groups_of([8, 2, 8, 7], thresholds=[8]) == [[8, 8, 7], [2]], "8 is not above it"
-    assert groups_of([5]) == [[5]]
 
 
 # --- and how they come back ---------------------------------------------------------------------
@@ -140,15 +131,6 @@ def test_values_come_back_in_the_order_of_the_packed_row(make, read, equal_lengt
     torch.testing.assert_close(read(output), IN_ORDER, rtol=0, atol=0)
 
 
-def test_outputs_keep_their_class_and_what_is_not_of_tokens_is_left_out():
-    _, output = padded(lambda x, _: CausalLMOutputWithPast(logits=x, past_key_values=object()))
-    assert type(output) is CausalLMOutputWithPast
-    assert output.past_key_values is None
-    _, output = padded(lambda x, _: (x, torch.zeros(7, 3), x[:, :1]))
-    torch.testing.assert_close(output[0], IN_ORDER)
-    assert output[1:] == (None, None), "a state, and one value a row"
-
-
 def test_router_logits_come_back_without_padding():
     """Mixtures of experts give them with rows and tokens as one dimension."""
     _, output = padded(
@@ -171,13 +153,6 @@ def test_the_balance_of_experts_of_several_forwards_is_refused():
         padded(lambda x, _: Output(x, x.sum()))
 
 
-def test_gradients_are_those_of_the_real_tokens():
-    model, output = padded(lambda x, _: x)
-    output.sum().backward()
-    total = float(sum(range(1, sum(LENGTHS) + 1)))
-    assert model.weight.grad.tolist() == [total] * WIDTH
-
-
 def mean_of_trained(values, labels):
     """A loss as of transformers: the mean over shifted labels, of each forward for itself."""
     return values[:, :-1, 0][labels[:, 1:] != -100].mean()
@@ -191,16 +166,6 @@ def test_losses_are_weighted_by_their_trained_tokens():
     # The first tokens of documents are masked: of a document all but its last token predict.
     predicting = [i for d in documents() for i in d["input_ids"][:-1]]
     assert output.loss.item() == pytest.approx(sum(predicting) / len(predicting), rel=TWO_RUNS)
-
-
-def test_a_row_without_trained_tokens_gives_a_loss_of_zero():
-    model = Rows(lambda x, _: PlainOutput(hidden=x, loss=x.mean()))
-    pad_packed_calls(model)
-    batch = PackedCollator()([d | {"labels": [-100] * len(d["input_ids"])} for d in documents()])
-    loss = model(**batch).loss
-    assert loss.item() == 0
-    loss.backward()
-    assert model.weight.grad.tolist() == [0] * WIDTH
 
 
 @pytest.mark.parametrize("virtual", [0, 1, 3])
@@ -224,34 +189,6 @@ def test_scores_of_a_head_that_shifts_come_back_in_the_order_of_the_packed_row(v
 # --- what the forwards are given ----------------------------------------------------------------
 
 
-def test_padding_is_masked_and_never_trained():
-    model, _ = padded(lambda x, _: x, labels=True)
-    rows = [
-        (call["input_ids"].tolist(), call["attention_mask"], call["labels"].tolist())
-        for call in model.calls
-    ]
-    ids, mask, labels = rows[0]
-    assert ids == [[1, 2, 3, 4, 5], [8, 9, 10, 11, 12], [13, 14, 15, 16, 16]]
-    assert mask.tolist() == [[1] * 5, [1] * 5, [1] * 4 + [0]]
-    assert labels == [[-100, 2, 3, 4, 5], [-100, 9, 10, 11, 12], [-100, 14, 15, 16, -100]]
-    # Nothing is padded: no mask, which would turn fast kernels off.
-    assert [(ids, mask) for ids, mask, _ in rows[1:]] == [([[6, 7]], None), ([[17]], None)]
-
-
-def test_boundaries_stay_outside_and_everything_else_reaches_every_forward():
-    model = Rows(lambda x, _: x)
-    pad_packed_calls(model)
-    batch = PackedCollator()(documents())
-    per_token = torch.arange(float(sum(LENGTHS)))[None, :, None]
-    model(**batch, flag="kept", per_token=per_token, table=torch.zeros(4, 2))
-    for call in model.calls:
-        assert not {key for key in call if key.startswith(("cu_seq", "max_length", "seq_idx"))}
-        assert "position_ids" not in call, "rows begin at 0, as the model knows by itself"
-        assert call["flag"] == "kept"
-        assert call["table"].shape == (4, 2)
-        assert torch.equal(call["per_token"][..., 0], call["input_ids"] - 1)
-
-
 def test_a_model_that_requires_position_ids_gets_those_of_its_rows():
     class NeedsPositions(Rows):
         def forward(self, input_ids, position_ids, **kwargs):
@@ -261,42 +198,6 @@ def test_a_model_that_requires_position_ids_gets_those_of_its_rows():
     pad_packed_calls(model)
     model(**PackedCollator()(documents()))
     assert model.calls[0]["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2 + [[0, 1, 2, 3, 3]]
-
-
-def test_embeddings_in_place_of_tokens_are_rows_too():
-    class Embedded(Rows):
-        def forward(self, inputs_embeds, attention_mask=None, **kwargs):
-            self.calls.append(kwargs)
-            return inputs_embeds
-
-    model = Embedded(None)
-    pad_packed_calls(model)
-    batch = PackedCollator()(documents())
-    del batch["input_ids"]
-    output = model(inputs_embeds=IN_ORDER, **batch)
-    assert len(model.calls) == 3
-    torch.testing.assert_close(output, IN_ORDER, rtol=0, atol=0)
-
-
-def test_calls_that_are_not_packed_pass_unchanged():
-    model = Rows(lambda x, _: x)
-    pad_packed_calls(model)
-    ids = torch.arange(6).reshape(2, 3)
-    mask = torch.ones_like(ids)
-    apart = torch.eye(sum(LENGTHS), dtype=torch.bool)[None, None]
-    model(ids, attention_mask=mask)
-    model(**PackedCollator()(documents()), attention_mask=apart)  # says itself who sees what
-    first, second = model.calls
-    assert first["input_ids"] is ids
-    assert first["attention_mask"] is mask
-    assert second["input_ids"].shape == (1, sum(LENGTHS))
-
-
-def test_unwrapped_the_module_has_no_forward_of_its_own():
-    model = Rows(lambda x, _: x)
-    pad_packed_calls(model)
-    unwrap_packed_calls(model)
-    assert "forward" not in vars(model)
 
 
 def test_forwards_that_other_ranks_wait_for_change_nothing(monkeypatch):

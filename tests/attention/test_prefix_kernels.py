@@ -4,8 +4,6 @@ Doubles stand in for the kernels (`varlen_double.py`, `flash_attn_double.py`). T
 the boundaries point, and align the causal mask at the last key, as the kernels do.
 """
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -16,11 +14,9 @@ from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import WINDOW, tiny_model, tiny_tokenizer
 from helpers.trees import dense, outcome, random_tree, tensors_of
 from torch._dynamo.testing import CompileCounter
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
+from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
 from trl_packing.attention.install import install_attention, take_prefix_keys, try_backward
@@ -108,27 +104,6 @@ def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_he
     assert (left, is_causal) == (-1 if window is None else window - 1, window is None)
 
 
-def test_varlen_attention_keeps_the_keys_of_the_row_alone(monkeypatch):
-    """Gathered keys are as many as those of rows that share nothing: keeping them saves nothing."""
-    varlen_double.install(monkeypatch)
-    tree = random_tree(np.random.default_rng(3), 9)
-    num_tokens, num_keys = tree.starts[-1], len(tree.keys.key_index)
-    assert num_keys > 1.5 * num_tokens
-    kept = []
-
-    def keep(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        varlen_attention(
-            *tensors_of(num_tokens), tree.cu_seqlens, KernelOptions(0.4), keys=tree.keys
-        )
-    shapes = {tuple(x.shape) for x in kept}
-    assert {(num_tokens, 4, 8), (num_tokens, 2, 8), (num_keys,)} <= shapes
-    assert not any(len(shape) == 3 and shape[0] > num_tokens for shape in shapes)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 def test_models_on_torch_varlen_share_prefixes(name, monkeypatch):
     calls = varlen_double.install(monkeypatch)
@@ -186,96 +161,6 @@ def test_models_on_flash_attention_share_prefixes(name, version, checkpointing, 
     assert {call["softcap"] for call in double.calls} == {softcap or 0.0}
 
 
-def test_flash_attention_of_transformers_never_gets_the_row_itself_as_keys(monkeypatch):
-    model, double = flash_model("llama", 2, monkeypatch)
-    batch, _ = shared_row()
-    with pytest.raises(NotImplementedError, match=r"attention='flash_attention_2' has one set of"):
-        model(**batch)
-    assert not double.calls
-    # The control: transformers would pass the row on, and boundaries of keys that it does not have.
-    bare = tiny_model("llama", attn_implementation="flash_attention_2")
-    with pytest.raises(AssertionError):
-        bare(**batch)
-    assert double.calls
-
-
-def test_rows_without_prefixes_reach_flash_attention_as_before(monkeypatch):
-    model, _ = flash_model("llama", 2, monkeypatch)
-    batch = PackedCollator()([{"input_ids": ids} for ids in documents()])
-    before = model(**batch).logits
-    assert take_prefix_keys(model, "flash_attention_2") is None
-    assert torch.equal(model(**batch).logits, before)
-    function = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    assert take_prefix_keys(model, "flash_attention_2") is None
-    assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is function, "wrapped once"
-
-
-def test_a_kernel_from_the_hub_gathers_keys_too(monkeypatch):
-    name, seen = "kernels-community/flash-attn2", []
-    model = tiny_model("llama")
-    assert "has one set of boundaries" in take_prefix_keys(model, name), "it is not loaded"
-    AttentionInterface.register(name, lambda module, q, k, v, *_, **kwargs: seen.append((q, k, v)))
-    assert take_prefix_keys(model, name) is None
-    query, row, index = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.tensor([0, 0, 2, 1])
-    ALL_ATTENTION_FUNCTIONS[name](None, query, row, row, None, key_index=index)
-    (q, k, v) = seen[0]
-    assert q is query
-    assert torch.equal(k, row[:, :, index])
-    assert torch.equal(v, k)
-
-
-class KeepsItsInputs(torch.autograd.Function):
-    """Saves queries, keys and values for its backward, as flash-attn does."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return q * k.sum() * v.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v = ctx.saved_tensors
-        total = (grad * q).sum()
-        return grad * k.sum() * v.sum(), total * v.sum() + 0 * k, total * k.sum() + 0 * v
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_flash_attention_keeps_the_keys_of_the_row_alone(checkpointing):
-    """Gathered keys would be 51 times the row of 100 branches behind a prompt of 8,192 tokens."""
-    name, gathered = "kernels-community/flash-attn2", []
-
-    def kernel(module, q, k, v, *_, **kwargs):
-        k, v = (x.transpose(1, 2) for x in (k, v))
-        gathered.extend(map(weakref.ref, (k, v)))
-        return KeepsItsInputs.apply(q, k, v), None
-
-    AttentionInterface.register(name, kernel)
-    assert take_prefix_keys(tiny_model("llama"), name) is None
-    index = torch.tensor([0, 0, 1, 0, 1, 2])
-    leaves = [torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(3)]
-
-    def attend(q, k, v, **options):
-        return ALL_ATTENTION_FUNCTIONS[name](None, q, k, v, None, **options)[0]
-
-    if checkpointing:
-        out = checkpoint(attend, *leaves, key_index=index, use_reentrant=False)
-    else:
-        out = attend(*leaves, key_index=index)
-    assert not any(tensor() is not None for tensor in gathered), "the graph holds them"
-    found = torch.autograd.grad(out.sum(), leaves)
-    q, k, v = leaves
-    expected = torch.autograd.grad(
-        KeepsItsInputs.apply(q, k[:, :, index], v[:, :, index]).sum(), leaves
-    )
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted)
-    # The control: hooks of others take the place of ours, and the graph holds the gathered keys.
-    del gathered[:]
-    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        out = attend(*leaves, key_index=index)
-    assert all(tensor() is not None for tensor in gathered)
-
-
 @pytest.mark.parametrize(
     ("backward", "fault"),
     [
@@ -311,16 +196,6 @@ def test_attention_with_one_set_of_boundaries_refuses(name, backend):
         model(**batch)
 
 
-def test_models_outside_the_interface_are_refused(monkeypatch):
-    """Their own FlashAttention drops `key_index` (falcon in transformers 5.23)."""
-    flash_attn_double.install(monkeypatch)
-    model = tiny_model("llama", attn_implementation="flash_attention_2")
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
-    assert "outside transformers' attention interface" in take_prefix_keys(
-        model, "flash_attention_2"
-    )
-
-
 def test_a_mask_beside_shared_prefixes_is_refused():
     model = tiny_model("llama")
     install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
@@ -329,14 +204,6 @@ def test_a_mask_beside_shared_prefixes_is_refused():
     mask = torch.ones(1, 1, num_tokens, num_tokens).tril() == 0
     with pytest.raises(ValueError):
         model(**batch, attention_mask=mask)
-
-
-def test_plain_trainers_refuse_the_row():
-    model = tiny_model("llama")
-    enable_packing(model)
-    batch, _ = shared_row()
-    with pytest.raises(ValueError, match=r"key_index.*PackedSFTTrainer.*shares_prefixes=False"):
-        model(**batch)
 
 
 # --- once a row -----------------------------------------------------------------------------------

@@ -14,19 +14,15 @@ from helpers.leaks import (
     documents,
     dynamic_ntk,
     longrope,
-    lora,
     packed_model,
     with_fused_head,
     with_layer,
 )
 from helpers.tiny import (
     PACKED_MODELS,
-    SPECIAL_TOKENS,
     VOCAB_SIZE,
-    documents_of_lengths,
     tiny_model,
 )
-from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -36,16 +32,13 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import trl_packing.isolation.check
 from trl_packing import (
-    PackedCollator,
     check_isolation,
 )
 from trl_packing.attention import document_sdpa
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import _attention_function
-from trl_packing.attention.model_facts import length_constants
 from trl_packing.isolation.check import check_fused_head
 
 # --- models that keep documents apart ---------------------------------------------------------
@@ -120,30 +113,6 @@ def test_the_longest_document_may_fill_all_learned_positions():
     assert check_isolation(model, max_length=4096), "no probe runs past them by itself"
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (2, 2), (1, 30), (20, 20, 20), (100, 100)], ids=str)
-@pytest.mark.parametrize("fused_head", [False, True])
-def test_any_lengths_will_do(lengths, fused_head):
-    model = with_fused_head(packed_model("llama"))
-    assert check_isolation(model, documents(*lengths), fused_head=fused_head)
-
-
-def test_padding_at_the_end_of_the_row_is_not_compared():
-    model = with_fused_head(packed_model("llama"))
-    collator = PackedCollator(pad_to_multiple_of=16)
-    for fused_head in (False, True):
-        options = {"collator": collator, "fused_head": fused_head}
-        assert check_isolation(model, documents(10, 30, 50), **options)
-        leaking = OneDocument(pad_to_multiple_of=16)
-        report = check_isolation(model, documents(10, 30), **options | {"collator": leaking})
-        assert report.verdict == "leaks"
-
-
-def test_special_tokens_may_be_lists():
-    model = packed_model("llama")
-    model.config.eos_token_id = [2, 3]
-    assert check_isolation(model)
-
-
 def test_dropout_that_a_model_reads_from_its_config_is_off():
     config = AutoConfig.for_model(
         "persimmon",
@@ -207,19 +176,6 @@ def test_dynamic_ntk_leaks_among_documents_beyond_the_threshold_too():
     assert_leaks(dynamic_ntk(), documents(100, 200))
 
 
-@pytest.mark.parametrize("model", [longrope, dynamic_ntk])
-def test_without_documents_probes_cross_the_thresholds_of_the_config(model):
-    assert length_constants(model()) == [64]
-    assert_leaks(model(), max_length=128)
-
-
-def test_length_constants_are_those_that_change_what_a_model_computes():
-    assert length_constants(tiny_model("mistral")) == [8]
-    assert length_constants(tiny_model("gpt_oss")) == [8, 128]
-    assert length_constants(tiny_model("gpt2")) == []
-    assert length_constants(nn.Linear(1, 1)) == []
-
-
 def test_a_leak_in_training_only_shows_in_training():
     model = with_layer(AddRowMean, only_in_training=True)
     assert check_isolation(model, training=False)
@@ -231,12 +187,6 @@ def test_a_leak_in_training_only_shows_in_training():
 def test_a_leak_that_is_not_attention_s_shows(layer, fused_head):
     model = with_fused_head(with_layer(layer))
     assert_leaks(model, documents(10, 60), fused_head=fused_head)
-
-
-def test_gpt_oss_leaks_on_its_own_attention():
-    """transformers 5.23 builds its mask without position_ids; no message says so."""
-    assert_leaks(tiny_model("gpt_oss"))
-    assert check_isolation(packed_model("gpt_oss"))
 
 
 def test_a_kernel_that_computes_something_else_does_not_pass_for_rounding(monkeypatch):
@@ -258,21 +208,6 @@ def test_numbers_that_are_none_are_no_isolation():
         model.lm_head.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="not finite"):
         check_isolation(model)
-
-
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("tuning", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_are_not_passed(tuning):
-    """They stand before the first document of the row only."""
-    config = tuning(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    assert_leaks(get_peft_model(tiny_model("llama"), config), training=True)
-
-
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
-def test_a_kernel_refuses_virtual_tokens_that_no_document_owns():
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(ValueError, match="cu_seq_lens_q ends at"):
-        check_isolation(get_peft_model(packed_model("llama"), config), training=True)
 
 
 class Own(nn.Module):
@@ -356,15 +291,6 @@ def test_model_and_random_states_are_left_as_they_were(build, trained, asked):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_an_error_in_the_model_leaves_it_as_it_was():
-    model = packed_model("gpt2_dropout")
-    before, rng = everything(model), rng_states()
-    with pytest.raises(IndexError):
-        check_isolation(model, [[10**6] * 30], training=True)
-    assert_same_state(model, before)
-    assert rng_states() == rng
-
-
 def count_forwards(model, *arguments, **options):
     count = 0
 
@@ -395,13 +321,6 @@ def test_forwards_are_few_and_equally_many_on_every_rank():
 # --- wrapped models -----------------------------------------------------------------------------
 
 
-def test_lora_models_are_judged():
-    report = check_isolation(lora(packed_model("llama")), documents(3, 60), training=True)
-    assert report, str(report)
-    assert report.model == "LlamaForCausalLM"
-    assert_leaks(lora(with_layer(AddRowMean)), documents(3, 60), training=True)
-
-
 # torch.compile reads .grad of hidden states where a graph breaks (torch 2.13).
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_models_are_judged_without_compiling_a_graph_for_every_probe():
@@ -422,73 +341,3 @@ def test_compiled_models_are_judged_without_compiling_a_graph_for_every_probe():
         torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, expected)
         assert graphs
         graphs.clear()
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_ddp_models_are_judged(process_group):
-    for model, verdict in ((packed_model("llama"), "isolated"), (with_layer(AddRowMean), "leaks")):
-        wrapped = nn.parallel.DistributedDataParallel(with_fused_head(model))
-        for fused_head in (False, True):
-            report = check_isolation(
-                wrapped, documents(3, 60), training=True, fused_head=fused_head
-            )
-            assert (report.verdict, report.model) == (verdict, "LlamaForCausalLM")
-    # And still trains.
-    batch = PackedCollator()(documents_of_lengths([5, 9]))
-    wrapped(**batch).loss.backward()
-    assert model.lm_head.weight.grad.abs().sum() > 0
-
-
-def test_models_with_gradient_checkpointing_are_judged():
-    for model, verdict in ((packed_model("llama"), "isolated"), (with_layer(AddRowMean), "leaks")):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        assert check_isolation(model, documents(3, 60), training=True).verdict == verdict
-        assert model.is_gradient_checkpointing
-
-
-def test_autocast_of_accelerate_is_taken_off_for_the_check():
-    """A float32 model is judged in float32: leaks stand far above the noise there."""
-    model = packed_model("llama")
-    model._original_forward = model.forward
-    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-    wrapped = model.forward
-    assert check_isolation(model).noise < 1e-4
-    assert model.forward is wrapped
-
-
-def test_probes_draw_no_special_tokens():
-    model = packed_model("llama")
-    model.config.image_token_id = 7
-    seen = set()
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.update(kwargs["input_ids"].flatten().tolist()),
-        with_kwargs=True,
-    )
-    check_isolation(model)
-    assert not seen & {0, 1, 2, 7}
-    assert len(seen) > len(SPECIAL_TOKENS)
-
-
-def test_a_document_alone_in_eager_attention_is_as_long_as_memory_allows(monkeypatch):
-    """Its scores are T × T for every head, while packed rows of the same documents fit."""
-    bound = 2**20
-    monkeypatch.setattr(trl_packing.isolation.check, "_EAGER_BYTES", bound)
-    most = {}
-    for implementation in ("eager", "sdpa"):
-        model = tiny_model("llama", attn_implementation=implementation)
-        install_attention(model, resolve_attention(model))
-        heads = model.config.num_attention_heads
-        made = trl_packing.isolation.check.probes(model, documents(30, 500), max_length=512)
-        most[implementation] = max(len(probe.document["input_ids"]) for probe in made)
-        rows = [row for probe in made for row in probe.packed]
-        assert any(len(d["input_ids"]) == 500 for row in rows for d in row.documents)
-    assert heads * most["eager"] ** 2 * 8 <= bound
-    assert most["sdpa"] > 400

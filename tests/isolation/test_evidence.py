@@ -4,14 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
-from helpers.leaks import AddRowMean, hopeless, with_layer
+from helpers.leaks import hopeless
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, enable_packing
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.guard import Checked, Refusal, brief
 
@@ -61,40 +60,6 @@ def test_the_numbers_are_those_of_the_check(tmp_path, capsys):
     assert written["evidence"]["leak"] == evidence.leak
 
 
-def test_a_fallback_is_shown_with_its_own_evidence(tmp_path):
-    """Falcon with ALiBi leaks where the model masks by position_ids, and its padded rows do not."""
-    trainer = trainer_for(tiny_model("falcon+alibi"), tmp_path)
-    first = trainer.attention.backend
-    trainer.train()
-    report = trainer.packing_report
-    assert trainer.attention.backend != first
-    assert str(trainer.attention) == report.attention == report.checked.evidence.attention or (
-        report.checked.verdict == "isolated"
-        and report.checked.evidence.attention.partition(" (")[0] in report.attention
-    )
-    assert checked_line(trainer).startswith("isolated: ")
-
-
-def test_evaluation_alone_is_evidence_until_training_is_checked(tmp_path):
-    trainer = trainer_for(tiny_model("llama"), tmp_path)
-    trainer.evaluate()
-    assert trainer.packing_report.checked.evidence.mode == "evaluation"
-    trainer.train()
-    trainer.evaluate()
-    assert trainer.packing_report.checked.evidence.mode == "training"
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_weights_that_are_not_numbers_are_no_leak(packing, tmp_path):
-    """They would log a loss of 0.0: transformers filters NaN out of its logs."""
-    model = tiny_model("llama")
-    torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, float("nan"))
-    with pytest.raises(RuntimeError, match=r"not finite .* alone, unpacked: it cannot be trained"):
-        trainer_for(model, tmp_path, packing=packing, per_device_train_batch_size=2).train()
-    with pytest.raises(RuntimeError, match="not finite"):
-        enable_packing(model)
-
-
 def test_a_leak_that_is_trained_all_the_same_is_said(tmp_path):
     trainer = trainer_for(hopeless(), tmp_path, isolation_check="warn")
     trainer.train()
@@ -108,20 +73,6 @@ def test_padded_rows_after_a_leak_are_said(tmp_path):
     trainer.train()
     assert trainer.attention.backend == "padded"
     assert checked_line(trainer).startswith("rows are padded, as in TRL, for documents would LEAK")
-
-
-def test_nothing_is_claimed_without_a_check(tmp_path):
-    model = with_layer(AddRowMean)
-    trainer = trainer_for(model, tmp_path, isolation_check="off", attention="documents")
-    trainer.train()
-    assert checked_line(trainer) == "nothing (isolation_check='off')"
-
-
-def test_evidence_is_forgotten_with_its_check(tmp_path):
-    trainer = trainer_for(tiny_model("llama"), tmp_path)
-    trainer.train()
-    trainer._guard.forget_checks()
-    assert trainer.packing_report.checked.verdict == "not checked"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ stay below 100 roundings, so 1e-5 of the largest value. Leaks are 2 to 5 orders 
 """
 
 import copy
-import json
 import logging
 from functools import cache
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -24,7 +22,6 @@ from architectures.tiny_step import (
 )
 from datasets import Dataset
 from helpers.leaks import hopeless
-from helpers.tiny import tiny_model as tiny_model_with
 from helpers.tiny import tiny_tokenizer
 
 import trl_packing.attention.backends
@@ -38,9 +35,8 @@ from trl_packing import (
 )
 from trl_packing.attention import block_mask
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.calls import unwrap_packed_calls
 from trl_packing.attention.install import install_attention
-from trl_packing.isolation.guard import IsolationGuard, Precision, with_fallbacks
+from trl_packing.isolation.guard import with_fallbacks
 
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
@@ -179,29 +175,6 @@ def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_pat
     assert min(together.distance(expected)) > LEAK
 
 
-@pytest.mark.parametrize("name", slow_if_long(["mamba", "recurrent_gemma"]))
-def test_without_packing_a_step_is_the_documents_of_the_padded_run(name, tmp_path):
-    """recurrent_gemma scores its own logits: the whole model, not the backbone, runs in rows."""
-    layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    used, packed = step(name, tmp_path, packing=False, **layout)
-    assert used.backend == "padded"
-    assert_exact(packed, truth(name))
-
-
-def test_micro_batches_hold_as_many_documents_as_padded_ones_would(tmp_path):
-    run = trainer_for(
-        tiny_model("mamba"),
-        tmp_path,
-        cls=Recorder,
-        packing=False,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-    )
-    run.train()
-    assert run.attention.backend == "padded"
-    assert [len(batch["cu_seq_lens_q"]) - 1 for batch in run.batches] == [2, 2]
-
-
 # --- which way, and why -------------------------------------------------------------------------
 
 
@@ -212,21 +185,6 @@ def test_ways_are_tried_from_fast_to_slow():
     assert order("llama") == WAYS
     assert order("bloom") == WAYS[1:]
     assert [way.backend for way in with_fallbacks(AttentionChoice("padded", None, ""))] == WAYS[3:]
-
-
-def test_one_line_says_what_failed_and_by_how_much(tmp_path, caplog):
-    run = trainer_for(tiny_model("bart"), tmp_path)
-    with caplog.at_level(logging.WARNING, logger="trl_packing"):
-        run.train()
-    (said,) = [r.getMessage() for r in caplog.records if "BartForCausalLM" in r.getMessage()]
-    assert "padded rows (documents leaks by " in said
-    assert said.count(" leaks by ") == 3
-    for failed in run.attention.reason.split("; "):
-        way, difference = failed.split(" leaks by ")
-        assert way in WAYS[:3]
-        assert 0.1 < float(difference) < 100
-    assert run.packing_report.attention == str(run.attention)
-    assert str(run.attention) in said
 
 
 def test_a_refusal_is_a_reason_too(tmp_path):
@@ -258,25 +216,6 @@ def test_a_named_way_that_cannot_run_stops_before_the_first_step(tmp_path):
         run.train()
 
 
-def test_off_searches_nothing(tmp_path, monkeypatch):
-    def refuse(*arguments, **options):
-        raise AssertionError("isolation was checked")
-
-    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", refuse)
-    run = trainer_for(tiny_model("mamba"), tmp_path, isolation_check="off")
-    run.train()
-    run.evaluate(run.train_dataset)
-    assert run.attention.backend == "documents"
-
-
-def test_warn_searches_too_and_warns_of_nothing_that_is_exact(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="trl_packing"):
-        used, packed = step("bloom", tmp_path, isolation_check="warn")
-    assert used.backend == "padded"
-    assert_exact(packed, truth("bloom"))
-    assert "LEAK" not in caplog.text
-
-
 def test_where_no_way_is_exact_the_first_one_is_left_and_the_run_stops(tmp_path):
     run = trainer_for(hopeless(), tmp_path)
     with pytest.raises(RuntimeError, match=r"LEAK.*LlamaForCausalLM, document-wise SDPA"):
@@ -294,26 +233,6 @@ def test_where_nobody_asked_for_packing_rows_are_padded_as_in_trl(tmp_path, capl
     assert "rows are padded, as in TRL" in caplog.text
 
 
-def test_documents_given_to_the_check_decide(tmp_path):
-    """Longrope: below the threshold of 32 tokens the kernel is exact, across it rows are padded."""
-    guard = IsolationGuard(
-        tiny_model("phi3+longrope"), attention="auto", isolation_check="error", is_ours=False
-    )
-    short, long = ([d["input_ids"] for d in tiny_documents(n)] for n in ((5, 20), (5, 60)))
-    for documents, backend in ((short, "documents"), (long, "padded")):
-        guard.ensure(documents, training=True, precision=Precision("cpu", None))
-        assert guard.attention.backend == backend
-
-
-def test_training_after_an_evaluation_of_long_documents_alone_is_checked_for_itself(tmp_path):
-    """They lie on one side of the threshold, the documents of training on both."""
-    run = trainer_for(tiny_model("phi3+longrope"), tmp_path)
-    run.evaluate(Dataset.from_list(tiny_documents((70, 64))))
-    assert run.attention.backend == "documents"
-    run.train()
-    assert run.attention.backend == "padded"
-
-
 def test_evaluation_on_longer_documents_goes_on_by_a_slower_way(tmp_path):
     run = trainer_for(
         tiny_model("phi3+longrope"), tmp_path, documents=tiny_documents((5, 12, 20, 30))
@@ -325,117 +244,6 @@ def test_evaluation_on_longer_documents_goes_on_by_a_slower_way(tmp_path):
     loss = run.evaluate(Dataset.from_list(longer))["eval_loss"]
     assert run.attention.backend == "padded"
     assert loss == pytest.approx(expected, rel=TOLERANCE)
-
-
-# --- the trainer around a padded way ------------------------------------------------------------
-
-
-class Recorder(PackedSFTTrainer):
-    """Keep every batch that is trained."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.batches = []
-
-    def training_step(self, model, inputs, *arguments, **options):
-        self.batches.append(dict(inputs))
-        return super().training_step(model, inputs, *arguments, **options)
-
-
-@pytest.mark.parametrize("way", ["mask", "padded", "equal_lengths"])
-def test_a_slower_way_trains_the_same_batches_and_logs_the_same_numbers(way, tmp_path):
-    documents = tiny_documents([3 + (i * 13) % 60 for i in range(24)])
-    runs = []
-    for attention in ("documents", way):
-        run = trainer_for(
-            tiny_model("llama"),
-            tmp_path,
-            cls=Recorder,
-            documents=documents,
-            attention=attention,
-            max_steps=3,
-            learning_rate=1e-3,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=2,
-        )
-        run.train()
-        runs.append(run)
-    packed, slower = runs
-    assert len(packed.batches) == len(slower.batches) == 6
-    for one, other in zip(packed.batches, slower.batches, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    for key in ("num_tokens", "mean_token_accuracy"):
-        values = [[e[key] for e in run.state.log_history if key in e] for run in runs]
-        assert len(values[0]) == 3
-        assert values[0] == values[1], key
-    losses = [[e["loss"] for e in run.state.log_history if "loss" in e] for run in runs]
-    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bloom",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon", "mamba", "recurrent_gemma")),
-    ],
-)
-def test_evaluation_is_one_document_at_a_time(name, tmp_path):
-    run = trainer_for(tiny_model(name), tmp_path)
-    metrics = run.evaluate(run.train_dataset)
-    assert run.attention.backend == AUTOMATIC[name]
-    assert metrics["eval_loss"] == pytest.approx(truth(name).loss, rel=TOLERANCE)
-    expected = losses_of_documents(truth(name))
-    assert largest_difference(evaluated_apart(run), expected) <= TOLERANCE
-    leaking = trainer_for(tiny_model(name), tmp_path, attention="model", isolation_check="off")
-    assert largest_difference(evaluated_apart(leaking), expected) > LEAK
-
-
-def losses_of_documents(measured):
-    """Return the loss of each document; in their mean, what leaks may cancel out."""
-    documents = tiny_documents()
-    logits = measured.logits.split([len(d["input_ids"]) for d in documents])
-    return [
-        F.cross_entropy(alone[:-1], torch.tensor(d["labels"][1:])).item()
-        for alone, d in zip(logits, documents, strict=True)
-    ]
-
-
-def evaluated_apart(run):
-    """Return the `eval_loss` of each document in the packed rows of all: the others weigh 0."""
-    documents = tiny_documents()
-    weighed = (
-        [d | {"loss_weight": float(i == only)} for i, d in enumerate(documents)]
-        for only in range(len(documents))
-    )
-    return [run.evaluate(Dataset.from_list(rows))["eval_loss"] for rows in weighed]
-
-
-def largest_difference(losses, expected):
-    return max(abs(x / y - 1) for x, y in zip(losses, expected, strict=True))
-
-
-def logits_of_documents(name):
-    lengths = [len(document["input_ids"]) for document in tiny_documents()]
-    return truth(name).logits.split(lengths)
-
-
-@pytest.mark.parametrize("name", ["bloom", "falcon", "mamba"])
-def test_metrics_and_predictions_see_a_row_a_document(name, tmp_path):
-    seen = []
-
-    def keep(prediction):
-        seen.append(prediction)
-        return {"rows": len(prediction.predictions)}
-
-    run = trainer_for(tiny_model(name), tmp_path, arguments={"compute_metrics": keep})
-    run.train()
-    predicted = run.predict(run.train_dataset)
-    assert run.evaluate(run.train_dataset)["eval_rows"] == len(run.train_dataset)
-    for output in (predicted, seen[-1]):
-        for row, expected in zip(output.predictions, logits_of_documents(name), strict=True):
-            found = torch.from_numpy(np.asarray(row[: len(expected)]))
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert predicted.metrics["test_loss"] == pytest.approx(truth(name).loss, rel=TOLERANCE)
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -514,28 +322,6 @@ def test_virtual_tokens_train_on_padded_rows_as_one_document_at_a_time(kind, bf1
         assert_exact(packed, expected)
 
 
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind == "prompt tuning" else pytest.mark.slow)
-        for kind in VIRTUAL_TOKENS
-    ],
-)
-def test_virtual_tokens_in_front_of_a_packed_row_fail_the_same_comparison(kind, tmp_path):
-    model = adapted(VIRTUAL_TOKENS[kind])
-    expected = losses_of_documents(behind_virtual_tokens(model))
-    run = trainer_for(copy.deepcopy(model), tmp_path, max_length=300)
-    assert largest_difference(evaluated_apart(run), expected) <= TOLERANCE
-    assert run.attention.backend == "padded"
-    run = trainer_for(model, tmp_path, attention="model", isolation_check="off", max_length=300)
-    if "prefix" in kind:
-        assert largest_difference(evaluated_apart(run), expected) > LEAK
-        return
-    with pytest.raises(ValueError, match="cu_seq_lens_q ends at"):
-        evaluated_apart(run)
-
-
 # --- the model is left what it was --------------------------------------------------------------
 
 INSTALLED = [*[("llama", way) for way in WAYS], ("falcon", "mask"), ("mamba", "padded")]
@@ -575,83 +361,3 @@ def test_calls_that_are_not_packed_stay_as_they_were_to_the_last_bit(name, way):
     with torch.no_grad():
         model(**packed_batch())
     torch.testing.assert_close(unpacked_outputs(model), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("name", "way"), INSTALLED)
-def test_a_copy_runs_its_own_weights(name, way):
-    model = installed(name, way)
-    copied = copy.deepcopy(model)
-    copied.load_state_dict(tiny_model(name, seed=1).state_dict())
-    batch = packed_batch()
-    with torch.no_grad():
-        found, own, other = (m(**batch).logits for m in (copied, installed(name, way, 1), model))
-    torch.testing.assert_close(found, own, rtol=0, atol=0)
-    assert not torch.equal(found, other)
-
-
-@pytest.mark.parametrize(("name", "way"), INSTALLED)
-def test_a_saved_model_knows_nothing_of_the_way(name, way, tmp_path):
-    for folder, model in (("plain", tiny_model(name)), ("ours", installed(name, way))):
-        model.save_pretrained(tmp_path / folder)
-    plain, ours = (
-        json.loads((tmp_path / f / "config.json").read_text()) for f in ("plain", "ours")
-    )
-    assert ours == plain
-    assert "packed" not in json.dumps(ours)
-
-
-def forwards(model):
-    return [vars(module).get("forward") for module in model.modules()]
-
-
-@pytest.mark.parametrize("name", ["llama", "falcon", "mamba", "bart"])
-def test_every_way_replaces_the_one_before_and_leaves_nothing(name):
-    model = tiny_model(name)
-    model.forward = model.forward  # as the fused head of TRL, an attribute of the instance
-    before, implementation = forwards(model), model.config._attn_implementation
-    first = resolve_attention(model)
-    for way in (*with_fallbacks(first), first):
-        install_attention(model, way)
-        install_attention(model, AttentionChoice("model", None, ""))
-        for module in model.modules():
-            unwrap_packed_calls(module)
-        assert forwards(model) == before
-        assert model.config._attn_implementation == implementation
-    for way in with_fallbacks(first):  # one over another, without a stop between
-        install_attention(model, way)
-    install_attention(model, AttentionChoice("model", None, ""))
-    for module in model.modules():
-        unwrap_packed_calls(module)
-    assert forwards(model) == before
-
-
-def with_dropout(name):
-    """A model with dropout, and a layer that draws whether the check likes it or not."""
-    if name == "llama":
-        model = tiny_model_with("llama", attention_dropout=0.1)
-    else:
-        model = tiny_model(name)
-        for module in model.modules():
-            if hasattr(module, "hidden_dropout"):
-                module.hidden_dropout = 0.1
-
-    def draw(*_):
-        torch.rand(1)
-
-    model.get_input_embeddings().register_forward_hook(draw)
-    return model
-
-
-@pytest.mark.parametrize(("name", "way"), [("llama", "documents"), ("bloom", "padded")])
-def test_the_search_draws_no_random_numbers_of_the_run(name, way, tmp_path):
-    losses = []
-    for options in ({}, {"attention": way, "isolation_check": "off"}):
-        run = trainer_for(with_dropout(name), tmp_path, max_steps=3, **options)
-        run.train()
-        assert run.attention.backend == way
-        losses.append([e["loss"] for e in run.state.log_history if "loss" in e])
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
-    run = trainer_for(with_dropout(name), tmp_path, max_steps=3, seed=1, data_seed=42)
-    run.train()
-    assert losses[0][0] != run.state.log_history[0]["loss"], "another seed drops other values"

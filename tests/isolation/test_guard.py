@@ -5,7 +5,6 @@ its cell runs a second time.
 """
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -122,33 +121,6 @@ def test_a_check_that_passed_is_not_made_again(tmp_path, checked_modes):
     assert checked_modes == [True, False]
 
 
-def test_a_warning_is_given_once_and_the_run_goes_on(tmp_path, caplog):
-    run = trainer_for(
-        tiny_model("falcon+alibi"), tmp_path, attention="model", isolation_check="warn"
-    )
-    with caplog.at_level(logging.WARNING, logger="trl_packing"):
-        run.train()
-        run.train()
-        assert caplog.text.count(LEAKS) == 1
-        run.evaluate()
-        run.evaluate()
-    assert caplog.text.count(LEAKS) == 2, "once for each mode"
-    assert run.state.global_step == 1
-
-
-def test_a_slower_way_is_checked_on_what_the_faster_one_had_passed(tmp_path, checked_modes):
-    short, long = tiny_documents((5, 12, 20, 30)), tiny_documents((5, 70))
-    run = trainer_for(longrope(), tmp_path, documents=short)
-    run.train()
-    assert run.attention.backend == "documents"
-    run.evaluate(Dataset.from_list(long))
-    assert run.attention.backend == "padded"
-    checked_modes.clear()
-    run.train()
-    run.evaluate()
-    assert checked_modes == [True], "evaluation on the slower way was checked, training was not"
-
-
 class OneDocumentARow(PackedCollator):
     """Tell the model that a row is one document."""
 
@@ -180,19 +152,6 @@ def test_out_of_memory_in_the_check_is_no_verdict(tmp_path, out_of_memory):
     with pytest.raises(RuntimeError, match=LEAKS):
         run.train()
     assert len(calls) == 2
-
-
-def test_out_of_memory_in_the_check_of_the_head_is_no_verdict(tmp_path, out_of_memory, caplog):
-    """BERT's head has a layer before its matrix, which TRL's fused head leaves out."""
-    run = trainer_for(tiny_model("bert"), tmp_path)
-    calls = out_of_memory(1, trl_packing.isolation.guard, "check_fused_head")
-    with pytest.raises(torch.OutOfMemoryError):
-        run.train()
-    assert "training on the model's own logits" not in caplog.text
-    run.train()
-    assert "training on the model's own logits" in caplog.text
-    run.train()
-    assert len(calls) == 2, "and a head that was checked is not checked again"
 
 
 @pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3))])
@@ -252,42 +211,6 @@ def test_a_document_that_fails_alone_is_not_blamed_on_packing(attention, monkeyp
     expected = "LlamaForCausalLM cannot run a document even alone, unpacked: IndexError"
     assert said.startswith(expected)
     assert "attention=" not in said, "no attention is a way out"
-
-
-def test_under_auto_a_refusal_says_what_every_way_failed_by(tmp_path):
-    model = tiny_model("llama")
-
-    def refuse(module, arguments, named):
-        if any(x is not None and "cu_seq" in key for key, x in named.items()):
-            raise ValueError("no boundaries, please")
-        if named.get("attention_mask") is not None and named["attention_mask"].dim() == 4:
-            raise ValueError("no masks of four dimensions")
-
-    model.model.layers[0].register_forward_pre_hook(refuse, with_kwargs=True)
-
-    def leak(module, inputs, output):
-        return output + 0.1 * output.mean((0, 1))
-
-    model.model.layers[1].mlp.register_forward_hook(leak)
-    said = refused(trainer_for(model, tmp_path))
-    refusing = [f"{way} refused" for way in ("documents", "model", "mask", "padded")]
-    ways = [*refusing, "equal_lengths leaks"]
-    assert all(f"{way} " in said for way in ways), said
-    assert "attention='padded'" not in said, "it was tried"
-
-
-@pytest.mark.parametrize(("attention", "way_out"), [("model", True), ("padded", False)])
-def test_a_named_way_is_told_a_way_out_other_than_itself(attention, way_out, tmp_path):
-    model = tiny_model("llama")
-
-    def leak(module, inputs, output):
-        return output + 0.1 * output.mean((0, 1))
-
-    model.model.layers[0].mlp.register_forward_hook(leak)
-    said = refused(trainer_for(model, tmp_path, attention=attention))
-    assert "Set attention='auto', which takes the fastest exact backend" in said
-    assert ("(attention='padded' fits most models)" in said) == way_out
-    assert "max_length" not in said, "no length makes it exact"
 
 
 def test_max_length_is_a_way_out_where_the_rope_has_a_threshold(tmp_path):

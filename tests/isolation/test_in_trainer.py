@@ -7,28 +7,22 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import Dataset
-from helpers.combinations import combined
 from helpers.leaks import (
     AddRowMean,
     OneDocument,
-    documents,
     dynamic_ntk,
     longrope,
-    lora,
     packed_model,
     with_layer,
 )
 from helpers.tiny import (
     documents_of_lengths,
-    tiny_model,
     tiny_tokenizer,
 )
 
-import trl_packing.isolation.guard
 from trl_packing import (
     PackedSFTConfig,
     PackedSFTTrainer,
-    check_isolation,
 )
 
 
@@ -79,28 +73,6 @@ def test_training_stops_before_the_first_step(build, options, tmp_path):
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "wrap"), combined(["llama", "gemma2"], [lambda model: model, lora])
-)
-def test_a_bf16_run_is_judged_as_sharply_as_any(name, wrap, tmp_path):
-    """Master weights are float32, and autocast is taken off: the noise is float32's."""
-    run = trainer(wrap(packed_model(name)), tmp_path, bf16=True, use_cpu=True)
-    run.train()
-    report = check_isolation(run.model_wrapped, documents(3, 60), training=True, fused_head=True)
-    assert report.noise < 1e-4
-    leaking = trainer(
-        wrap(with_layer(AddRowMean, name)), tmp_path, bf16=True, use_cpu=True, **NAMED
-    )
-    with pytest.raises(RuntimeError, match=r"LEAK.*document-wise SDPA"):
-        leaking.train()
-
-
-def test_training_goes_on_below_the_threshold(tmp_path):
-    for build in (longrope, dynamic_ntk):
-        trainer(build(), tmp_path, lengths=(10, 12, 30, 50)).train()
-        trainer(build(), tmp_path, lengths=(10, 12, 80, 100), max_length=48).train()
-
-
 def stopped(probe):
     return pytest.raises(RuntimeError, match=probe)
 
@@ -141,52 +113,9 @@ def test_a_warning_lets_training_go_on(tmp_path, caplog):
     assert "LlamaForCausalLM" in said
 
 
-def test_off_checks_nothing(tmp_path, monkeypatch):
-    def refuse(*arguments, **options):
-        raise AssertionError("isolation was checked")
-
-    run = trainer(with_layer(AddRowMean), tmp_path, isolation_check="off")
-    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", refuse)
-    run.train()
-    run.evaluate(run.train_dataset)
-    assert run.state.global_step == 1
-
-
 def test_evaluation_is_checked_in_its_own_mode(tmp_path):
     model = with_layer(AddRowMean, only_in_training=True)
     run = trainer(model, tmp_path, **NAMED)
     run.evaluate(run.train_dataset)
     with pytest.raises(RuntimeError, match="training mode"):
         run.train()
-
-
-@pytest.mark.parametrize("alpha", [5, 5.0, None], ids=["NEFTune 5", "NEFTune 5.0", "no NEFTune"])
-def test_a_dropout_run_is_the_same_with_the_check_on_and_off(alpha, tmp_path, monkeypatch):
-    checks = []
-    original = trl_packing.isolation.check.check_probes
-
-    def counted(*arguments, **options):
-        checks.append(original(*arguments, **options))
-        return checks[-1]
-
-    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", counted)
-    losses, weights = [], []
-    for isolation_check in ("error", "off"):
-        run = trainer(
-            tiny_model("gpt2_dropout"),
-            tmp_path,
-            isolation_check=isolation_check,
-            max_steps=3,
-            max_length=32,
-            per_device_train_batch_size=1,
-            neftune_noise_alpha=alpha,
-        )
-        run.train()
-        losses.append([e["loss"] for e in run.state.log_history if "loss" in e])
-        weights.append(run.model.state_dict())
-        assert run.model.transformer.drop.p == 0.1
-    assert [report.verdict for report in checks] == ["isolated"]
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name

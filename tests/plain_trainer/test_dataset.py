@@ -1,6 +1,5 @@
 """`PackedDataset` holds every document once, in rows that any data loader joins."""
 
-import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -78,14 +77,6 @@ def test_a_transform_makes_the_rows():
     rows = PackedDataset(dataset, None, 8, shuffle_seed=None)[:]
     assert [row["input_ids"].tolist() for row in rows] == [[97, 98, 99]]
     assert rows[0]["labels"].tolist() == [-100, 98, -100]
-
-
-@pytest.mark.parametrize("seed", [None, -1])
-def test_without_a_seed_nothing_is_shuffled(seed):
-    dataset = packed(shuffle_seed=seed, strategy="next_fit")
-    assert np.concatenate(list(dataset.plan)).tolist() == list(range(len(DOCUMENTS)))
-    other = packed(shuffle_seed=7)
-    assert [r.tolist() for r in other.plan] != [r.tolist() for r in packed(shuffle_seed=8).plan]
 
 
 def test_stat_prints_both_counts_and_how_full_rows_are(capsys):

@@ -4,20 +4,17 @@ The reference is `by_hand`: each document alone through the untouched model; so 
 """
 
 import copy
-import json
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers.by_hand import TOLERANCE, Keep, assert_same_step, by_hand
+from helpers.by_hand import Keep, assert_same_step, by_hand
 from helpers.plain_runs import (
     COLLATORS,
     DOCUMENTS,
     documents_of_rows,
     packed,
-    packing_of,
     trainer_of,
 )
 from helpers.tiny import tiny_model, tiny_tokenizer
@@ -143,57 +140,6 @@ def test_a_class_that_ignores_the_number_of_items(tmp_path):
         loss = model(**ordinary, labels=labels, num_items_in_batch=torch.tensor(100)).loss
     mean = tiny_model("llama")(**ordinary, labels=labels).loss
     torch.testing.assert_close(loss, mean * (labels.shape[1] - 1) / 100)
-
-
-def test_label_smoothing_sees_the_same_targets(tmp_path):
-    model, dataset = tiny_model("llama"), packed()
-    expected = by_hand(model, documents_of_rows(dataset, range(4)), loss="smoothed")
-    enable_packing(model)
-    found = first_step(model, dataset, tmp_path, label_smoothing_factor=0.1)
-    assert_same_step(found, expected)
-
-
-def test_gradient_checkpointing_makes_the_same_step(tmp_path):
-    model, dataset = tiny_model("gemma2"), packed()
-    expected = by_hand(model, documents_of_rows(dataset, range(4)))
-    enable_packing(model)
-    assert_same_step(first_step(model, dataset, tmp_path, gradient_checkpointing=True), expected)
-
-
-def test_bf16_autocast_is_checked_again_and_close(tmp_path):
-    model, dataset = tiny_model("llama"), packed()
-    expected, _ = by_hand(model, documents_of_rows(dataset, range(4)))
-    enable_packing(model)
-    packing = packing_of(model)  # before accelerate wraps the forward
-    loss, _ = first_step(model, dataset, tmp_path, bf16=True)
-    assert loss == pytest.approx(expected, rel=2**-7)  # bf16 keeps 8 bits
-    assert {check.precision.dtype for check in packing.guard.passed} == {
-        torch.float32,
-        torch.bfloat16,
-    }
-
-
-def test_evaluation_is_the_mean_of_the_means_of_micro_batches(tmp_path):
-    """As plain Trainer has it, padded or packed; each mean is exact."""
-    model, dataset = tiny_model("gpt_oss"), packed()
-    rows = [documents_of_rows(dataset, [row]) for row in range(len(dataset))]
-    expected = np.mean([by_hand(model.eval(), documents)[0] for documents in rows])
-    enable_packing(model)
-    trainer = trainer_of(model, dataset, tmp_path, evaluated=dataset, per_device_eval_batch_size=1)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
-    assert {check.training for check in packing_of(model).guard.passed} == {True, False}
-
-
-def test_the_check_leaves_random_numbers_and_weights_alone(tmp_path):
-    def run(**options):
-        torch.manual_seed(1)
-        model = tiny_model("gpt2_dropout")
-        enable_packing(model, **options)
-        trainer = trainer_of(model, packed(), tmp_path, max_steps=3, learning_rate=0.01)
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    assert run() == run(isolation_check="off", attention="documents")
 
 
 def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
@@ -331,20 +277,6 @@ def test_the_rest_of_the_model_is_as_it_was(tmp_path):
     assert (
         model.generate(**prompt, **kwargs).tolist() == plain.generate(**prompt, **kwargs).tolist()
     )
-
-
-def test_nothing_of_it_is_saved(tmp_path):
-    model = tiny_model("llama")
-    enable_packing(model)
-    trainer = trainer_of(model, packed(), tmp_path)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert "trl_packing" not in json.dumps(config)
-    loaded = type(model).from_pretrained(tmp_path / "saved")
-    assert "_packing" not in vars(loaded)
-    assert loaded.config._attn_implementation == "sdpa"
 
 
 def test_a_copy_trains_its_own_weights():

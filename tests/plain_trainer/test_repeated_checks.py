@@ -2,7 +2,6 @@
 
 import contextlib
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -48,16 +47,6 @@ def leak_in_rows_beyond(model, least):
 
 def flattened(lengths=(9, 20, 12)):
     return PackedCollator()(documents_of_lengths(lengths))
-
-
-def test_a_model_that_leaks_is_refused_by_every_packed_call_too():
-    model = leak_in_rows_beyond(tiny_model("llama"), 17)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="documents LEAK into each other"):
-            enable_packing(model, attention="documents")
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="documents LEAK into each other"):
-                model.train()(**flattened())
 
 
 def test_another_loss_is_refused_before_anything_is_put_on_the_model():
@@ -118,16 +107,6 @@ def record_checks(monkeypatch):
     return longest
 
 
-def test_documents_beyond_a_constant_are_checked_in_the_other_mode_too(monkeypatch):
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
-    model = tiny_model("mistral", sliding_window=40)
-    enable_packing(model)
-    longest = record_checks(monkeypatch)
-    model.train()(**flattened([60, 9]))
-    model.eval()(**flattened([60, 9]))
-    assert longest == [60, 60]
-
-
 def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monkeypatch):
     monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
     model = tiny_model("mistral", sliding_window=40)
@@ -138,25 +117,6 @@ def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monke
     model.eval()(**flattened([60, 9]))
     model.train()(**flattened([60, 9]))
     assert longest == [60, 60]
-
-
-def test_a_fallback_that_one_mode_needs_is_kept_in_the_other(monkeypatch):
-    check, checked = trl_packing.isolation.check.check_probes, []
-
-    def leaks_in_training(*arguments, attention, training, **options):
-        is_first = attention.startswith("document-wise SDPA")
-        checked.append((is_first, training))
-        report = check(*arguments, attention=attention, training=training, **options)
-        leaks = training and is_first
-        return replace(report, verdict="leaks") if leaks else report
-
-    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", leaks_in_training)
-    model = tiny_model("llama")
-    assert enable_packing(model).backend == "model"
-    for _ in range(2):
-        model.eval()(**flattened())
-        model.train()(**flattened())
-    assert checked == [(True, True), (False, True), (False, False)]
 
 
 def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():

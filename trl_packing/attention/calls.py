@@ -202,11 +202,6 @@ def _is_complete(kwargs: dict[str, Any]) -> bool:
 _in_packed_call = False
 
 
-def is_inner_call() -> bool:
-    """Whether the code runs inside a packed call."""
-    return _in_packed_call
-
-
 @contextmanager
 def leave_inner_calls_alone() -> Iterator[None]:
     """Leave calls inside the block unchanged, because an outer call has the boundaries already."""
@@ -298,12 +293,9 @@ def _boundaries_of_part(
     is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
     if not is_slice or start not in whole or end > whole[-1] or end == start:
         raise ValueError(_in_step(model, tokens, f"which are part of a row of shape {_shape(ids)}"))
-    return _boundaries_on(tokens.device, np.diff(np.unique(np.array(whole).clip(start, end))))
-
-
-def _boundaries_on(device: torch.device, lengths: np.ndarray) -> dict[str, Any]:
+    lengths = np.diff(np.unique(np.array(whole).clip(start, end)))
     made = boundaries_of_row(torch.from_numpy(lengths))
-    return {n: value.to(device) if torch.is_tensor(value) else value for n, value in made.items()}
+    return {k: v.to(tokens.device) if torch.is_tensor(v) else v for k, v in made.items()}
 
 
 def _valid_positions(model: Any, given: Any, boundaries: dict[str, Any]) -> Any:
@@ -359,7 +351,7 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
                 "that hides tokens, or under which documents would see each other; leave it out: "
                 "documents are kept apart without one"
             )
-        if not _is_4d(mask):
+        if mask.dim() != 4:
             call = call | {"attention_mask": None}
     if call.get("past_key_values") is None:
         call = call | {"use_cache": False}
@@ -380,10 +372,6 @@ def _mask_targets_at(labels: Tensor, places: Tensor) -> Tensor:
     # One more column for the boundaries of empty documents, which are T.
     wide = pad(labels, (0, 1)).index_fill(1, places.to(labels.device).long().clamp(min=0), -100)
     return wide[:, :-1]
-
-
-def _is_4d(mask: Any) -> bool:
-    return torch.is_tensor(mask) and mask.dim() == 4
 
 
 def _keeps_apart(mask: Any, boundaries: Tensor) -> bool:
@@ -485,7 +473,7 @@ def wrap_packed_calls(
                     "with an attention_mask or without cu_seq_lens_q; pass the batch unchanged"
                 )
             return inner_forward(self, *args, **kwargs)
-        is_settled = torch.compiler.is_compiling() or is_inner_call()
+        is_settled = torch.compiler.is_compiling() or _in_packed_call
         if not is_settled and _settle(origin(), self):
             return self.forward(*args, **kwargs)
         if implementation is not None and current_implementation(self) != implementation:

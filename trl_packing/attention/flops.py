@@ -184,43 +184,36 @@ def _attention(base: Any) -> dict[int | None, float]:
     """Return the operations of attention per pair, by window."""
     config = base.config
     layers = getattr(config, "num_hidden_layers", None)
-    found: list[tuple[Any, int]] = [
-        (module, passes)
-        for _, module, passes in _in_order(base)
-        if hasattr(module, "layer_idx") and (hasattr(module, "head_dim") or _is_latent(module))
-    ]
-    if len(found) != layers:
-        raise NotCountable(f"{len(found)} of {layers} layers have attention of a known form")
     per_pair: dict[int | None, float] = {}
-    for module, passes in found:
-        key_dim = module.qk_head_dim if _is_latent(module) else module.head_dim
-        value_dim = module.v_head_dim if _is_latent(module) else module.head_dim
+    num_found = 0
+    for _, found, passes in _in_order(base):
+        module: Any = found
+        if not hasattr(module, "layer_idx"):
+            continue
+        number = module.layer_idx
+        if hasattr(module, "qk_head_dim") and hasattr(module, "v_head_dim"):  # latent attention
+            key_dim, value_dim = module.qk_head_dim, module.v_head_dim
+        elif hasattr(module, "head_dim"):
+            key_dim = value_dim = module.head_dim
+        else:
+            continue
+        num_found += 1
         output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), None)
         width = getattr(output, "in_features", getattr(output, "nx", None))
-        heads = _heads(config, module)
+        # The module knows its heads (laguna), or the config of its layer.
+        of_config = getattr(layer_config(config, number), "num_attention_heads", None)
+        known = (getattr(module, "num_heads", None), of_config)
+        heads = next((n for n in known if isinstance(n, int)), None)
         if not heads or width != heads * value_dim:
-            raise NotCountable(f"attention of layer {module.layer_idx} has unexpected heads")
+            raise NotCountable(f"attention of layer {number} has unexpected heads")
         # Both products of attention multiply two activations, and both of these need a gradient.
-        flows = 3 if passes > 1 or _trains(module) else 1
-        window = _window(layer_config(config, module.layer_idx), module.layer_idx)
-        flops = flows * 2 * heads * (key_dim + value_dim)
+        trains = passes > 1 or any(p.requires_grad for p in module.parameters())
+        window = _window(layer_config(config, number), number)
+        flops = (3 if trains else 1) * 2 * heads * (key_dim + value_dim)
         per_pair[window] = per_pair.get(window, 0.0) + flops
+    if num_found != layers:
+        raise NotCountable(f"{num_found} of {layers} layers have attention of a known form")
     return per_pair
-
-
-def _heads(config: Any, module: Any) -> int | None:
-    """Return the number of heads of a layer, from the module (laguna) or from its config."""
-    of_module = getattr(module, "num_heads", None)
-    of_config = getattr(layer_config(config, module.layer_idx), "num_attention_heads", None)
-    return next((heads for heads in (of_module, of_config) if isinstance(heads, int)), None)
-
-
-def _is_latent(module: Any) -> bool:
-    return hasattr(module, "qk_head_dim") and hasattr(module, "v_head_dim")
-
-
-def _trains(module: nn.Module) -> bool:
-    return any(p.requires_grad for p in module.parameters())
 
 
 def _window(config: Any, layer: int) -> int | None:

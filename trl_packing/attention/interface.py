@@ -13,9 +13,8 @@ change by 2.5, and `generate` writes other tokens (transformers 5.23).
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import register_packed_name
-from trl_packing.attention.prefix_keys import PrefixKeys, prefix_keys
+from trl_packing.attention.prefix_keys import prefix_keys
 
 
 class KernelOptions(NamedTuple):
@@ -48,19 +47,8 @@ class KernelOptions(NamedTuple):
     dropout: float = 0.0
 
 
-class PackedKernel(Protocol):
-    """Attention within documents; `document_sdpa.document_attention` describes the arguments."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor,
-        options: KernelOptions,
-        max_length: int | None = None,
-        keys: PrefixKeys | None = None,
-    ) -> Tensor: ...
+# Attention within documents; `document_sdpa.document_attention` describes the arguments.
+PackedKernel = Callable[..., Tensor]
 
 
 # Models build their masks before attention runs. Some (gpt_oss) do so without the position_ids that
@@ -94,20 +82,14 @@ def mark_packed_calls(backbone: nn.Module, implementation: str | None = None) ->
     """Make packed calls of `backbone` build no mask, and run under `implementation`."""
 
     def run_without_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        with _mark_packed_call():
+        global _in_packed_call
+        before, _in_packed_call = _in_packed_call, True
+        try:
             return forward(**kwargs)
+        finally:
+            _in_packed_call = before
 
     wrap_packed_calls(backbone, run_without_mask, implementation)
-
-
-@contextmanager
-def _mark_packed_call() -> Iterator[None]:
-    global _in_packed_call
-    before, _in_packed_call = _in_packed_call, True
-    try:
-        yield
-    finally:
-        _in_packed_call = before
 
 
 def _skip_search(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:

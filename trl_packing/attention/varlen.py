@@ -79,18 +79,31 @@ def _longest(cu_seqlens: Tensor, known: int | None) -> int:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, spans: tuple[Any, ...], scale: float, window: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: tuple[Any, ...],
+    scale: float,
+    window: int | None,
+    causal: bool = True,
 ) -> Any:
     """Return the output, the log-sum-exp and two states of the backward; it is differentiable."""
     return torch.ops.aten._flash_attention_forward(
-        query, key, value, *spans, 0.0, not window, False, **_options(scale, window)
+        query,
+        key,
+        value,
+        *spans,
+        0.0,
+        causal and not window,
+        False,
+        **_options(scale, window, causal),
     )[:4]
 
 
-def _options(scale: float, window: int | None) -> dict[str, Any]:
+def _options(scale: float, window: int | None, causal: bool = True) -> dict[str, Any]:
     # The kernel counts the tokens to the left of the query; the model counts the query too.
     left = window - 1 if window else -1
-    return {"scale": scale, "window_size_left": left, "window_size_right": 0}
+    return {"scale": scale, "window_size_left": left, "window_size_right": 0 if causal else -1}
 
 
 class _Attention(torch.autograd.Function):
@@ -177,21 +190,8 @@ def tower_attention(
     query, key, value = (
         F.pad(x[0].transpose(0, 1), (0, -size % 8)).contiguous() for x in (query, key, value)
     )
-    output = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        longest,
-        longest,
-        0.0,
-        False,
-        False,
-        scale=scale,
-        window_size_left=-1,
-        window_size_right=-1,
-    )[0]
+    spans = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
+    output = _forward(query, key, value, spans, scale, None, causal=False)[0]
     return output[..., :size].unsqueeze(0), None
 
 

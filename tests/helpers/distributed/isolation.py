@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import trl_packing.isolation.guard
 from helpers.distributed.train import end_rank
+from helpers.leaks import with_fused_head
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.guard import IsolationGuard, Precision
@@ -46,7 +47,7 @@ def checked(name: str, attention: str, wrap) -> dict:
 def raises_on_rank_1(name: str, wrap) -> str:
     """What this rank says, if rank 1 leaves one forward of the check by an error."""
     torch.manual_seed(0)
-    model = tiny_model(name)
+    model = with_fused_head(tiny_model(name))
     wrapped = wrap(model)
     calls = []
 
