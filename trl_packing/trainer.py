@@ -37,7 +37,6 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.calls import (
     AnnouncedBatches,
-    AnnouncedLoader,
     replace_current_row,
     set_current_row,
     use_current_row,
@@ -524,7 +523,7 @@ class PackedSFTTrainer(SFTTrainer):
         sources = self._loaders.sources_of(dataloader)
         with self._attention_in_use(), use_current_row(None):
             with self._step_loss.evaluating(sources) as sums:
-                output = super().evaluation_loop(AnnouncedLoader(dataloader), *args, **kwargs)
+                output = super().evaluation_loop(AnnouncedBatches(dataloader), *args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", "eval")
             self._step_loss.write_metrics(sums, sources, output.metrics, prefix)
         self._loaders.report_losses(dataloader)

@@ -152,15 +152,6 @@ def test_a_kernel_that_would_not_be_exact_is_passed_over_and_refused_by_name(
     assert cuda()(name, **options).backend == without_flash
 
 
-def test_what_cannot_run_on_this_machine_says_why(cuda):
-    choose = cuda(capability=(7, 5))
-    for name in ("varlen", "flash_attention_2"):
-        with pytest.raises(ValueError, match="Testla T4 is older than sm80"):
-            choose(attention=name)
-    with pytest.raises(ValueError, match="no CUDA device"):
-        cuda(device=False)(attention="varlen")
-
-
 @pytest.mark.parametrize("loaded", ["flash_attention_2", "kernels-community/flash-attn2"])
 def test_flash_attention_2_is_refused_where_it_would_drop_sinks(loaded):
     model = tiny_model("gpt_oss")

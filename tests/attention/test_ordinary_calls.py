@@ -1,16 +1,14 @@
 """Calls that are not packed stay as they were: generation, padded batches, copies, saved files."""
 
-import copy
-
 import pytest
 import torch
 from harness import TWO_RUNS
 from helpers.dense import (
     TOLERANCE,
 )
-from helpers.packed_models import MODELS_AND_FALLBACKS, alone, packed_batch, packed_model
+from helpers.packed_models import MODELS_AND_FALLBACKS, alone, packed_batch
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_vlm
-from transformers import AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionMaskInterface
 
 from trl_packing import resolve_attention
 from trl_packing.attention import document_sdpa
@@ -74,34 +72,6 @@ def test_without_a_mask_function_padded_batches_would_change(monkeypatch):
     after = everyday_calls(model)
     assert (after["left-padded"] - before["left-padded"]).abs().max() > 0.1
     assert not torch.equal(after["generated"], before["generated"])
-
-
-def test_a_copy_of_the_model_runs_its_own_weights():
-    model = packed_model("llama")
-    twin = copy.deepcopy(model)
-    batch = packed_batch([3, 5])
-    expected = model(**batch).logits
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(twin(**batch).logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "fallback"), [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", None)]
-)
-def test_saved_models_name_no_implementation_of_ours(name, fallback, tmp_path):
-    model = packed_model(name, fallback)
-    model.save_pretrained(tmp_path)
-    saved = (tmp_path / "config.json").read_text()
-    assert "packed" not in saved
-    assert "packed" not in model.config.to_json_string()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert "packed" not in loaded.config._attn_implementation
-    ids = packed_batch([9])["input_ids"]
-    torch.testing.assert_close(
-        loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits, rtol=0, atol=TOLERANCE
-    )
 
 
 def test_only_the_text_model_of_a_composite_one_changes(tmp_path):

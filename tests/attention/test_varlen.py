@@ -55,57 +55,6 @@ def test_varlen_attention_refuses_what_the_kernel_lacks(options):
         varlen_attention(*inputs(), boundaries(), scale=0.4, **options)
 
 
-_QUERY_TO_WINDOW = (
-    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, "
-    "SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, "
-    "SymInt? window_size_left=None, SymInt? window_size_right=None, Tensor? seqused_k=None"
-)
-# Releases differ in optional arguments behind the window; the last one is torch's main branch.
-SCHEMAS = {
-    "2.10 and 2.11": _QUERY_TO_WINDOW + ", Tensor? alibi_slopes=None",
-    "2.12 to 2.14": _QUERY_TO_WINDOW
-    + ", Tensor? alibi_slopes=None, Tensor? block_table=None, int? num_splits=None",
-    "2.15 and later": _QUERY_TO_WINDOW
-    + ", Tensor? alibi_slopes=None, Tensor? k_cache=None, Tensor? v_cache=None, "
-    "Tensor? cache_seqlens=None, Tensor? cache_batch_idx=None, Tensor? page_table=None, "
-    "Tensor? block_table=None, int? num_splits=None",
-}
-
-
-@pytest.mark.parametrize("torch_version", SCHEMAS)
-def test_every_torch_takes_the_arguments_that_the_kernel_is_called_with(torch_version, flash_calls):
-    schema = torch._C.parse_schema(
-        f"aten::_flash_attention_forward({SCHEMAS[torch_version]}) -> (Tensor, Tensor, Tensor, "
-        "Tensor, Tensor)"
-    )
-    double, calls = torch.ops.aten._flash_attention_forward, []
-
-    def forward(*given, **named):
-        arguments = {argument.name: argument for argument in schema.arguments}
-        positional = [name for name, argument in arguments.items() if not argument.kwarg_only]
-        assert len(given) == len(positional)
-        assert all(arguments[name].kwarg_only for name in named)
-        calls.append(dict(zip(positional, given, strict=True)) | named)
-        return double(*given, **named)
-
-    torch.ops.aten._flash_attention_forward = forward  # `flash_calls` puts the op back
-    assert_equals_dense(varlen_attention, inputs(), window=4)
-    (call,) = calls
-    assert (call["max_q"], call["max_k"]) == (30, 30)
-    assert (call["dropout_p"], call["is_causal"], call["return_debug_mask"]) == (0.0, False, False)
-    named = (call["scale"], call["window_size_left"], call["window_size_right"])
-    assert named == (0.4, 3, 0)
-
-
-def test_the_installed_torch_has_one_of_these_schemas():
-    installed = str(torch.ops.aten._flash_attention_forward.default._schema)
-    assert _QUERY_TO_WINDOW in installed
-    backward = [a.name for a in torch.ops.aten._flash_attention_backward.default._schema.arguments]
-    assert " ".join(backward).startswith(
-        "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
-    )
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])
 def test_models_on_torch_varlen_equal_their_documents_alone(name, flash_calls):
     model, reference = tiny_model(name), tiny_model(name)

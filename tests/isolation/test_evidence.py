@@ -90,12 +90,3 @@ def test_every_result_has_its_words(result, pads, words):
     checked = Checked.from_result(result, isolation_check="error", pads=pads)
     assert str(checked).startswith(words)
     assert (checked.verdict == "isolated") == bool(result)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (7.4e-4, "7e-4"), (1.4e-6, "1e-6"), (0.0123, "0.012"), (3.77, "3.8"), (20.3, "20"),
-     (123.4, "123"), (12345.6, "12,346"), (float("nan"), "nan"), (float("inf"), "inf")],
-)  # fmt: skip
-def test_numbers_of_any_size_are_short(number, text):
-    assert brief(number) == text

@@ -10,7 +10,7 @@ from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.attention.calls import restore_current_row, set_current_row
+from trl_packing.attention.calls import use_current_row
 
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
 
@@ -64,7 +64,5 @@ def test_a_batch_that_is_prepared_by_hand_leaves_no_current_row(tmp_path):
     other = torch.tensor([[5, 6, 7, 8]])
     trainer._prepare_inputs(batch)
     assert trainer.model(input_ids=other).logits.isfinite().all()
-    with restore_current_row():  # the control
-        set_current_row(batch)
-        with pytest.raises(ValueError, match="row"):
-            trainer.model(input_ids=other)
+    with use_current_row(batch), pytest.raises(ValueError, match="row"):  # the control
+        trainer.model(input_ids=other)

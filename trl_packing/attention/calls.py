@@ -91,55 +91,36 @@ def replace_current_row(batch: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def restore_current_row() -> Iterator[None]:
-    """Restore the current row at the end of the block, also after an error."""
+def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
+    """Make `batch` the current row inside the block, and restore the one before at its end."""
     before = _current
+    set_current_row(batch)
     try:
         yield
     finally:
         set_current_row(before)
 
 
-@contextmanager
-def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
-    """Make `batch` the current row inside the block, and restore the one before at its end."""
-    with restore_current_row():
-        set_current_row(batch)
-        yield
+class AnnouncedBatches:
+    """Micro-batches, of a step or a data loader, each the current row until the next one is read.
 
-
-class AnnouncedBatches(list[Any]):
-    """Micro-batches of an optimizer step; iteration makes each one the current row.
-
-    For trainers whose `training_step` and `compute_loss` may be overridden.
+    All other attributes are those of the wrapped object. For trainers whose `training_step`,
+    `compute_loss` or `prediction_step` may be overridden.
     """
 
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            set_current_row(batch)
-            yield batch
-
-
-class AnnouncedLoader:
-    """A data loader that makes each batch the current row until it reads the next one.
-
-    All other attributes are those of the wrapped loader. For trainers whose `prediction_step` may
-    be overridden, inside `restore_current_row`.
-    """
-
-    def __init__(self, dataloader: Any):
-        self._dataloader = dataloader
+    def __init__(self, batches: Any):
+        self._batches = batches
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataloader, name)
+        return getattr(self._batches, name)
 
     def __len__(self) -> int:
-        return len(self._dataloader)
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         # No cleanup when the generator is closed: after an error, the garbage collector may close
         # it at any time, even during a later step.
-        for batch in self._dataloader:
+        for batch in self._batches:
             set_current_row(batch)
             yield batch
         set_current_row(None)

@@ -18,7 +18,7 @@ V value_dim.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -483,73 +483,44 @@ def sdpa_by_document(
         # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
         # materialize all scores of a document for every head (torch 2.13).
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    rows = min(BLOCK, max(lengths, default=0))
-    bias = functools.cache(functools.partial(_bias, rows, window, query))
-    outputs = []
+    bias = functools.cache(
+        functools.partial(_bias, min(BLOCK, max(lengths, default=0)), window, query)
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+        """Yield attention ``(queries, heads, dim)``, tile by tile; the last keys are their own."""
+        past = k.shape[2] - q.shape[2]
+        if not past and not (window and q.shape[2] > window):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            yield out[0].transpose(0, 1)
+            return
+        for part in q.split(BLOCK, 2):
+            # Kernels read keys and masks in units of 16 bytes.
+            start = max(past - window + 1, 0) // 8 * 8 if window else 0
+            stop = past + part.shape[2]
+            mask = bias(past - start)[: part.shape[2], : stop - start]
+            keys, values = k[:, :, start:stop], v[:, :, start:stop]
+            out = F.scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=scale)
+            yield out[0].transpose(0, 1)
+            past = stop
+
+    outputs: list[Tensor] = []
     split = (query.split(lengths), key.split(lengths_k), value.split(lengths_k))
-    for q, k, v in zip(*split, strict=True):
-        prefix, beyond_window = k.shape[0] - q.shape[0], window and q.shape[0] > window
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        if prefix:
-            parts = _sdpa_by_tile(q, k, v, prefix, scale, window, bias)
-        elif beyond_window:
-            parts = _windowed_sdpa(q, k, v, scale, window, bias)
-        else:
-            parts = iter([_causal_sdpa(q, k, v, scale)])
-        outputs += [part[0].transpose(0, 1) for part in parts]
+    for document in zip(*split, strict=True):
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
+        # Beyond a window, a document is first cut into chunks, which see themselves and the chunk
+        # before. This keeps the work linear: for each tile, autograd fills a gradient as long as
+        # two chunks instead of one as long as the document.
+        size = max(window, BLOCK) if window and k.shape == q.shape else q.shape[2]
+        chunks = [x.split(size, 2) for x in (q, k, v)] if size < q.shape[2] else [(q,), (k,), (v,)]
+        for n, queries in enumerate(chunks[0]):
+            near = [x[0] if n == 0 else torch.cat(x[n - 1 : n + 1], 2) for x in chunks[1:]]
+            outputs += attend(queries, *near)
     return torch.cat(outputs)
 
 
 def _lengths(boundaries: Tensor) -> list[int]:
     return [end - start for start, end in pairwise(host_boundaries(boundaries)) if end > start]
-
-
-def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=None, is_causal=True, scale=scale)
-
-
-def _windowed_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, bias: Callable[[int], Tensor]
-) -> Iterator[Tensor]:
-    """Yield attention of one document ``(1, heads, queries, dim)``, tile by tile.
-
-    The document is first cut into chunks, which see themselves and the chunk before, and these into
-    tiles. This keeps the work linear: for each tile, autograd fills a gradient as long as two
-    chunks instead of one as long as the document. Tiles share the masks of `bias`.
-    """
-    size = max(window, BLOCK)
-    chunks = [x.split(size, 2) for x in (q, k, v)]
-    for n, (queries, *_) in enumerate(zip(*chunks, strict=True)):
-        if n == 0 and queries.shape[2] <= window:
-            yield _causal_sdpa(queries, chunks[1][0], chunks[2][0], scale)
-            continue
-        keys, values = (torch.cat(x[max(n - 1, 0) : n + 1], 2) for x in chunks[1:])
-        past = keys.shape[2] - queries.shape[2]  # tokens of the chunk before
-        yield from _sdpa_by_tile(queries, keys, values, past, scale, window, bias)
-
-
-def _sdpa_by_tile(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    past: int,
-    scale: float,
-    window: int,
-    bias: Callable[[int], Tensor],
-) -> Iterator[Tensor]:
-    """Yield attention of queries ``(1, heads, queries, dim)`` behind `past` keys, tile by tile."""
-    for part in queries.split(BLOCK, 2):
-        # Kernels read keys and masks in units of 16 bytes.
-        start = max(past - window + 1, 0) // 8 * 8 if window else 0
-        stop = past + part.shape[2]
-        yield F.scaled_dot_product_attention(
-            part,
-            keys[:, :, start:stop],
-            values[:, :, start:stop],
-            attn_mask=bias(past - start)[: part.shape[2], : stop - start],
-            scale=scale,
-        )
-        past = stop
 
 
 def _bias(rows: int, window: int, query: Tensor, past: int) -> Tensor:

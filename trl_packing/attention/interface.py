@@ -56,6 +56,8 @@ PackedKernel = Callable[..., Tensor]
 # set by `mark_packed_calls` sets this flag. It is a plain global, because torch.compile follows it.
 _in_packed_call = False
 
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index")
+
 # Arguments of the interface that change the result and that no packed kernel computes.
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
@@ -125,39 +127,23 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
         attention_mask: Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        key_index: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> tuple[Tensor, Any]:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        if cu_seq_lens_q is None or attention_mask is not None or not causal:
-            if key_index is not None:
+        # Not every eager function of transformers takes every option: pass on only those given.
+        given = {name: option for name, option in options.items() if option is not None}
+        causal = given.get("is_causal", getattr(module, "is_causal", True))
+        if "cu_seq_lens_q" not in given or attention_mask is not None or not causal:
+            if "key_index" in given:
                 raise NotImplementedError(
                     f"{type(module).__name__} has a mask of its own or is not causal, and the row "
                     "has shared prefixes (key_index); set prefix_sharing='off'"
                 )
-            return _fallback_function(fallback, module)(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                **_given(
-                    sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, is_causal=is_causal
-                ),
-                **kwargs,
-            )
+            others = {name: given[name] for name in given if name not in _BOUNDARIES}
+            native = _fallback_function(fallback, module)
+            row = (query, key, value, attention_mask)
+            return native(module, *row, dropout=dropout, scaling=scaling, **others)
         for argument in _UNSUPPORTED:
-            if kwargs.get(argument) is not None:
+            if argument in given:
                 raise NotImplementedError(
                     f"{type(module).__name__} passes {argument!r} to attention, which packed "
                     "kernels do not compute; set attention='model' to use the model's own attention"
@@ -167,31 +153,19 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                 f"a packed batch is one flat row, got {query.shape[0]} rows with cu_seq_lens_q; "
                 "flatten the rows as PackedCollator does"
             )
-        query, key, value = one_dtype(query, key, value)
-        keys = prefix_keys(cu_seq_lens_k, key_index, max_length_k)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
+        keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
         output = kernel(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            cu_seq_lens_q,
-            KernelOptions(
-                query.shape[-1] ** -0.5 if scaling is None else scaling,
-                sliding_window,
-                softcap,
-                s_aux,
-                dropout,
-            ),
-            max_length_q,
-            **_given(keys=keys),
+            *[x[0].transpose(0, 1) for x in one_dtype(query, key, value)],
+            given["cu_seq_lens_q"],
+            KernelOptions(scale, window, softcap, sinks, dropout),
+            given.get("max_length_q"),
+            **({} if keys is None else {"keys": keys}),
         )
         return output.unsqueeze(0), None
 
     return attention
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    # Not every eager function of transformers takes every option: pass on only the options given.
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:
