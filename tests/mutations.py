@@ -115,8 +115,8 @@ MUTATIONS = [
     (
         "positions",
         "packing/prefix_tree.py",
-        "np.arange(tail) if fill is None",
-        "np.zeros(tail) if fill is None",
+        "tree.position_ids, np.arange(tail)",
+        "tree.position_ids, np.zeros(tail)",
     ),
     ("weights", "documents/weights.py", '"sqrt": 0.5}', '"sqrt": 1.0}'),
     (

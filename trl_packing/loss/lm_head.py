@@ -96,7 +96,8 @@ def use_native_head(model: Any) -> None:
 
 
 def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., Any]:
-    inner, names = unbind_forward(model.forward, model), _argument_names(model)
+    inner = unbind_forward(model.forward, model)
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     @functools.wraps(type(model).forward)  # `generate` reads the signature
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -105,10 +106,6 @@ def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., 
 
     model.forward = MethodType(forward, model)
     return forward
-
-
-def _argument_names(model: Any) -> list[str]:
-    return list(inspect.signature(type(model).forward).parameters)[1:]
 
 
 @torch.compiler.disable

@@ -249,11 +249,12 @@ class PackedCollator:
         )
         if has_weights(documents, self.loss_weighting):
             batch[TOKEN_WEIGHTS] = packed_weights(
-                documents, rows, batch["labels"], masked, self.loss_weighting
+                documents, rows, batch["labels"], lengths, self.loss_weighting
             )
         real, sources = lengths[: len(lengths) - len(masked)], None
         if any(SOURCE_IDS in document for document in documents):
-            source_ids = _source_ids(documents, rows, tail)
+            ids = [document[SOURCE_IDS] for document in documents]
+            source_ids = np.repeat([*ids, -1], [*map(sum, rows), tail])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
             sources = source_ids[np.cumsum([0, *real], dtype=np.int64)[:-1]]
         if self.images is not None:
@@ -369,14 +370,6 @@ def _seq_lengths(
         yield lengths
 
 
-def _source_ids(
-    documents: Sequence[Mapping[str, Any]], rows: list[list[int]], tail: int
-) -> np.ndarray:
-    """Return the source of each token ``(T,)``, -1 for the `tail` of masked tokens."""
-    ids = [document[SOURCE_IDS] for document in documents]
-    return np.repeat([*ids, -1], [*map(sum, rows), tail])
-
-
 def _batch(
     input_ids: np.ndarray, labels: np.ndarray, lengths: list[int], shapes: StaticShapes | None
 ) -> dict[str, Any]:
@@ -406,7 +399,7 @@ def packed_weights(
     documents: Sequence[Document],
     rows: Sequence[Sequence[int]],
     labels: torch.Tensor,
-    masked: Sequence[int],
+    lengths: Sequence[int],
     loss_weighting: str,
 ) -> torch.Tensor:
     """Return the weights of a packed row, (1, T) float32.
@@ -415,26 +408,20 @@ def packed_weights(
         documents: items of the batch, each with its weights.
         rows: for each item, the tokens of every document in it.
         labels: (1, T) int64, document starts masked.
-        masked: tokens of each masked document behind the items.
+        lengths: tokens of each document, and of the masked ones behind them.
         loss_weighting: "token", "document" or "sqrt".
     """
+    held = list(map(sum, rows))
     weights = [
-        named_token_weights(document, sum(row), _name(number))
-        for number, (document, row) in enumerate(zip(documents, rows, strict=True))
+        named_token_weights(document, number, _name(at))
+        for at, (document, number) in enumerate(zip(documents, held, strict=True))
     ]
-    factors = [
-        factor
-        for factor, row in zip(_document_weights(documents), rows, strict=True)
-        for length in row
-        if length
-    ]
-    return _weigh(
-        np.concatenate([*weights, np.ones(sum(masked))]),
-        labels,
-        [*(length for row in rows for length in row if length), *masked],
-        factors + [1.0] * len(masked),
-        loss_weighting,
-    )
+    weights.append(np.ones(labels.numel() - sum(held)))
+    of_items = _document_weights(documents)
+    factors = [w for w, row in zip(of_items, rows, strict=True) for length in row if length]
+    factors += [1.0] * (len(lengths) - len(factors))
+    flat = np.concatenate(weights), labels.numpy().ravel()
+    return torch.from_numpy(weigh_tokens(*flat, lengths, factors, loss_weighting))[None]
 
 
 @dataclass
@@ -456,7 +443,9 @@ class WeightedPaddedCollator:
             weights[:, 0] = 0  # never a target
             factors = _document_weights(documents)
             lengths = [labels.shape[1]] * len(labels)
-            batch[TOKEN_WEIGHTS] = _weigh(weights, labels, lengths, factors, self.loss_weighting)
+            flat = weights.ravel(), labels.numpy().ravel()
+            found = weigh_tokens(*flat, lengths, factors, self.loss_weighting)
+            batch[TOKEN_WEIGHTS] = torch.from_numpy(found).view(labels.shape)
         if any(SOURCE_IDS in document for document in documents):
             source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])
             batch[SOURCE_IDS] = source_ids[:, None].repeat(1, labels.shape[1])
@@ -477,15 +466,3 @@ def _name(number: int) -> str:
 
 def _document_weights(documents: Sequence[Document]) -> list[float]:
     return [document_weight(document, _name(number)) for number, document in enumerate(documents)]
-
-
-def _weigh(
-    weights: np.ndarray,
-    labels: torch.Tensor,
-    lengths: Sequence[int],
-    factors: Sequence[float],
-    loss_weighting: str,
-) -> torch.Tensor:
-    """Return the weight of every token, shaped like `labels`, float32."""
-    flat = weigh_tokens(weights.ravel(), labels.numpy().ravel(), lengths, factors, loss_weighting)
-    return torch.from_numpy(flat).view(labels.shape)

@@ -279,17 +279,33 @@ def _groups(flat: dict[str, np.ndarray], starts: np.ndarray) -> list[int]:
 def _row(
     tree: PrefixTree, flat: dict[str, np.ndarray], lengths: Sequence[int], tail: int, pad: int
 ) -> TreeRow:
-    row = _values(tree, flat, pad)
-    tensors = {name: _padded(values, tail, fill) for name, (values, fill) in row.items()}
-    total = len(tree.tokens) + tail
+    counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
+    ids = tree.place(flat["input_ids"])
+    # A document with labels of its own shares nothing, so its labels are on its path.
+    labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
+    labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
+    weights = flat.get(TOKEN_WEIGHTS)
+    sums = counts if weights is None else tree.sum_targets(weights)
+    values = {  # each with that of the padding
+        "input_ids": (ids, np.full(tail, pad)),
+        "labels": (labels, np.full(tail, IGNORE_INDEX)),
+        TOKEN_WEIGHTS: (sums.astype(np.float32), np.zeros(tail)),
+        TARGET_COUNTS: (counts.astype(np.int64), np.zeros(tail)),
+        "position_ids": (tree.position_ids, np.arange(tail)),
+    }
+    batch: dict[str, Any] = {
+        name: torch.from_numpy(np.concatenate([real, behind.astype(real.dtype)]))[None]
+        for name, (real, behind) in values.items()
+    }
     cu_seqlens, cu_seqlens_k, key_index = tree.cu_seqlens, tree.cu_seqlens_k, tree.key_index
     if tail:
+        total = len(ids) + tail
         cu_seqlens = np.append(cu_seqlens, np.int32(total))
         cu_seqlens_k = np.append(cu_seqlens_k, np.int32(len(key_index) + tail))
-        key_index = np.append(key_index, np.arange(len(tree.tokens), total))
+        key_index = np.append(key_index, np.arange(len(ids), total))
     segments = torch.from_numpy(np.diff(cu_seqlens).astype(np.int64))
     longest, most_keys = int(segments.max()), int(np.diff(cu_seqlens_k).max())
-    batch = tensors | {
+    batch |= {
         "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
         "cu_seq_lens_k": torch.from_numpy(cu_seqlens_k),
         "key_index": torch.from_numpy(key_index),
@@ -298,45 +314,11 @@ def _row(
         "seq_idx": document_ids_from_lengths(segments).to(torch.int32)[None],
         "use_cache": False,
     }
-    host = HostRow(
-        cu_seqlens.astype(np.int64),
-        tensors["labels"][0].numpy() != IGNORE_INDEX,
-        tail,
-        longest,
-        TreeNumbers(
-            np.asarray(lengths, np.int64),
-            int(row[TARGET_COUNTS][0].sum()),
-            most_keys,
-            np.diff(tree.cu_seqlens_k).astype(np.int64),
-        ),
-    )
-    return TreeRow(batch, host)
-
-
-def _values(
-    tree: PrefixTree, flat: dict[str, np.ndarray], pad: int
-) -> dict[str, tuple[np.ndarray, int | None]]:
-    """Return the values of the tokens of a row ``(T',)``, each with those of its padding."""
-    counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
-    ids = tree.place(flat["input_ids"])
-    # A document with labels of its own shares nothing, so its labels are on its path.
-    labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
-    labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
-    weights = flat.get(TOKEN_WEIGHTS)
-    sums = counts if weights is None else tree.sum_targets(weights)
-    return {
-        "input_ids": (ids, pad),
-        "labels": (labels, IGNORE_INDEX),
-        TOKEN_WEIGHTS: (sums.astype(np.float32), 0),
-        TARGET_COUNTS: (counts.astype(np.int64), 0),
-        "position_ids": (tree.position_ids, None),
-    }
-
-
-def _padded(values: np.ndarray, tail: int, fill: int | None) -> torch.Tensor:
-    """Return values as ``(1, T')``; without `fill`, the padding counts from 0."""
-    behind = np.arange(tail) if fill is None else np.full(tail, fill)
-    return torch.from_numpy(np.concatenate([values, behind.astype(values.dtype)]))[None]
+    keys = np.diff(tree.cu_seqlens_k).astype(np.int64)
+    documents = np.asarray(lengths, np.int64)
+    numbers = TreeNumbers(documents, int(counts.sum()), most_keys, keys)
+    is_trained = batch["labels"][0].numpy() != IGNORE_INDEX
+    return TreeRow(batch, HostRow(cu_seqlens.astype(np.int64), is_trained, tail, longest, numbers))
 
 
 def _targets_by_source(
