@@ -5,14 +5,13 @@ import json
 
 import pyarrow as pa
 import pytest
-from datasets import Dataset, concatenate_datasets, load_from_disk
+from datasets import Dataset, concatenate_datasets
 from helpers.prepared import call_for, chats
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
 from trl_packing.data.prepared import is_prepared, records_of
-from trl_packing.data.rules import hash_of_tokenizer
 from trl_packing.tools.prepare import prepare_run
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
@@ -78,12 +77,6 @@ def test_prepared_documents_and_counts_are_those_of_the_run(tmp_path, case):
         assert prepared[column][:] == expected[column][:], column
 
 
-def test_other_settings_prepare_other_documents(tmp_path):
-    first = made(tmp_path / "a", call_for(chats(), train_on="assistant"))
-    second = made(tmp_path / "b", call_for(chats(), train_on="last_assistant"))
-    assert first["labels"][:] != second["labels"][:]
-
-
 CHANGES = {
     "max_length": {"max_length": 63},
     "overflow": {"overflow": "drop"},
@@ -96,26 +89,33 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_run_with_another_setting_is_refused_by_its_name(tmp_path, name):
+def test_a_run_with_another_setting_is_refused_by_its_name(tmp_path):
     prepared = made(tmp_path / "out", call_for(chats(), train_on="assistant"))
-    changed = {"train_on": "assistant"} | CHANGES[name]
-    with pytest.raises(ValueError, match=f"{tmp_path / 'out'} do not fit this run: .*{name}="):
-        documents_of(call_for(prepared, **changed))
+    for name, changes in CHANGES.items():
+        changed = {"train_on": "assistant"} | changes
+        with pytest.raises(ValueError, match=f"{tmp_path / 'out'} do not fit this run: .*{name}="):
+            documents_of(call_for(prepared, **changed))
+    other = made(tmp_path / "other", call_for(chats(), max_length=32, overflow="overlap"))
+    same = call_for(other, max_length=32, overflow="overlap", overlap_tokens=4)
+    assert documents_of(same)[0] is other
+    both = concatenate_datasets([prepared, other])
+    assert [record.folder.rpartition("/")[2] for record in records_of(both)] == ["out", "other"]
+    with pytest.raises(ValueError, match=r"/other do not fit this run: .*max_length=32 there"):
+        documents_of(call_for(both, train_on="assistant"))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_length": 64},
-        {"overflow": "truncate"},
+def test_a_run_with_the_same_documents_is_taken(tmp_path):
+    prepared = made(tmp_path / "out", call_for(chats()))
+    for changes in (
+        {"max_length": 64, "overflow": "truncate"},
         {"learning_rate": 1.0, "seed": 7, "per_device_train_batch_size": 3},
         {"packing_strategy": "next_fit", "loss_weighting": "document", "prefix_sharing": "bin"},
-    ],
-)
-def test_a_run_with_the_same_documents_is_taken(tmp_path, changes):
-    prepared = made(tmp_path / "out", call_for(chats()))
-    assert documents_of(call_for(prepared, **changes))[0] is prepared
+    ):
+        assert documents_of(call_for(prepared, **changes))[0] is prepared
+    pairs = made(tmp_path / "pairs", call_for(tiny_dataset("prompt_completion")))
+    assert documents_of(call_for(pairs, completion_only_loss=True))[0] is pairs
+    with pytest.raises(ValueError, match="completion_only_loss=True there and False here"):
+        documents_of(call_for(pairs, completion_only_loss=False))
 
 
 def test_packing_may_change_where_it_changes_no_document(tmp_path):
@@ -136,14 +136,6 @@ def test_packing_may_change_where_it_changes_no_document(tmp_path):
             documents_of(call_for(prepared, packing=not packing))
 
 
-def test_a_default_overlap_is_compared_by_its_tokens(tmp_path):
-    prepared = made(tmp_path / "out", call_for(chats(), max_length=32, overflow="overlap"))
-    same = call_for(prepared, max_length=32, overflow="overlap", overlap_tokens=4)
-    assert documents_of(same)[0] is prepared
-    with pytest.raises(ValueError, match="overlap_tokens=4 there and 5 here"):
-        documents_of(call_for(prepared, max_length=32, overflow="overlap", overlap_tokens=5))
-
-
 def test_flags_of_messages_train_the_assistant_with_our_settings_and_not_with_trls(tmp_path):
     prepared = made(tmp_path / "out", call_for(chats(weights=True)))
     assert documents_of(call_for(prepared, train_on="assistant"))[0] is prepared
@@ -155,19 +147,15 @@ def test_flags_of_messages_train_the_assistant_with_our_settings_and_not_with_tr
     documents_of(TrainerCall(None, args, plain, tiny_tokenizer(chat=True)))
 
 
-def test_a_default_that_the_rows_decide_is_compared_by_its_value(tmp_path):
-    prepared = made(tmp_path / "out", call_for(tiny_dataset("prompt_completion")))
-    assert documents_of(call_for(prepared, completion_only_loss=True))[0] is prepared
-    with pytest.raises(ValueError, match="completion_only_loss=True there and False here"):
-        documents_of(call_for(prepared, completion_only_loss=False))
-
-
 def test_another_tokenizer_is_refused(tmp_path):
     prepared = made(tmp_path / "out", call_for(tiny_dataset("language_modeling")))
     longer = tiny_tokenizer(chat=True)
     longer.add_tokens(["Explicit"])
     other_eos = tiny_tokenizer(chat=True)
     other_eos.eos_token = "<eos>"
+    used = tiny_tokenizer(chat=True)
+    used(["a", "long text"], padding=True, truncation=True, max_length=3)
+    assert documents_of(call_for(prepared, tokenizer=used))[0] is prepared
     for other in (longer, other_eos, tiny_tokenizer(chat=True, bos=True)):
         with pytest.raises(ValueError, match="do not fit this run: another tokenizer"):
             documents_of(call_for(prepared, tokenizer=other))
@@ -183,15 +171,6 @@ def test_another_template_is_refused_where_it_renders_rows(tmp_path):
     with pytest.raises(ValueError, match="do not fit this run: another chat template; use"):
         documents_of(call_for(prepared, tokenizer=tokenizer))
     assert documents_of(call_for(texts, tokenizer=tokenizer))[0] is texts
-
-
-def test_the_hash_of_a_tokenizer_ignores_what_a_call_leaves_behind():
-    tokenizer = tiny_tokenizer()
-    before = hash_of_tokenizer(tokenizer)
-    tokenizer(["a", "long text"], padding=True, truncation=True, max_length=3)
-    assert hash_of_tokenizer(tokenizer) == before
-    tokenizer.add_tokens(["Explicit"])
-    assert hash_of_tokenizer(tokenizer) != before
 
 
 # Settings of a config that change no document. A new setting must be named here, or be compared.
@@ -269,22 +248,6 @@ def test_a_selection_without_its_labels_is_refused(tmp_path):
         documents_of(call_for(prepared.select(range(3)).remove_columns("labels")))
 
 
-def test_labels_of_a_selection_stay_with_a_response_template(tmp_path):
-    rows, changes = CASES["template"]
-    prepared = made(tmp_path / "out", call_for(rows, **changes))
-    documents, _ = documents_of(call_for(prepared.select(range(3)), **changes))
-    assert documents["labels"][:] == prepared["labels"][:3]
-
-
-def test_each_of_several_sets_is_checked(tmp_path):
-    first = made(tmp_path / "a", call_for(chats(8)))
-    second = made(tmp_path / "b", call_for(chats(9), max_length=32))
-    both = concatenate_datasets([first, second])
-    assert [record.folder[-1] for record in records_of(both)] == ["a", "b"]
-    with pytest.raises(ValueError, match=r"/b do not fit this run: max_length=32 there"):
-        documents_of(call_for(both))
-
-
 # --- the folder -----------------------------------------------------------------------------------
 
 
@@ -299,6 +262,11 @@ def test_sets_are_found_by_their_name_or_their_split(tmp_path):
     assert len(load_prepared(tmp_path / "out", "eval")) == 5
     with pytest.raises(ValueError, match=r"holds the prepared sets 'train' \(split 'train\[:75%\]"):
         load_rows(str(tmp_path / "out"), "train[:10]")
+    made(tmp_path / "several", call_for(chats(), {"a.b": test, "..": test}))
+    (tmp_path / "several").rename(tmp_path / "moved")
+    assert len(load_prepared(tmp_path / "moved", "..")) == 5
+    with pytest.raises(ValueError, match=r"of which 'train\[75%:\]' may be several; name one"):
+        load_prepared(tmp_path / "moved", "train[75%:]")
 
 
 def test_a_damaged_folder_is_refused(tmp_path):
@@ -321,31 +289,7 @@ def test_a_damaged_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
         load_prepared(tmp_path)
     assert not is_prepared(tmp_path / "none")
-
-
-def test_a_split_of_several_sets_must_be_named(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in chats(20)))
-    test = load_rows(str(tmp_path / "rows.jsonl"), "train[75%:]")
-    made(tmp_path / "out", call_for(chats(), {"a.b": test, "..": test}))
-    assert len(load_prepared(tmp_path / "out", "..")) == 5
-    with pytest.raises(ValueError, match=r"of which 'train\[75%:\]' may be several; name one"):
-        load_prepared(tmp_path / "out", "train[75%:]")
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl"}
-
-
-def test_a_folder_of_another_version_is_refused(tmp_path):
-    made(tmp_path / "out", call_for(chats()))
     file = tmp_path / "out" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    for form in (1, 3):
-        file.write_text(json.dumps(manifest | {"trl_packing_prepared": form}))
-        with pytest.raises(ValueError, match=r"in a form that this version cannot read; use"):
-            load_prepared(tmp_path / "out")
-
-
-def test_a_folder_can_be_moved_and_its_sets_read_by_datasets(tmp_path):
-    prepared = made(tmp_path / "out", call_for(chats()))
-    expected = prepared["input_ids"][:]
-    (tmp_path / "out").rename(tmp_path / "moved")
-    assert load_prepared(tmp_path / "moved")["input_ids"][:] == expected
-    assert load_from_disk(tmp_path / "moved" / "train")["input_ids"][:] == expected
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trl_packing_prepared": 1}))
+    with pytest.raises(ValueError, match=r"in a form that this version cannot read; use"):
+        load_prepared(tmp_path / "out")
