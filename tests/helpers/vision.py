@@ -9,6 +9,7 @@ Every tower reads patches of 4 × 4 pixels.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from architectures.tiny_processors import PINPOINTS
 from datasets import Dataset
 from PIL import Image
 
+from helpers.one_step import ONE_STEP
 from helpers.tiny import tiny_tokenizer
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 NAMES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "llava_next", "llava_onevision"),
@@ -180,6 +183,22 @@ def vision_model(
                 if not parameter.any():
                     parameter.normal_(std=0.1)
     return model
+
+
+def vision_trainer(
+    model: Any, processor: Any, folder: Any, dataset: Any = None, **options: Any
+) -> Any:
+    """Return a packed trainer of one step on `dataset`, by default `image_dataset()`."""
+    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
+    names = ("eval_dataset", "compute_metrics", "peft_config")
+    arguments = {name: settings.pop(name) for name in names if name in settings}
+    return PackedSFTTrainer(
+        model=copy.deepcopy(model),
+        args=PackedSFTConfig(output_dir=str(folder), **settings),
+        train_dataset=image_dataset() if dataset is None else dataset,
+        processing_class=processor,
+        **arguments,
+    )
 
 
 # --- data -----------------------------------------------------------------------------------------

@@ -1,15 +1,11 @@
 """Images that a processor treats in another way, or refuses: one sentence that names the row."""
 
-import copy
-
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.one_step import ONE_STEP
-from helpers.vision import NAMES, noise, tiny_processor, tiny_vision_model
+from helpers.vision import NAMES, noise, tiny_processor, tiny_vision_model, vision_trainer
 from PIL import Image as PillowImage
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.images import ImageError, ImageStore
 from trl_packing.vision.sizes import Placeholders
@@ -111,17 +107,10 @@ OTHER_MEDIA = {
 @pytest.mark.parametrize("message", OTHER_MEDIA)
 def test_videos_and_audio_are_refused_by_name(message, with_images, tmp_path):
     processor = tiny_processor(NAME)
-    args = PackedSFTConfig(output_dir=str(tmp_path), **ONE_STEP)
-
-    def trainer(dataset):
-        return PackedSFTTrainer(
-            model=copy.deepcopy(model),
-            args=args,
-            train_dataset=dataset,
-            processing_class=processor,
-        )
-
     model = tiny_vision_model(NAME, processor)
     with pytest.raises(ValueError, match=message):
-        trainer(rows(with_images=with_images, **OTHER_MEDIA[message]))
-    trainer(rows(with_images=with_images, videos=[[], []], audio=[None, None]))
+        vision_trainer(
+            model, processor, tmp_path, rows(with_images=with_images, **OTHER_MEDIA[message])
+        )
+    good = rows(with_images=with_images, videos=[[], []], audio=[None, None])
+    vision_trainer(model, processor, tmp_path, good)

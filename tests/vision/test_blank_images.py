@@ -101,33 +101,6 @@ def test_the_blank_image_is_padding_of_its_row():
     assert empty["input_ids"][0, :16].tolist() == blank.tolist()
 
 
-def test_padded_rows_score_the_same_tokens_with_a_blank_image():
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_vision_model("qwen2_5_vl", processor).eval()
-
-    def pad(documents):
-        longest = max(len(d["input_ids"]) for d in documents)
-        ids = torch.zeros(len(documents), longest, dtype=torch.int64)
-        mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-        for row, document in enumerate(documents):
-            tokens = torch.from_numpy(document["input_ids"])
-            ids[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
-            mask[row, : len(tokens)] = 1
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-    images = ImageBatches(ImageStore(), processor, model, fills_rows=True)
-    plain, filled = pad(TEXTS), images.padded(pad)(TEXTS)
-    assert "pixel_values" in filled
-    assert filled["input_ids"].shape == (2, 25 + 16)
-    assert filled["labels"][:, 25:].eq(-100).all()
-    for batch in (plain, filled):
-        batch.pop("labels")
-    with torch.no_grad():
-        expected, found = model(**plain).logits, model(**filled).logits
-    torch.testing.assert_close(found[0, :25], expected[0])
-    torch.testing.assert_close(found[1, :12], expected[1, :12])
-
-
 def test_a_step_without_images_leaves_the_tower_without_gradients():
     processor = tiny_processor("llava")
     model = tiny_vision_model("llava", processor)

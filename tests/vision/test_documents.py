@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from helpers.vision import NAMES, image_dataset, noise, tiny_processor, tiny_vision_model
+from helpers.vision import vision_trainer as trainer_of
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-from vision.test_run import trainer_of
 
 from trl_packing.vision.documents import keys_of
 from trl_packing.vision.sizes import Placeholders

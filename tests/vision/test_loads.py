@@ -1,16 +1,13 @@
 """Patches that are planned from image sizes are those that the vision tower computes."""
 
-import copy
-
 import pytest
 import torch
 from architectures import tiny_processors, tiny_vision
 from datasets import Dataset
-from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, noise
+from helpers.vision import vision_trainer as trainer_of
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.packing.patch_bins import ImageLoads
 from trl_packing.training.columns import documents_of
 from trl_packing.training.report import ImageCounts
@@ -68,16 +65,6 @@ def test_patches_by_size_are_those_of_the_tower(name):
         with torch.no_grad():
             model(**batch)
         assert placeholders.of((height, width, 1)).patches == sum(tower.calls)
-
-
-def trainer_of(model, processor, folder, dataset, **options):
-    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
-    return PackedSFTTrainer(
-        model=copy.deepcopy(model),
-        args=PackedSFTConfig(output_dir=str(folder), **settings),
-        train_dataset=dataset,
-        processing_class=processor,
-    )
 
 
 def loads_of(trainer) -> tuple[Dataset, ImageLoads]:

@@ -3,36 +3,25 @@
 import copy
 import shutil
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from harness import TWO_RUNS, assert_exact
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, noise
+from helpers.vision import vision_trainer as trainer_of
 from peft import LoraConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.training.columns import documents_of
 from trl_packing.vision import run_images, support
-
-pytestmark = pytest.mark.slow  # whole runs
-
-
-def trainer_of(model, processor, folder, dataset=None, **options):
-    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
-    more = {
-        key: settings.pop(key) for key in ("eval_dataset", "compute_metrics") if key in settings
-    }
-    return PackedSFTTrainer(
-        model=copy.deepcopy(model),
-        args=PackedSFTConfig(output_dir=str(folder), **settings),
-        train_dataset=image_dataset() if dataset is None else dataset,
-        processing_class=processor,
-        **more,
-    )
+from trl_packing.vision.batch import ImageBatches
 
 
+@pytest.mark.slow
 def test_evaluation_loss_is_that_of_the_documents_alone(model, processor, tmp_path):
     evaluated = image_dataset(6)
     trainer = trainer_of(model, processor, tmp_path, eval_dataset=evaluated)
@@ -40,6 +29,7 @@ def test_evaluation_loss_is_that_of_the_documents_alone(model, processor, tmp_pa
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=TWO_RUNS)
 
 
+@pytest.mark.slow
 def test_padded_evaluation_gives_the_same_loss_and_sees_the_images(model, processor, tmp_path):
     seen = {}
 
@@ -54,6 +44,7 @@ def test_padded_evaluation_gives_the_same_loss_and_sees_the_images(model, proces
     assert len(seen["logits"]) == 4
 
 
+@pytest.mark.slow
 def test_a_stream_of_texts_is_evaluated_beside_images(model, processor, tmp_path):
     ids = processor.tokenizer("a color and another color")["input_ids"]
     texts = Dataset.from_list([{"input_ids": ids, "labels": ids}] * 3)
@@ -62,6 +53,7 @@ def test_a_stream_of_texts_is_evaluated_beside_images(model, processor, tmp_path
     assert streamed.evaluate()["eval_loss"] == pytest.approx(loaded.evaluate()["eval_loss"])
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(model, processor, tmp_path):
     options = LAYOUTS["three of a bin"]
     loss, gradients, _ = packed(model, processor, image_dataset(), tmp_path, **options)
@@ -73,6 +65,7 @@ def test_workers_change_nothing(model, processor, tmp_path):
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_in_the_same_weights(model, processor, tmp_path):
     options = {
         "max_steps": 4,
@@ -91,6 +84,7 @@ def test_a_resumed_run_ends_in_the_same_weights(model, processor, tmp_path):
     assert all(torch.equal(p, expected[n]) for n, p in rest.model.named_parameters())
 
 
+@pytest.mark.slow
 def test_lora_trains_with_images(model, processor, tmp_path):
     trainer = PackedSFTTrainer(
         model=copy.deepcopy(model),
@@ -103,16 +97,7 @@ def test_lora_trains_with_images(model, processor, tmp_path):
     assert trainer._trl_path is None
 
 
-def test_assistant_turns_are_trained_as_in_text(model, processor, tmp_path):
-    dataset = image_dataset(form="messages")
-    trainer = trainer_of(model, processor, tmp_path, dataset, train_on="assistant")
-    for number, document in enumerate(trainer.train_dataset):
-        trained = [label for label in document["labels"] if label != -100]
-        words = processor.tokenizer.decode(trained)
-        row = dataset[number]["messages"][-1]["content"][0]["text"]
-        assert words == row + "<|im_end|>"
-
-
+@pytest.mark.slow
 def test_documents_per_step_and_weights_reach_the_loss(model, processor, tmp_path):
     dataset = image_dataset().add_column("loss_weight", [0.0] * 4 + [1.0] * 4)
     found = packed(model, processor, dataset, tmp_path, **LAYOUTS["documents_per_step"])
@@ -156,22 +141,13 @@ TRLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reason", TRLS)
 def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tmp_path):
     changes = {name: make() for name, make in TRLS[reason].items()}
-    collator = DataCollatorForVisionLanguageModeling
-    settings = {"max_length": 320, **ONE_STEP} | {
-        name: value for name, value in changes.items() if not name.endswith("dataset")
-    }
-    trainer = PackedSFTTrainer(
-        model=copy.deepcopy(model),
-        args=PackedSFTConfig(output_dir=str(tmp_path), **settings),
-        train_dataset=changes.get("dataset", image_dataset()),
-        eval_dataset=changes.get("eval_dataset"),
-        processing_class=processor,
-    )
+    trainer = trainer_of(model, processor, tmp_path, **{"packing": False} | changes)
     assert reason in trainer._trl_path
-    assert isinstance(trainer.data_collator, collator)
+    assert isinstance(trainer.data_collator, DataCollatorForVisionLanguageModeling)
 
 
 def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
@@ -179,3 +155,76 @@ def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
     monkeypatch.setattr(support.transformers, "__version__", "5.22.4")
     reason = run_images.RunImages().why_not_packed("none", data, None, None, None)
     assert reason == "the data set has images, and transformers 5.22.4 is older than 5.23"
+
+
+# --- runs that turn out not to be packable --------------------------------------------------------
+
+WAY_OUT = "SFTTrainer trains rows with images padded"
+
+
+def test_a_processor_that_contradicts_its_arithmetic_is_refused(
+    model, processor, tmp_path, monkeypatch
+):
+    """It adds a token to every image that is not blank."""
+    # `tiny_processor` makes a class each time: patch the method that it inherits.
+    real = type(processor).__mro__[1]
+    right = real.replace_image_token
+
+    def brighter(self, image_inputs, image_idx, **kwargs):
+        pixels = np.asarray(image_inputs["pixel_values"])
+        more = int(pixels.std(axis=0).max() > 0.01)
+        return right(self, image_inputs, image_idx, **kwargs) + "." * more
+
+    monkeypatch.setattr(real, "replace_image_token", brighter)
+    with pytest.raises(ValueError, match=rf"row 0 of the train .* by its image sizes.*{WAY_OUT}"):
+        trainer_of(model, processor, tmp_path)
+
+
+def test_weights_that_trls_path_would_ignore_are_refused(model, processor, tmp_path, monkeypatch):
+    monkeypatch.setattr(support, "FAMILIES", ())
+    dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
+    with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
+        trainer_of(model, processor, tmp_path, dataset, packing=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "documents"}])
+def test_no_exact_backend_is_refused(model, processor, tmp_path, monkeypatch, options):
+    """Rows of several documents have their images in the wrong order."""
+    right = ImageBatches.tensors
+
+    def swapped(self, documents, input_ids):
+        made = right(self, documents, input_ids)
+        if "pixel_values" in made and len(documents) > 1:
+            made["pixel_values"] = made["pixel_values"].flip(0)
+        return made
+
+    monkeypatch.setattr(ImageBatches, "tensors", swapped)
+    with pytest.raises(RuntimeError, match=rf"LEAK.*{WAY_OUT}"):
+        trainer_of(model, processor, tmp_path, **options).train()
+
+
+# --- curriculum -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "layout"), [("length", "bins"), ("hardness", "bins"), ("length", "documents")]
+)
+def test_documents_with_images_come_in_order(curriculum, layout, model, processor, tmp_path):
+    rows = concatenate_datasets([image_dataset(12)] * 4)
+    rows = rows.add_column("hardness", np.random.default_rng(0).random(len(rows)))
+    options = {"documents_per_step": 4} if layout == "documents" else {"max_patches": 400}
+    options |= {"curriculum": curriculum, "per_device_train_batch_size": 1}
+    trainer = trainer_of(model, processor, tmp_path, rows, **options)
+    documents = documents_of(trainer.train_dataset, None)
+    sampler = trainer._sampling.for_training(documents)
+    batches = sampler.micro_batches()
+    assert sorted(np.concatenate(batches)) == [*range(len(rows))]
+    lengths = documents.lengths()  # with the tokens of images
+    numbers = lengths if curriculum == "length" else np.array(trainer.train_dataset["hardness"])
+    first, second = (numbers[half].mean() for half in np.array_split(np.concatenate(batches), 2))
+    assert second - first > 0.8 * numbers.std()
+    patches = sampler.loads.patches
+    assert patches.sum()
+    if layout == "bins":
+        assert max(lengths[batch].sum() for batch in batches) <= 320
+        assert max(patches[batch].sum() for batch in batches) <= 400

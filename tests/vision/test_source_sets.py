@@ -1,25 +1,19 @@
 """Dictionaries of data sets of which some have images: trained packed, exactly, as mixtures."""
 
-import copy
-import shutil
-
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset
 from harness import assert_exact
-from helpers.one_step import ONE_STEP
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset
+from helpers.vision import vision_trainer as trainer_of
 from vision.test_exact import batches_of, packed, trained_alone
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 from trl_packing.training.columns import documents_of
 from trl_packing.vision import support
-from trl_packing.vision.batch import ImageBatches
 
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
 
@@ -60,18 +54,6 @@ def sets() -> dict[str, Dataset]:
     return {"texts": texts(), "pictures": image_dataset(), "chats": chats()}
 
 
-def trainer_of(model, processor, folder, dataset, **options):
-    settings = {"max_length": 320, "packing": True} | ONE_STEP | options
-    more = {key: settings.pop(key) for key in ("eval_dataset",) if key in settings}
-    return PackedSFTTrainer(
-        model=copy.deepcopy(model),
-        args=PackedSFTConfig(output_dir=str(folder), **settings),
-        train_dataset=dataset,
-        processing_class=processor,
-        **more,
-    )
-
-
 def alone(model, processor, copies):
     """Return loss and gradients of rows of `sets()`, each as often as `copies` of its set says."""
     batches = []
@@ -96,18 +78,6 @@ def test_a_mixture_equals_its_documents_one_at_a_time(layout, model, processor, 
     others = alone(model, processor, {"texts": 1, "pictures": 1, "chats": 1})  # the control
     with pytest.raises(AssertionError):
         assert_exact(found, others)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "llava_next", "smolvlm", "glm4v"])
-@pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_mixtures_of_other_families_are_exact(name, tmp_path):
-    processor = tiny_processor(name)
-    model = tiny_vision_model(name, processor)
-    options = LAYOUTS["bins"] | {"mixture": MIXTURE}
-    found = packed(model, processor, sets(), tmp_path, **options)
-    assert found[2]._trl_path is None
-    assert_exact(found, alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1}))
 
 
 def test_sets_of_every_form_become_the_documents_that_they_are_alone(model, processor, tmp_path):
@@ -167,13 +137,6 @@ def test_images_are_checked_although_a_thousand_texts_are_shorter(model, process
 # --- refused --------------------------------------------------------------------------------------
 
 
-def in_another_order(self, documents, input_ids, right=ImageBatches.tensors):
-    made = right(self, documents, input_ids)
-    if "pixel_values" in made and len(documents) > 1:
-        made["pixel_values"] = made["pixel_values"].flip(0)
-    return made
-
-
 def test_a_dictionary_that_only_trl_could_train_is_refused(model, processor, tmp_path, monkeypatch):
     refusal = "train_dataset is a dictionary, which only packed runs train, but "
     streams = {name: rows.to_iterable_dataset() for name, rows in sets().items()}
@@ -188,37 +151,6 @@ def test_a_dictionary_that_only_trl_could_train_is_refused(model, processor, tmp
             trainer_of(model, processor, tmp_path, sets())
     with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
         trainer_of(tiny_model(), tiny_tokenizer(chat=True), tmp_path, sets())
-    monkeypatch.setattr(ImageBatches, "tensors", in_another_order)
-    trainer = trainer_of(model, processor, tmp_path, sets(), packing=False, max_length=None)
-    with pytest.raises(RuntimeError, match=r"LEAK.*SFTTrainer trains rows with images padded"):
-        trainer.train()
-
-
-# --- resuming, workers ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"documents_per_step": 6}], ids=["bins", "documents"])
-def test_a_mixture_with_images_resumes_to_the_bit(options, model, processor, tmp_path):
-    settings = {
-        "mixture": {"texts": {"epochs": 1.5}, "pictures": {"epochs": 2}},
-        "per_device_train_batch_size": 2,
-        "max_length": 200,
-        "max_steps": 8,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "learning_rate": 1e-2,
-        **options,
-    }
-    whole = trainer_of(model, processor, tmp_path / "whole", sets(), **settings)
-    whole.train()
-    assert whole.state.epoch > 1
-    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "rest" / "checkpoint-3")
-    workers = {"dataloader_num_workers": 2}
-    rest = trainer_of(model, processor, tmp_path / "rest", sets(), **settings | workers)
-    rest.train(resume_from_checkpoint=str(tmp_path / "rest" / "checkpoint-3"))
-    expected = dict(whole.model.named_parameters())
-    assert all(torch.equal(p, expected[n]) for n, p in rest.model.named_parameters())
 
 
 # --- before a run ---------------------------------------------------------------------------------
