@@ -48,11 +48,7 @@ def test_hostile_text_is_shown_and_does_nothing_else(tmp_path):
     ("text", "problem"),
     [
         ("<script>missing()</script>", "error: ReferenceError: missing is not defined"),
-        ("<script>console.error('no', 1)</script>", "error: console.error: no 1"),
-        ("<script>Promise.reject(new Error('kept'))</script>", "error: Error: kept"),
         ("<script>setTimeout(() => missing())</script>", "error: ReferenceError: missing"),
-        ("<img src='http://localhost:9/a.png'>", "request: http://localhost:9/a.png"),
-        ("<link rel=stylesheet href='https://localhost:9/a.css'>", "request: https://localhost"),
         ("<script>fetch('http://localhost:9/x')</script>", "request: http://localhost:9/x"),
         ("<div style='width: 3000px'>wide</div>", "the page is 30"),
         *[(text, "hostile text acts") for text in (*HOSTILE[:1], *HOSTILE[2:4], HOSTILE[6])],

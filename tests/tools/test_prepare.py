@@ -31,13 +31,6 @@ def test_an_interrupted_command_leaves_nothing_behind(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_row_that_cannot_be_read_leaves_nothing_behind(tmp_path):
-    rows = [*chats(2).to_list(), {"messages": [{"role": "user", "content": None}]}]
-    with pytest.raises(ValueError, match="row 2 of the train dataset"):
-        prepare_run(call_for(Dataset.from_list(rows), train_on="all"), tmp_path / "out")
-    assert [*tmp_path.iterdir()] == []
-
-
 @contextmanager
 def files_end_at(size):
     """Make every write beyond `size` bytes of a file fail, as on a full disk."""
@@ -88,16 +81,6 @@ def test_the_same_command_again_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
         prepare_run(call_for(chats(23)), out)
     assert content_of(out) == before
-
-
-def test_another_formatting_function_is_noticed(tmp_path):
-    rows = Dataset.from_list([{"a": f"Row {i}"} for i in range(9)])
-    first = replace(call_for(rows), formatting_func=lambda row: row["a"])
-    second = replace(call_for(rows), formatting_func=lambda row: row["a"] + "!")
-    prepare_run(first, tmp_path / "out")
-    assert prepare_run(first, tmp_path / "out")["seconds"] is None
-    with pytest.raises(ValueError, match=r"other prepared data \(of other rows"):
-        prepare_run(second, tmp_path / "out")
 
 
 def test_a_place_that_holds_something_else_is_refused(tmp_path):

@@ -85,16 +85,13 @@ def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
     ("text", "sentence"),
     [
         ("pass", "train.py builds no PackedSFTTrainer"),
-        ("sys.exit('no data today')", "no data today"),
         ("sys.exit(3)", "train.py ended with status 3"),
         (
             "SFTTrainer(model, SFTConfig(out), train_dataset=rows).train()",
             "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
         ),
         ("PackedSFTTrainer(model, PackedSFTConfig(out))", "train_dataset is NoneType"),
-        ("raise ValueError('of my own')", "of my own"),
         ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
-        (TEXTS + "PackedSFTConfig(out, train_on='me')", "train_on='me' is unknown"),
         (
             TEXTS
             + "args = PackedSFTConfig(out, loss_weighting='document')\n"
