@@ -33,7 +33,7 @@ def probes(processor, monkeypatch):
 def probes_of(rows, model, processor, monkeypatch):
     args = config_from_settings(["--max_length", "320"])
     call = TrainerCall(model, args, rows, processor)
-    monkeypatch.setattr(TrainingCommand, "_call", lambda self, **_: call)
+    monkeypatch.setattr(TrainingCommand, "call", call)
     command = TrainingCommand.from_words(DATA.words)
     return image_probes(model, model, args, command)
 

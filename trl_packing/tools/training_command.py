@@ -14,7 +14,7 @@ import inspect
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import import_module
@@ -84,25 +84,23 @@ class _Built(BaseException):
     """The script has built a trainer. No `except Exception` of the script catches this."""
 
 
-def call_of_script(
-    script: str, words: Sequence[str], *, is_module: bool = False, on_any_machine: bool = True
-) -> TrainerCall:
+def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False) -> TrainerCall:
     """Run `script` up to its first `PackedSFTTrainer`, and return the arguments of that.
 
     Its output goes to stderr. The trainer is not built: nothing is trained or written by it.
+    Settings that need another device, such as bf16, are changed.
 
     Args:
         script: a Python file, or the name of a module.
         words: its command line.
         is_module: `script` is the name of a module.
-        on_any_machine: change settings that need another device, such as bf16.
 
     Raises:
         ValueError: the script ends before, or builds another trainer.
     """
     name = script.rpartition(".")[2] + ".py" if is_module else Path(script).name
     try:
-        with _stops_at_trainer(script, words, is_module, on_any_machine):
+        with _stops_at_trainer(script, words, is_module):
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
@@ -119,13 +117,11 @@ def call_of_script(
 
 
 @contextmanager
-def _stops_at_trainer(
-    script: str, words: Sequence[str], is_module: bool, on_any_machine: bool
-) -> Iterator[None]:
+def _stops_at_trainer(script: str, words: Sequence[str], is_module: bool) -> Iterator[None]:
     """Make a trainer raise `_Built`, and errors one line."""
     folder = [] if is_module else [str(Path(script).resolve().parent)]
     with ExitStack() as stack:
-        stack.enter_context(fits_any_machine() if on_any_machine else nullcontext())
+        stack.enter_context(_fits_any_machine())
         stack.enter_context(redirect_stdout(sys.stderr))
         stack.enter_context(patch.object(PackedSFTTrainer, "__init__", _reach))
         for other in (SFTTrainer, Trainer):
@@ -150,7 +146,7 @@ def _refuse_trainer(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 @contextmanager
-def fits_any_machine() -> Iterator[None]:
+def _fits_any_machine() -> Iterator[None]:
     """Change settings that need a GPU, or write somewhere, inside the block."""
     post_init = TrainingArguments.__post_init__
 
@@ -230,39 +226,31 @@ class TrainingCommand:
         Raises:
             ValueError: the script refuses its options or its data, or builds no trainer.
         """
-        return self._call()
-
-    def _call(self, *, on_any_machine: bool = True) -> TrainerCall:
         if not self.is_named and "--config" not in self.words and not self.names_data:
             raise ValueError(
                 "name the model and the data (--model NAME --data FILE), a file with both "
                 "(--config FILE), or the training script (recipes/sft_packed.py …)"
             )
-        flags = {"is_module": self.is_module, "on_any_machine": on_any_machine}
         try:
-            return call_of_script(self.script, self.words, **flags)
+            return call_of_script(self.script, self.words, is_module=self.is_module)
         except ValueError as error:
             if self.is_named:
                 raise
             message = str(error).removeprefix(f"{Path(self.script).name}: ")
             raise ValueError(message) from error  # the user has not named this script
 
-    def model_and_settings(self, *, on_any_machine: bool = True) -> tuple[Any, Any]:
+    def model_and_settings(self) -> tuple[Any, Any]:
         """Return the model, or its name, and the settings; only a script that is named loads data.
-
-        Args:
-            on_any_machine: change settings that need another device, such as bf16.
 
         Raises:
             ValueError: no model is named, or an option cannot be used.
         """
         if self.is_named:
-            call = self.call if on_any_machine else self._call(on_any_machine=False)
-            return call.model, call.args
+            return self.call.model, self.call.args
         if "model_name_or_path" not in values_of(self.words):
             raise ValueError("name the model (--model NAME), a file with it, or the script")
         recipe = import_module(f"{_RECIPES}.sft_packed")
-        with fits_any_machine() if on_any_machine else nullcontext():
+        with _fits_any_machine():
             data = () if self.names_data else ("--dataset_name", "none")
             _, args, model = recipe.parse([*self.words, *data])
         recipe.set_model_options(args, model)
@@ -301,7 +289,7 @@ def config_from_settings(settings: Sequence[str]) -> PackedSFTConfig:
     Raises:
         ValueError: an option is unknown, or has a value that it cannot have.
     """
-    with fits_any_machine(), short_usage_errors():
+    with _fits_any_machine(), short_usage_errors():
         args, unknown = TrlParser((PackedSFTConfig,)).parse_args_into_dataclasses(
             args=["--output_dir", "unused", *settings],
             return_remaining_strings=True,
