@@ -1,6 +1,5 @@
 """The docstrings of the recipes and `recipes/README.md` describe the recipes as they are."""
 
-import ast
 import os
 import re
 import subprocess
@@ -8,9 +7,6 @@ import sys
 
 import pytest
 from helpers.recipes import FOLDER, RECIPES, ROOT, YAMLS, assert_prints, expected_output, module
-
-# Scripts that write data or draw, and train nothing.
-BY_HAND = ("make_demo_data.py", "demo_pictures.py", "multipack_picture.py")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -25,20 +21,12 @@ def test_a_docstring_says_how_to_run_it_and_what_comes_out(recipe):
 
 def test_every_recipe_sets_the_wait_policy_of_openmp_before_torch_is_loaded():
     """torch reads it when it is loaded; trl_packing.recipes sets it, and loads nothing."""
-    for path in FOLDER.glob("*.py"):
-        nodes = ast.parse(path.read_text()).body
-        names = [
-            name
-            for node in nodes
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-            for name in [getattr(node, "module", None) or node.names[0].name]
-        ]
-        heavy = [
-            n for n in names if n.split(".")[0] in ("torch", "transformers", "trl", "datasets")
-        ]
-        if "__main__" in path.read_text() and heavy and path.name not in BY_HAND:
-            first = next(name for name in names if name in heavy or name.startswith("trl_packing"))
-            assert first.startswith("trl_packing.recipes"), path.name
+    for recipe in (*RECIPES, "sft_packed", "compare_packing", "padding_free"):
+        text = (FOLDER / f"{recipe}.py").read_text()
+        heavy = r"^(?:import|from) (?:torch|transformers|trl|datasets|accelerate)[\w.]*"
+        first = re.search(heavy, text, re.MULTILINE)
+        assert first is not None
+        assert first[0].startswith("from trl_packing.recipes"), recipe
     code = (
         "import os, sys, trl_packing.recipes\n"
         "assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE' and 'torch' not in sys.modules"
