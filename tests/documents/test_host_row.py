@@ -106,6 +106,7 @@ def test_a_batch_that_is_gone_is_not_remembered():
     assert len(rows_alive()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="loader workers are not forked here")
 def test_a_worker_forked_while_another_thread_pins_a_row_makes_rows():
     def exit_code(lock):
