@@ -8,10 +8,11 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from harness import make_trainer
 from helpers.by_hand import TOLERANCE, trainer_for, weighted
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_model
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 
 NAMES = ("entropy", "mean_token_accuracy")
@@ -76,30 +77,12 @@ class Recorded(PackedSFTTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-def trained(folder, *, stream=False, documents=DOCUMENTS, model="llama", **options):
+def trained(folder, *, stream=False, documents=DOCUMENTS, **options):
     rows = Dataset.from_list(documents)
-    trainer = Recorded(
-        tiny_model(model),
-        PackedSFTConfig(
-            **{
-                "output_dir": str(folder),
-                "max_length": 64,
-                "per_device_train_batch_size": 1,
-                "gradient_accumulation_steps": 4,
-                "num_train_epochs": 1,
-                "learning_rate": 0.0,
-                "logging_steps": 1,
-                "bf16": False,
-                "use_cpu": True,
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
-                **options,
-            }
-        ),
-        train_dataset=rows.to_iterable_dataset() if stream else rows,
-        processing_class=tiny_tokenizer(),
-    )
+    settings = {"max_length": 64, "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    settings |= {"gradient_accumulation_steps": 4, "learning_rate": 0.0, "logging_steps": 1}
+    data = rows.to_iterable_dataset() if stream else rows
+    trainer = make_trainer(folder, data, cls=Recorded, **settings | options)
     trainer.train()
     return trainer
 

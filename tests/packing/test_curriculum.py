@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from harness import TWO_RUNS
+from harness import TWO_RUNS, make_trainer
 from helpers.combinations import fast
 from helpers.distributed.same_steps import documents_of
 from helpers.distributed.train import Scenario, run, run_on_ranks
-from helpers.tiny import tiny_model, tiny_tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedBatchSampler
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.draw import numbers_of, stages_of
 
@@ -78,31 +75,6 @@ def test_epochs_differ_within_stages_and_are_equally_long(mode):
     assert all(map(np.array_equal, again, epochs[1]))
 
 
-lengths_of_documents = st.lists(st.integers(1, CAPACITY), min_size=8, max_size=80)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@settings(max_examples=20, deadline=None)
-@given(lengths=lengths_of_documents, numbers=st.randoms(), per_step=st.sampled_from([None, 8]))
-def test_every_document_is_seen_exactly_once_on_any_ranks(num_ranks, lengths, numbers, per_step):
-    numbers = np.array([numbers.randrange(4) for _ in lengths])
-    stages = stages_of(numbers, np.array(lengths), capacity=CAPACITY)
-    seen = []
-    for rank in range(num_ranks):
-        made = PackedBatchSampler(
-            lengths,
-            CAPACITY,
-            documents_per_step=per_step,
-            num_ranks=num_ranks,
-            rank=rank,
-            stages=stages,
-        )
-        batches = list(made)
-        assert len(batches) == len(made)
-        seen += [document for batch in batches for document in batch]
-    assert sorted(seen) == list(range(len(lengths)))
-
-
 def test_no_bin_of_the_next_stage_comes_early_where_steps_exchange_bins():
     rng = np.random.default_rng(1)
     for seed in range(40):
@@ -156,13 +128,9 @@ def test_a_column_without_numbers_is_refused(column, problem):
 
 
 def test_a_minus_begins_with_the_largest(tmp_path):
-    options = {"max_length": 32, "isolation_check": "off", "report_to": "none", **SETTINGS}
-    trainer = PackedSFTTrainer(
-        tiny_model(),
-        PackedSFTConfig(str(tmp_path), curriculum="-length", **options),
-        train_dataset=Dataset.from_list([{"input_ids": [7] * n} for n in DOCUMENTS]),
-        processing_class=tiny_tokenizer(),
-    )
+    rows = [{"input_ids": [7] * n} for n in DOCUMENTS]
+    options = {"max_length": 32, "isolation_check": "off"}
+    trainer = make_trainer(tmp_path, rows, curriculum="-length", **options)
     batches = list(trainer.get_train_dataloader().batch_sampler)
     longest = [max(DOCUMENTS[i] for i in batch) for batch in batches]
     assert longest[0] == max(DOCUMENTS)
@@ -171,8 +139,6 @@ def test_a_minus_begins_with_the_largest(tmp_path):
 
 
 # --- runs -----------------------------------------------------------------------------------------
-
-SETTINGS = {"use_cpu": True, "bf16": False}
 
 
 def test_a_stream_has_no_curriculum(tmp_path):

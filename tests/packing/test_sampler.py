@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from datasets import Dataset
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from harness import make_trainer
+from helpers.tiny import documents_of_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing import PackedBatchSampler, PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedBatchSampler
 from trl_packing.packing.bins import STRATEGIES
 
 CAPACITY = 32
@@ -112,42 +112,31 @@ def test_wrapped_pieces_fill_the_rows_that_they_were_cut_for():
 
 def test_the_trainer_packs_wrapped_pieces_into_full_rows(tmp_path):
     """675 tokens are 22 rows of 32, less pieces of one token: a cut leaves them no target."""
-    config = PackedSFTConfig(
-        str(tmp_path), packing_strategy="wrapped", max_length=32, use_cpu=True, bf16=False
-    )
     rows = documents_of_lengths([3 + (i * 11) % 29 for i in range(41)])
-    trainer = PackedSFTTrainer(
-        tiny_model(),
-        config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = make_trainer(tmp_path, rows, packing_strategy="wrapped", max_length=32)
     assert trainer.packing_report.tokens > 660
     assert trainer.packing_report.bins == 22
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=lengths_of_documents,
-    bins_per_batch=st.integers(1, 3),
     epoch=st.integers(0, 2),
-    strategy=layouts["strategy"],
+    options=st.one_of(
+        st.fixed_dictionaries(
+            {
+                "capacity": st.just(CAPACITY),
+                "bins_per_batch": st.integers(1, 3),
+                "strategy": layouts["strategy"],
+            }
+        ),
+        st.fixed_dictionaries({"documents_per_step": st.integers(4, 20)}),
+    ),
 )
-def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, bins_per_batch, epoch, strategy):
+def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
     one, two, four = (
-        steps(
-            all_ranks(
-                lengths,
-                num_ranks,
-                epoch,
-                capacity=CAPACITY,
-                bins_per_batch=bins_per_batch,
-                accumulation=4 // num_ranks,
-                strategy=strategy,
-            ),
-            4 // num_ranks,
-        )
-        for num_ranks in (1, 2, 4)
+        steps(all_ranks(lengths, n, epoch, accumulation=4 // n, **options), 4 // n)
+        for n in (1, 2, 4)
     )
     assert one == two == four
 
@@ -204,25 +193,6 @@ def test_steps_hold_exactly_the_documents_asked_for(
     *full, last = [len(step) for step in steps(ranks, accumulation)]
     assert full == [documents_per_step] * (len(full))
     assert 1 <= last <= documents_per_step
-
-
-@settings(max_examples=40, deadline=None)
-@given(lengths=lengths_of_documents, epoch=st.integers(0, 2), per_step=st.integers(4, 20))
-def test_steps_of_documents_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, per_step):
-    one, two, four = (
-        steps(
-            all_ranks(
-                lengths,
-                num_ranks,
-                epoch,
-                documents_per_step=per_step,
-                accumulation=4 // num_ranks,
-            ),
-            4 // num_ranks,
-        )
-        for num_ranks in (1, 2, 4)
-    )
-    assert one == two == four
 
 
 def test_a_step_of_documents_is_cut_into_micro_batches_of_equal_cost():
