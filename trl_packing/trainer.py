@@ -187,7 +187,7 @@ class PackedSFTTrainer(SFTTrainer):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
         self._trl_path = reason
         self._options = options = PackingOptions.of(args)
-        check_loss_options(options, compute_loss_func, reason)
+        check_loss_options(options, compute_loss_func)
         self._step_loss = StepLoss(self)
         self._meter = ThroughputMeter(self, self._step_loss.trained)
         self._sampling = Sampling(args, image_loads=self._images.loads)

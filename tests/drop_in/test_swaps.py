@@ -233,7 +233,8 @@ CONVERSATIONS_AS_MESSAGES = Dataset.from_list(
 @pytest.mark.parametrize("max_length", [128, 30])
 @pytest.mark.parametrize("form", TEXT_FORMS)
 def test_documents_are_the_rows_that_trl_prepares(tmp_path, form, max_length):
-    # On purpose different: TRL leaves "human" and "gpt" as they are, which few templates know.
+    if form == "conversations" and PackedSFTTrainer is SFTTrainer:
+        pytest.skip("TRL leaves human and gpt as they are, which few templates know")
     same = CONVERSATIONS_AS_MESSAGES if form == "conversations" else form
     options = {"processing_class": tokenizer_for(form), "max_length": max_length}
     theirs = documents(trainer_for(tmp_path, same, cls=SFTTrainer, **options).train_dataset)

@@ -1,5 +1,6 @@
 """A resumed run continues with exactly the batches that the uninterrupted run would have used."""
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.training import sampling
+from trl_packing.training.epoch_record import FILE
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3
@@ -109,7 +111,10 @@ def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
         again = vars(scenario) | {"resume": checkpoint}
         resumed[f"resumed {mode}"] = Scenario(**again)
         if not MODES[mode].get("stream"):  # the control: without the mend of `set_epoch`
-            resumed[f"forgetful {mode}"] = Scenario(**(again | {"forgets_epoch_on_resume": True}))
+            copied = shutil.copytree(checkpoint, base / "forgetful" / mode / Path(checkpoint).name)
+            (copied / FILE).unlink()
+            changes = {"resume": str(copied), "forgets_epoch_on_resume": True}
+            resumed[f"forgetful {mode}"] = Scenario(**again | changes)
     return results | run_on_ranks(resumed, base / "resumed")
 
 

@@ -14,6 +14,7 @@ first was, and another collator is refused.
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -37,21 +38,8 @@ from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 logger = get_logger(__name__)
 
-# Settings of ours that TRL's path would silently ignore.
-_PREPARATION_OPTIONS = (
-    "append_eos",
-    "curriculum",
-    "documents_per_step",
-    "max_patches",
-    "mixture",
-    "mixture_temperature",
-    "overflow",
-    "prefix_sharing",
-    "prompt_template",
-    "response_template",
-    "static_shapes",
-    "train_on",
-)
+# Settings that do something on TRL's path too, or nothing without another one.
+_ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
 
 
 # --- TRL's path -----------------------------------------------------------------------------------
@@ -104,13 +92,13 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         ValueError: a setting or weights would be ignored there.
     """
     check_is_one_set(train, reason)
-    options, default = PackingOptions.of(args), PackingOptions()
-    for name in _PREPARATION_OPTIONS:
-        value = getattr(options, name)
-        if value != getattr(default, name):
+    options = PackingOptions.of(args)
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if value != option.default and option.name not in _ON_ANY_PATH:
             raise ValueError(
-                f"{name}={value!r}, but {reason}, which takes TRL's path, where it does nothing; "
-                f"leave {name} out"
+                f"{option.name}={value!r}, but {reason}, which takes TRL's path, where it does "
+                f"nothing; leave {option.name} out"
             )
     if collator is None:
         sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
@@ -188,29 +176,15 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
                 )
 
 
-def check_loss_options(
-    options: PackingOptions, compute_loss_func: Any, trl_path: str | None = None
-) -> None:
-    """Raise ValueError for `loss_weighting` and `source_column` where tokens cannot be told apart.
-
-    Args:
-        options: the settings of packing.
-        compute_loss_func: a user's loss, which may be None.
-        trl_path: why the run takes TRL's path; None if it is ours.
-    """
-    reason = f"{trl_path}, which takes TRL's path;" if trl_path else None
-    if compute_loss_func is not None:
-        reason = "compute_loss_func computes the loss; leave that out, or"
-    if reason and options.loss_weighting != "token":
-        raise ValueError(
-            f"loss_weighting={options.loss_weighting!r} cannot weigh tokens where {reason} leave "
-            "loss_weighting='token'"
-        )
-    if reason and options.source_column is not None:
-        raise ValueError(
-            f"source_column={options.source_column!r} cannot tell losses apart where {reason} "
-            "leave source_column out"
-        )
+def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
+    """Raise ValueError for settings that need the losses of tokens, beside a user's loss."""
+    for name in ("loss_weighting", "source_column"):
+        value = getattr(options, name)
+        if compute_loss_func is not None and value != getattr(PackingOptions, name):
+            raise ValueError(
+                f"{name}={value!r} cannot tell tokens apart where compute_loss_func computes the "
+                f"loss; leave that out, or leave {name} out"
+            )
 
 
 def check_ranks_and_padding(
