@@ -339,7 +339,10 @@ class _Counted(NamedTuple):
 
 
 def fit(
-    documents: ArrowDocuments, overflow: Overflow, stop_ids: Iterable[int] = ()
+    documents: ArrowDocuments,
+    overflow: Overflow,
+    stop_ids: Iterable[int] = (),
+    before: _Counted | None = None,
 ) -> tuple[Pieces, PreparationCounts]:
     """Return the pieces that are trained, and what came in, what came out, and the losses between.
 
@@ -347,12 +350,12 @@ def fit(
         documents: of any length.
         overflow: the policy.
         stop_ids: trained tokens with these ids are counted as stop tokens.
+        before: what `count_whole` has returned, if several policies are compared.
     """
-    lengths, stops = documents.lengths(), np.array(sorted(stop_ids), np.int64)
-    whole, pieces = Pieces.of(np.zeros_like(lengths), lengths), pieces_of(documents, overflow)
-    before = cut = _count(documents, whole, stops)
-    if not all(map(np.array_equal, pieces, whole)):
-        cut = _count(documents, pieces, stops)
+    pieces = pieces_of(documents, overflow)
+    before = cut = before or count_whole(documents, stop_ids)
+    if not all(map(np.array_equal, pieces, _whole(documents))):
+        cut = _count(documents, pieces, stop_ids)
     kept = cut.trained > 0
     if overflow.drops_as_padded:
         kept = cut.tokens > 0 if overflow.capacity is None else cut.labelled > 0
@@ -364,8 +367,19 @@ def fit(
     return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), affected)
 
 
-def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _Counted:
+def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> _Counted:
+    """Count the tokens of every document."""
+    return _count(documents, _whole(documents), stop_ids)
+
+
+def _whole(documents: ArrowDocuments) -> Pieces:
+    lengths = documents.lengths()
+    return Pieces.of(np.zeros_like(lengths), lengths)
+
+
+def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -> _Counted:
     """Count the tokens of every piece, one chunk of the Arrow table at a time."""
+    stops = np.array(sorted(stop_ids), np.int64)
     labels = documents.readers["labels"]
     stored = documents.stored_rows(pieces.rows)
     order = np.argsort(stored, kind="stable")
@@ -382,7 +396,7 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: np.ndarray) -> _
         # A search costs less than a running sum over all tokens.
         trained, stopping = (
             np.flatnonzero(values != IGNORE_INDEX),
-            np.flatnonzero(np.isin(values, stop_ids)),
+            np.flatnonzero(np.isin(values, stops)),
         )
         ways = ((trained, begin), (stopping, begin), (trained, start))
         for result, (places, since) in zip(counted, ways, strict=True):
@@ -397,11 +411,13 @@ def _overflow_stage(
     why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
     if overflow.policy == "wrapped":
         why = f"cut where rows of max_length={overflow.capacity} end"
-    dropped = number - len(np.unique(pieces.rows))
+    has_piece, is_changed = np.zeros(number, bool), np.ones(number, bool)
+    has_piece[pieces.rows], is_changed[pieces.rows[intact]] = True, False
+    dropped = number - int(has_piece.sum())
     if dropped and overflow.policy != "drop":
         why += f" ({quantity(dropped, 'document')} with images dropped)"
     # Conversations and answers have untrained tokens, or stop tokens between their turns.
-    changed = np.setdiff1d(np.arange(number), pieces.rows[intact])
+    changed = np.flatnonzero(is_changed)
     is_text = (before.trained[changed] >= before.tokens[changed] - 1) & (before.stops[changed] < 2)
     suggests_split = not overflow.makes_pieces and overflow.running_text and bool(is_text.all())
     stops_left = np.bincount(pieces.rows, cut.stops, minlength=number)

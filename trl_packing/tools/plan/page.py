@@ -482,10 +482,14 @@ def _examples(plan: RunPlan) -> Iterator[str]:
     # The longest and the shortest document that is too long, and one between.
     documents, overflow = token_documents(plan.whole.documents), plan.whole.overflow
     lengths, pieces = documents.lengths(), pieces_of(documents, overflow)
-    intact = pieces.rows[pieces.sizes == lengths[pieces.rows]]
-    cut, trained = np.setdiff1d(np.arange(len(lengths)), intact), fit(documents, overflow)[0]
+    is_cut = np.ones(len(lengths), bool)
+    is_cut[pieces.rows[pieces.sizes == lengths[pieces.rows]]] = False
+    cut = np.flatnonzero(is_cut)
+    if not len(cut):
+        return
+    trained, _ = fit(documents, overflow)
     order = cut[np.argsort(-lengths[cut], kind="stable")]
-    for row in order[sorted({0, len(order) // 2, len(order) - 1})] if len(order) else ():
+    for row in order[sorted({0, len(order) // 2, len(order) - 1})]:
         document, mine = documents[int(row)], trained.where(trained.rows == row)
         kinds = np.full(lengths[row], _LOST)
         for start, stop in zip(mine.starts, mine.stops, strict=True):

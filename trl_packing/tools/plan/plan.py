@@ -22,7 +22,7 @@ import numpy as np
 from datasets import Dataset
 
 from trl_packing.data.counts import PreparationCounts, quantity
-from trl_packing.data.fitting import fit
+from trl_packing.data.fitting import count_whole, fit
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, fit_documents, shuffle
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
@@ -305,11 +305,13 @@ def other_max_lengths(
     longest = int(documents.lengths().max(initial=0))
     policies = {limit: replace(whole.overflow, capacity=limit) for limit in max_lengths}
     by_length = column_of(sampling.options.curriculum or "") == LENGTH
+    stop_ids = rules.eos.stop_ids
+    before = count_whole(documents, stop_ids)
     for limit, policy in policies.items():
         if limit is not None and policy.policy == "error" and longest > limit:
             yield Variant(refused=f"a document has {longest:,} tokens", max_length=limit)
             continue
-        pieces, counts = fit(documents, policy, rules.eos.stop_ids)
+        pieces, counts = fit(documents, policy, stop_ids, before)
         if not counts.after.trained:
             reason = "no trained token is left"
             yield Variant(refused=reason, max_length=limit, counts=counts)
