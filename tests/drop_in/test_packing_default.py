@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from datasets import Dataset
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer, tiny_vlm
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import HfArgumentParser
 from trl import TrlParser
 
@@ -75,20 +75,3 @@ def test_without_max_length_documents_are_trained_as_without_packing(tmp_path, w
     assert trainer.packing_report.bins is None
     assert trainer.packing_report.documents_per_step == 4
     trainer.train()
-
-
-def test_a_data_set_with_images_needs_no_max_length(tmp_path):
-    pytest.importorskip("PIL")
-    model, processor = tiny_vlm()
-    args = config(
-        output_dir=str(tmp_path),
-        max_length=None,
-        max_steps=1,
-        per_device_train_batch_size=2,
-        save_strategy="no",
-    )
-    trainer = trainer_of(
-        args, model=model, processing_class=processor, train_dataset=tiny_dataset("images")
-    )
-    trainer.train()
-    assert trainer.state.global_step == 1

@@ -111,10 +111,6 @@ def copied(model):
     return copy.deepcopy(model)
 
 
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
 def enabled(model, folder):
     enable_packing(model)
     return model
@@ -158,18 +154,3 @@ def test_a_copy_computes_with_its_own_weights(make, wrap, tmp_path):
         )
     # The control: the model that was copied says something else.
     assert float((alone(model, DOCUMENTS) - expected).abs().max()) > 0.01
-
-
-@torch.no_grad()
-def test_a_model_from_a_pickle_is_an_ordinary_one(tmp_path):
-    model = of_trainer(tiny_model("llama"), tmp_path).eval()
-    loaded = pickled(model)
-    for parameter in loaded.parameters():
-        parameter.mul_(1.1)
-    reference = tiny_model("llama").eval()
-    for parameter in reference.parameters():
-        parameter.mul_(1.1)
-    torch.testing.assert_close(
-        alone(loaded, DOCUMENTS), alone(reference, DOCUMENTS), rtol=1e-4, atol=1e-4
-    )
-    assert "forward" not in vars(loaded) or loaded.forward.__func__ is type(loaded).forward

@@ -70,7 +70,6 @@ RUNS = {
     "documents weighted": {"loss_weighting": "document"},
     "processes": {"dataset_num_proc": 2, "dataloader_num_workers": 1},
     "a stream": {"stream": True},
-    "a stream with a worker": {"stream": True, "dataloader_num_workers": 1},
 }
 
 
@@ -166,17 +165,6 @@ def test_two_ranks_train_the_pieces_that_one_trains(tmp_path):
             assert documents == expected
         assert documents <= expected
         assert len(found["losses"]) > 7
-
-
-@pytest.mark.parametrize("kind", ["packed", pytest.param("a stream", marks=pytest.mark.slow)])
-def test_a_resumed_run_goes_on_with_the_same_pieces(kind, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
-    whole = trained(run_of(tmp_path, kind, **settings))
-    run = run_of(tmp_path, kind, **settings)
-    run.resume = 4
-    rest = trained(run)
-    assert rest["losses"] == whole["losses"]
-    assert rest["documents"] == {n: d for n, d in whole["documents"].items() if n >= 4}
 
 
 # --- real data ------------------------------------------------------------------------------------
