@@ -145,7 +145,8 @@ TRLS = {
 @pytest.mark.parametrize("reason", TRLS)
 def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tmp_path):
     changes = {name: make() for name, make in TRLS[reason].items()}
-    trainer = trainer_of(model, processor, tmp_path, **{"packing": False} | changes)
+    options = {"packing": PackedSFTConfig.packing} | changes
+    trainer = trainer_of(model, processor, tmp_path, **options)
     assert reason in trainer._trl_path
     assert isinstance(trainer.data_collator, DataCollatorForVisionLanguageModeling)
 
