@@ -31,7 +31,10 @@ TESTS = {
         *("tests/attention/test_document_sdpa.py", "tests/documents/test_boundaries.py"),
         *("tests/attention/test_prefix_keys.py", "tests/attention/test_padded_rows.py", *ORACLE),
     ],
-    "boundaries": ["tests/packing/test_prefix_tree.py", "tests/packing/test_collator.py", *ORACLE],
+    "boundaries": [
+        *("tests/packing/test_prefix_tree.py", "tests/packing/test_collator.py"),
+        *("tests/packing/test_prefix_index.py", *ORACLE),
+    ],
     "positions": ["tests/documents/test_boundaries.py", *ORACLE],
     "weights": [
         *(*ORACLE, "tests/documents/test_weights.py", "tests/loss/test_step_loss.py"),

@@ -7,7 +7,7 @@
     loss_weights         0   1  .5   0   1        (1, T) float32, 0 on what is not trained; only if
                                                   documents have weights, or loss_weighting is set
     source_ids           0   0   0   3   3        (1, T) int64, −1 on padding; only if each document
-                                                  has `source_ids` (loss/sources.py)
+                                                  has `source_ids` (loss/sums.py)
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
     key_index, target_counts                      of a row with shared prefixes (prefix_tree.py)
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
