@@ -11,8 +11,8 @@ No model is needed, so `trl-packing plan` draws the micro-batches of a run that 
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.training.mixture import Mixture, mixture_of
+
+_MOST_INDEXES = 8  # data sets whose common prefixes are kept
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
 _ARGS_OF_PLAN = (
@@ -71,9 +73,7 @@ class Sampling:
     draws_groups: Callable[[bool], bool] = lambda training: False
     image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
     mixture: Mixture | None = None
-
-    def __post_init__(self) -> None:
-        self._index = lru_cache(maxsize=8)(_prefix_index)
+    _indexes: dict[int, tuple[Dataset, PrefixIndex]] = field(default_factory=dict)
 
     def follow(self, trainer: SFTTrainer) -> None:
         """Take the settings, ranks and sizes that `trainer` has now."""
@@ -246,7 +246,13 @@ class Sampling:
 
     def prefix_index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the common prefixes of a data set, found once; errors as `groups`."""
-        return self._index(documents.dataset)
+        dataset = documents.dataset
+        if id(dataset) not in self._indexes:
+            if len(self._indexes) == _MOST_INDEXES:
+                self._indexes.clear()
+            # The data set is held beside its index, because the key is its `id`.
+            self._indexes[id(dataset)] = dataset, _prefix_index(dataset)
+        return self._indexes[id(dataset)][1]
 
     def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
         """Return the loads of the images of a data set, with the limit of bins."""
