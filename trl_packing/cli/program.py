@@ -38,6 +38,7 @@ _OTHER = """compare tokens and labels of all rows with those of another preparat
 template, or a .yaml file"""
 _RUNS = """at least two: output_dir of a run, one of its checkpoints, its run.json, or the
 trainer_state.json of any Trainer"""
+_RANKS = "data-parallel processes (default: 1)"
 _COLORS = "auto: in a terminal, unless NO_COLOR is set; FORCE_COLOR: anywhere"
 
 # The options of each command.
@@ -51,7 +52,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--stream_rows": _STREAM_ROWS,
     },
     "plan": {
-        "--ranks": {"type": int, "default": 1, "metavar": "N", "help": "processes (default: 1)"},
+        "--ranks": {"type": int, "default": 1, "metavar": "N", "help": _RANKS},
         "--html": {"metavar": "FILE", "help": "write the plan as a page"},
         "--stream_rows": _STREAM_ROWS,
     },
@@ -92,7 +93,7 @@ RUN = (
     (("--trust_remote_code",), "[BOOL]", "run code that comes with the model"),
 )
 
-_USAGE = "trl-packing {} [SCRIPT] [--config FILE] [--OPTION VALUE ...]"
+_USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
             output.add_argument(option, **given)
         command.epilog = epilog
         if name not in _WITHOUT_RUN:
-            command.usage = _USAGE.format(name)
+            command.usage = _USAGE.format(name, " [DATA] OUT" * (name == "prepare"))
             command.epilog = f"{of_run}\n{epilog}"
         command.set_defaults(run=run)
     return parser
