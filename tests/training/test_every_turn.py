@@ -5,6 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
+from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing.tools.preview.preview import preview_losses, preview_rows
@@ -197,3 +198,36 @@ def test_inspect_shows_each_turn_of_a_row():
     ]
     assert shown.texts[0].endswith("<think>⟦Hm 2. Hm 2. Hm 2. </think>So. <|im_end|>⟧")
     assert "3 conversations → 6 documents, one for each turn" in preview_losses(run)
+
+
+TWO_TURNS = [row for row in conversations(36) if len(row["messages"]) == 4]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
+    data = {"turns": TWO_TURNS, "documents": by_hand(TWO_TURNS, thinking_tokenizer())}
+    kinds = {
+        "packed": {"packing": True, "per_device_train_batch_size": 1},
+        "documents_per_step": {"documents_per_step": 6},
+        "stream": {"packing": True, "per_device_train_batch_size": 1, "max_steps": 3},
+    }
+
+    def run(name, of, accumulation=1):
+        steps = {"max_length": 256, "gradient_accumulation_steps": accumulation}
+        return Run(
+            str(tmp_path / name / of),
+            "PackedSFTTrainer",
+            data[of],
+            settings=kinds[name] | steps | ({"train_on": "every_turn"} if of == "turns" else {}),
+            shards=2 if name == "stream" else None,
+            chat_template=THINKS,
+        )
+
+    runs = {f"{name} {of}": run(name, of) for name in kinds for of in data}
+    of_ranks = {name: joined(found) for name, found in on_ranks(runs, tmp_path / "ranks").items()}
+    for name in kinds:
+        turns, documents = of_ranks[f"{name} turns"], of_ranks[f"{name} documents"]
+        assert turns == documents
+        assert len(turns["losses"]) > 2
+        if name != "stream":  # one rank reads its shards in another order
+            assert_same_steps(trained(run(name, "turns", accumulation=2)), turns)

@@ -7,9 +7,11 @@ so all steps of an interval have the parameters of the reference.
 import itertools
 
 import pytest
+import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
+from harness import run as run_once
 from helpers.by_hand import LOSSES, TOLERANCE, by_hand, trainer_for, weighted
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
@@ -97,6 +99,14 @@ def test_an_interval_is_a_mean_over_all_its_tokens(tmp_path):
     logs = [entry for entry in trainer.state.log_history if "num_tokens_web" in entry]
     assert len(logs) == 1
     assert_reports(logs[0], by_source(model, documents))
+
+
+def test_losses_and_gradients_keep_every_bit(tmp_path):
+    model, documents = tiny_model("llama"), with_sources(tiny_documents())
+    apart = run_once(model, documents, tmp_path, source_column="source", max_length=80)
+    plain = run_once(model, documents, tmp_path, max_length=80)
+    assert apart[0] == plain[0]
+    assert all(torch.equal(gradient, plain[1][name]) for name, gradient in apart[1].items())
 
 
 @pytest.mark.parametrize("mode", ["bin", pytest.param("group", marks=pytest.mark.slow)])

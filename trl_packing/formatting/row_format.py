@@ -294,6 +294,7 @@ class RowFormat:
             ValueError: for templates that are empty or cannot be read.
         """
         options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
+        chat.check_numbers()
         answers = prompt_template = None
         if options.response_template is not None:
             answers = ResponseTemplate.from_settings(
