@@ -118,8 +118,7 @@ def join_streams(
         if "features can't be aligned" not in str(error):  # datasets 5.2
             raise
         raise ValueError(
-            f"a column has one type in one stream and another in the next: {error}; give it one "
-            "type in all streams"
+            f"a column of the streams has several types: {error}; give it one type in all streams"
         ) from error
 
 
