@@ -322,27 +322,28 @@ class DataCollatorWithFlattening(PackedCollator):
         ValueError: an argument has another value than the one it must have.
     """
 
-    def __init__(self, **arguments: Any):
-        for name, value in arguments.items():
-            if name not in _FLATTENING:
-                raise TypeError(f"DataCollatorWithFlattening has no argument {name!r}")
-            if _FLATTENING[name] is not None and value != _FLATTENING[name]:
+    def __init__(
+        self,
+        *,
+        return_position_ids: bool = True,
+        separator_id: int = IGNORE_INDEX,
+        return_flash_attn_kwargs: bool = True,
+        return_seq_idx: bool = True,
+        position_ids_start: int = 0,
+        return_tensors: str = "pt",
+    ):
+        for name, value, needed in (
+            ("return_position_ids", return_position_ids, True),
+            ("separator_id", separator_id, IGNORE_INDEX),
+            ("position_ids_start", position_ids_start, 0),
+            ("return_tensors", return_tensors, "pt"),
+        ):
+            if value != needed:
                 raise ValueError(
-                    f"{name}={value!r} is not possible here, only {_FLATTENING[name]!r}; leave it "
-                    "out, or take transformers' DataCollatorWithFlattening"
+                    f"{name}={value!r} is not possible here, only {needed!r}; leave it out, or "
+                    "take transformers' DataCollatorWithFlattening"
                 )
         super().__init__()
-
-
-#: Arguments of transformers' class, and the only value that each may have; None for any.
-_FLATTENING = {
-    "return_position_ids": True,
-    "separator_id": IGNORE_INDEX,
-    "return_flash_attn_kwargs": None,
-    "return_seq_idx": None,
-    "position_ids_start": 0,
-    "return_tensors": "pt",
-}
 
 
 def _token_ids(values: Any) -> np.ndarray:
