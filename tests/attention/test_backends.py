@@ -29,14 +29,6 @@ def gptj():
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", PACKED_MODELS)
-def test_every_supported_model_gets_documents_over_what_it_was_loaded_with(name):
-    for fallback in fallbacks(name):
-        model = tiny_model(name, attn_implementation=fallback)
-        suffix = "_over_eager" if fallback == "eager" else ""
-        for _ in range(2):  # and again when it is already installed
-            assert resolve_attention(model).implementation == f"packed_documents{suffix}"
-            install_attention(model, resolve_attention(model))
 
 
 @pytest.mark.parametrize("model", [OutsideTransformers, gptj])
@@ -61,11 +53,6 @@ def test_chunked_attention_stays_in_the_mask():
     assert (choice.backend, choice.reason) == ("model", "attention_chunk_size=16 lives in the mask")
 
 
-def test_an_implementation_that_the_user_chose_is_kept():
-    model = tiny_model("llama")
-    model.config._attn_implementation = "flex_attention"
-    choice = resolve_attention(model)
-    assert choice == AttentionChoice("model", None, "the model was loaded with 'flex_attention'")
 
 
 def test_named_attention_is_taken_or_refused():
@@ -206,11 +193,3 @@ def test_after_a_kernel_the_model_gets_its_own_implementation_back(fallback, cud
     }
 
 
-def test_a_model_loaded_with_flash_attention_falls_back_to_our_kernels(cuda):
-    cuda(flash=ALL)
-    model = tiny_model("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    ways = with_fallbacks(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
-    own = ["model", "mask", "padded", "equal_lengths"]
-    assert [way.backend for way in ways] == ["flash_attention_2", "varlen", "documents", *own]
-    assert {way.native for way in ways} == {"flash_attention_2"}

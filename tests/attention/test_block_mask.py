@@ -76,13 +76,6 @@ def test_several_kinds_of_layers_get_a_mask_each():
     }
 
 
-@pytest.mark.parametrize("longest", [3, 4, 5, 8, 9])
-def test_a_chunk_ends_with_its_document(longest):
-    """A short last chunk, none at all, and a document that is one chunk."""
-    lengths = [longest, 2]
-    config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=CHUNK)
-    made = packed_mask(torch.tensor(lengths), config, torch.float32)
-    assert (made == 0)[0, 0].tolist() == expected(lengths, chunk=CHUNK)
 
 
 @pytest.mark.parametrize("windows_only", [False, True])

@@ -125,29 +125,6 @@ def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_reference_copy_of_the_model_keeps_documents_apart(tmp_path):
-    def call(trainer, model, inputs):
-        reference = copy.deepcopy(trainer.accelerator.unwrap_model(model))
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.mul_(1.1)
-            trainer.said = reference(input_ids=inputs["input_ids"]).logits
-        trainer.reference = reference
-        trainer.row = inputs
-        return model(input_ids=inputs["input_ids"]).logits
-
-    trainer, _ = trainer_with(call, tmp_path)
-    trainer.train()
-    plain = tiny_model("llama")
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.mul_(1.1)
-        ends = trainer.row["cu_seq_lens_q"].tolist()
-        alone = [
-            plain(input_ids=trainer.row["input_ids"][:, a:b].clone()).logits
-            for a, b in itertools.pairwise(ends)
-        ]
-    torch.testing.assert_close(trainer.said, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
 def alone(model, row):

@@ -80,18 +80,12 @@ def full(request):
     return request.param, built(request.param)
 
 
-@pytest.fixture(scope="module", params=vision_names())
-def full_vision(request):
-    return request.param, built(request.param)
 
 
 def test_a_full_size_model_answers(full, monkeypatch):
     ask(*full, monkeypatch)
 
 
-@pytest.mark.slow
-def test_a_full_size_vision_model_answers(full_vision, monkeypatch):
-    ask(*full_vision, monkeypatch)
 
 
 def ask(name, model, monkeypatch):
@@ -117,9 +111,6 @@ def ask(name, model, monkeypatch):
         assert (half.backend, lengths) == BY_HAND[name]
 
 
-def test_the_architectures_known_by_hand_are_built():
-    for name in BY_HAND.keys() & set(names()):
-        full_size_model(name)
 
 
 def test_operations_of_gemma_4_are_those_of_its_layers():
@@ -138,9 +129,6 @@ def test_a_tiny_model_has_the_structure_of_the_full_one(full):
     check_structure(*full)
 
 
-@pytest.mark.slow
-def test_a_tiny_vision_model_has_the_structure_of_the_full_one(full_vision):
-    check_structure(*full_vision)
 
 
 def check_structure(name, model):

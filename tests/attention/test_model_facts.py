@@ -36,15 +36,8 @@ def test_every_layer_says_its_own(gemma4):
     assert layer_config(gemma4, 5).head_dim == 512
 
 
-def test_layers_that_are_alike_say_it_once():
-    config = transformers.LlamaConfig()
-    assert layer_configs(config) == [config]
-    assert layer_values(config, "num_attention_heads") == [32]
-    assert layer_configs(None) == layer_values(None, "head_dim") == []
 
 
-def test_windows_of_all_layers_are_lengths_at_which_a_model_changes(gemma4):
-    assert length_constants(SimpleNamespace(config=gemma4)) == [16, 64]
 
 
 def test_one_mask_for_a_kind_of_layer_is_refused_where_its_windows_differ(gemma4):

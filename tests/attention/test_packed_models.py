@@ -36,13 +36,6 @@ def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
     assert num_graphs == settled <= 2, "the second batch made lengths dynamic; later ones reuse it"
 
 
-@pytest.mark.parametrize(("name", "fallback"), MODELS_AND_FALLBACKS)
-def test_a_packed_row_equals_its_documents_alone(name, fallback):
-    model = packed_model(name, fallback)
-    batch = packed_batch([3, 20, 1, 9, 12])
-    torch.testing.assert_close(
-        model(**batch).logits, alone(model, batch), rtol=0, atol=10 * TOLERANCE
-    )
 
 
 @pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])

@@ -168,55 +168,10 @@ def test_losses_are_weighted_by_their_trained_tokens():
     assert output.loss.item() == pytest.approx(sum(predicting) / len(predicting), rel=TWO_RUNS)
 
 
-@pytest.mark.parametrize("virtual", [0, 1, 3])
-def test_scores_of_a_head_that_shifts_come_back_in_the_order_of_the_packed_row(virtual):
-    """Per-token scores ``(rows, T - 1)``, zero where the label is masked; virtual tokens first."""
-
-    def scores(x, labels):
-        mask = nn.functional.pad(labels, (virtual, 0), value=-100)[:, 1:] != -100
-        targets = nn.functional.pad(x[..., 0], (virtual, 0))[:, 1:]
-        return CausalLMOutputWithPast(loss=x.sum() * 0, logits=targets * mask, attentions=mask)
-
-    batch = PackedCollator()(documents())
-    _, output = padded(scores, labels=True)
-    trained = batch["labels"][:, 1:] != -100
-    assert trained.any()
-    assert torch.equal(output.attentions[:, -trained.shape[1] :], trained)
-    expected = batch["input_ids"][:, 1:] * trained
-    assert torch.equal(output.logits[:, -trained.shape[1] :], expected.float())
 
 
 # --- what the forwards are given ----------------------------------------------------------------
 
 
-def test_a_model_that_requires_position_ids_gets_those_of_its_rows():
-    class NeedsPositions(Rows):
-        def forward(self, input_ids, position_ids, **kwargs):
-            return super().forward(input_ids, position_ids=position_ids, **kwargs)
-
-    model = NeedsPositions(lambda x, _: x)
-    pad_packed_calls(model)
-    model(**PackedCollator()(documents()))
-    assert model.calls[0]["position_ids"].tolist() == [[0, 1, 2, 3, 4]] * 2 + [[0, 1, 2, 3, 3]]
 
 
-def test_forwards_that_other_ranks_wait_for_change_nothing(monkeypatch):
-    """Sharded ranks make equally many forwards; the idle ones take part in the backward."""
-    monkeypatch.setattr(padded_rows, "all_reduce_max_if_sharded", lambda count, model: count + 2)
-    passed = []
-
-    def make(x, labels):
-        x.register_hook(lambda gradient: passed.append(gradient.abs().sum().item()))
-        return CausalLMOutputWithPast(loss=mean_of_trained(x, labels), logits=x)
-
-    model = Rows(make)
-    pad_packed_calls(model)
-    output = model(**PackedCollator()(documents((5, 2, 5, 4, 2))))
-    assert len(model.calls) == 4
-    assert all((call["labels"] == -100).all() for call in model.calls[2:])
-    expected = torch.arange(1.0, 19)[None, :, None] * torch.tensor([1.0, 10.0, 100.0])
-    torch.testing.assert_close(output.logits, expected, rtol=0, atol=0)
-    assert output.loss.isfinite()
-    output.logits.sum().backward()
-    assert sorted(passed)[:2] == [0, 0]
-    assert len(passed) == 4

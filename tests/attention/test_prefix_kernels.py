@@ -161,23 +161,6 @@ def test_models_on_flash_attention_share_prefixes(name, version, checkpointing, 
     assert {call["softcap"] for call in double.calls} == {softcap or 0.0}
 
 
-@pytest.mark.parametrize(
-    ("backward", "fault"),
-    [
-        ("", None),
-        ("raises", "its backward raises AssertionError"),
-        ("leaks", "gradients that reach into the documents before it"),
-        ("returns no numbers", "gradients that are not finite"),
-    ],
-)
-def test_a_backward_is_tried_on_a_row_with_shared_prefixes(backward, fault, monkeypatch):
-    model, _ = flash_model("llama", 2, monkeypatch, backward=backward)
-    take_prefix_keys(model, "flash_attention_2")
-    batch, _ = shared_row()
-    with try_backward(model, training=True) as faults, torch.no_grad():
-        model(**batch)
-    assert len(faults) == (fault is not None)
-    assert all(fault in found for found in faults)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -209,18 +192,6 @@ def test_a_mask_beside_shared_prefixes_is_refused():
 # --- once a row -----------------------------------------------------------------------------------
 
 
-def test_prefixes_are_cut_once_a_row():
-    def cuts():
-        return tiles._prefix_tiles.cache_info().misses - before
-
-    before = tiles._prefix_tiles.cache_info().misses
-    model = tiny_model("gemma3_text").train()  # a layer with a window, and one without
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
-    batch, _ = shared_row()
-    for _ in range(2):
-        model(**batch).logits.square().mean().backward()
-    assert cuts() == 2
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -269,22 +240,3 @@ def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(tmp_path, monkeyp
     assert "reach into the documents before it" in trainer._isolation.sharing.reason
 
 
-@pytest.mark.slow
-def test_a_compiled_model_is_one_graph_for_any_tree():
-    model = tiny_model("llama").train()
-    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
-    counter = CompileCounter()
-    compiled = torch.compile(model, backend=counter)
-    rng = np.random.default_rng(0)
-    with torch.no_grad():
-        for branches, shared in ((3, 20), (5, 30), (9, 25)):
-            prompt = rng.integers(6, 300, shared)
-            rows = [np.concatenate([prompt, rng.integers(6, 300, 4 + n)]) for n in range(branches)]
-            batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in rows])
-            for name in ("labels", "loss_weights", "target_counts"):
-                del batch[name]
-            assert "key_index" in batch
-            expected = model(**batch).logits
-            torch.testing.assert_close(compiled(**batch).logits, expected, rtol=0, atol=TOLERANCE)
-    # One for the first row, and one for any number of tokens, segments and keys.
-    assert counter.frame_count == 2

@@ -105,12 +105,6 @@ def test_compiled_once_for_any_tree():
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 2.0)])
-def test_the_op_keeps_the_contract_of_custom_ops(window, softcap):
-    tree = Tree([3, 2, 2, 4], [-1, 0, 0, -1])
-    numbers = [0.4, float(window), softcap, 0.0]
-    arguments = (*tensors_of(11), tree.cu_seqlens, *tree.keys[:2], None, None, numbers)
-    torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)
 
 
 def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):

@@ -127,21 +127,8 @@ def test_tokens_that_are_not_in_memory_are_refused_too(call, tmp_path):
         step_of(call, tmp_path)
 
 
-def test_a_copy_of_an_enabled_model_refuses_them_too(tmp_path):
-    def of_a_copy(model, inputs):
-        return backbone(deepcopy(model), inputs)
-
-    with pytest.raises(ValueError, match="other_rows"):
-        step_of(of_a_copy, tmp_path)
 
 
-@pytest.mark.parametrize("collator", [None, TheirFlattening()])
-def test_rows_of_one_document_are_rows_too(collator, tmp_path):
-    """Their mask of ones, or their positions, must not be mistaken for those of any batch."""
-    options = {"collator": collator, "rows": DOCUMENTS[:4]} if collator else {}
-    options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    found, expected = step_of(whole, tmp_path, **options)
-    assert_same_step(found, expected)
 
 
 def prompt(length=23):

@@ -205,9 +205,3 @@ def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
         assert rank["error"].startswith("1 documents cannot keep 2 ranks busy")
 
 
-@pytest.mark.slow
-def test_an_evaluation_before_training_is_refused_on_every_rank(engine, two_ranks):
-    """By accelerate, by transformers, and by us where training would have failed."""
-    says = {"fsdp2": "a model and optimizer", "zero2": "ZeRO inference", "zero3": "eval_on_start"}
-    for rank in two_ranks["evaluated"]:
-        assert says[engine] in rank["error"]

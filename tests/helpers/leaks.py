@@ -58,28 +58,21 @@ def with_fused_head(model):
 
 def longrope(threshold=64):
     """Phi-3, which takes other frequencies once any position of the batch passes the threshold."""
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "phi3",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            initializer_range=0.2,
-            pad_token_id=0,
-            max_position_embeddings=512,
-            original_max_position_embeddings=threshold,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 4,
-                "long_factor": [4.0] * 4,
-                "original_max_position_embeddings": threshold,
-            },
-        )
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [4.0] * 4, "original_max_position_embeddings": threshold}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    config = AutoConfig.for_model(
+        "phi3",
+        **sizes,
+        **heads,
+        vocab_size=VOCAB_SIZE,
+        pad_token_id=0,
+        max_position_embeddings=512,
+        original_max_position_embeddings=threshold,
+        rope_parameters=rope,
     )
+    model = AutoModelForCausalLM.from_config(config)
     install_attention(model, resolve_attention(model))
     return model.eval()
 

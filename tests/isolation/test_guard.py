@@ -11,38 +11,18 @@ import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
-from helpers.tiny import tiny_tokenizer
+from harness import make_trainer
+from helpers.leaks import OneDocument
 
 import trl_packing.isolation.guard
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer, enable_packing
-from trl_packing.data.limits import NO_LIMITS
 
 LEAKS = "documents LEAK into each other"
 
 
 def trainer_for(model, folder, *, documents=None, collator=None, **options):
-    settings = {
-        "output_dir": str(folder),
-        "max_length": 120,
-        "max_steps": 1,
-        "per_device_eval_batch_size": 2,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    rows = Dataset.from_list(tiny_documents() if documents is None else documents)
-    return PackedSFTTrainer(
-        model,
-        PackedSFTConfig(**settings | options),
-        data_collator=collator,
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tiny_tokenizer(),
-    )
+    rows = Dataset.from_list(documents or tiny_documents())
+    settings = {"max_length": 120, "max_steps": 1, "per_device_eval_batch_size": 2} | options
+    return make_trainer(folder, rows, model, evaluated=rows, collator=collator, **settings)
 
 
 def longrope():
@@ -53,17 +33,16 @@ def longrope():
 @pytest.fixture
 def out_of_memory(monkeypatch):
     """Return a function that makes the n-th isolation check from now on run out of memory."""
+    check, calls = trl_packing.isolation.guard.check_probes, []
 
-    def at(number, module=trl_packing.isolation.guard, name="check_probes"):
-        check, calls = getattr(module, name), []
-
+    def at(number):
         def fails_once(*arguments, **options):
             calls.append(None)
             if len(calls) == number:
                 raise torch.OutOfMemoryError("out of memory, a test says")
             return check(*arguments, **options)
 
-        monkeypatch.setattr(module, name, fails_once)
+        monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", fails_once)
         return calls
 
     return at
@@ -121,21 +100,8 @@ def test_a_check_that_passed_is_not_made_again(tmp_path, checked_modes):
     assert checked_modes == [True, False]
 
 
-class OneDocumentARow(PackedCollator):
-    """Tell the model that a row is one document."""
-
-    def __call__(self, documents):
-        batch = super().__call__(documents)
-        length = batch["input_ids"].shape[1]
-        whole = {f"cu_seq_lens_{of}": torch.tensor([0, length], dtype=torch.int32) for of in "qk"}
-        longest = {f"max_length_{of}": length for of in "qk"}
-        return batch | whole | longest | {"position_ids": torch.arange(length)[None]}
-
-
 def test_a_collator_of_a_user_is_checked(tmp_path):
-    run = trainer_for(
-        tiny_model("llama"), tmp_path, attention="documents", collator=OneDocumentARow()
-    )
+    run = trainer_for(tiny_model("llama"), tmp_path, attention="documents", collator=OneDocument())
     for _ in range(2):
         with pytest.raises(RuntimeError, match=LEAKS):
             run.train()
@@ -179,43 +145,8 @@ def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_o
 # --- what a refusal says --------------------------------------------------------------------------
 
 
-class Stumbling(PackedCollator):
-    """A collator of the user's own that cannot make a row."""
-
-    def __call__(self, documents):
-        raise ValueError("no field 'weights' in this document")
-
-
-def refused(run):
-    with pytest.raises(RuntimeError) as refusal:
-        run.train()
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize("attention", ["auto", "documents"])
-def test_a_collator_that_fails_is_blamed_for_it(attention, tmp_path):
-    run = trainer_for(tiny_model("llama"), tmp_path, attention=attention, collator=Stumbling())
-    said = refused(run)
-    expected = "the data collator makes no packed row: ValueError: no field 'weights'"
-    assert said.startswith(expected)
-
-
-@pytest.mark.parametrize("attention", ["auto", "padded"])
-def test_a_document_that_fails_alone_is_not_blamed_on_packing(attention, monkeypatch):
-    # Ids beyond the vocabulary are refused before, unless its size were unknown.
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.limits_of", lambda model: NO_LIMITS)
-    model = tiny_model("llama")
-    with pytest.raises(RuntimeError) as refusal:
-        enable_packing(model, [[10**6] * 30], attention=attention)
-    said = str(refusal.value)
-    expected = "LlamaForCausalLM cannot run a document even alone, unpacked: IndexError"
-    assert said.startswith(expected)
-    assert "attention=" not in said, "no attention is a way out"
-
-
 def test_max_length_is_a_way_out_where_the_rope_has_a_threshold(tmp_path):
-    run = trainer_for(
-        longrope(), tmp_path, documents=tiny_documents((5, 20, 70)), attention="documents"
-    )
-    expected = "keep documents on one side of the model's length threshold with max_length"
-    assert expected in refused(run)
+    documents = tiny_documents((5, 20, 70))
+    run = trainer_for(longrope(), tmp_path, documents=documents, attention="documents")
+    with pytest.raises(RuntimeError, match="one side of the model's length threshold"):
+        run.train()

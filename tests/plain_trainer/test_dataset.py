@@ -71,20 +71,8 @@ def test_padding_of_the_documents_is_left_out():
         assert [row["input_ids"].tolist() for row in rows] == expected
 
 
-def test_a_transform_makes_the_rows():
-    dataset = Dataset.from_list([{"text": "ab"}, {"text": "c"}])
-    dataset = dataset.with_transform(lambda b: {"input_ids": [list(t.encode()) for t in b["text"]]})
-    rows = PackedDataset(dataset, None, 8, shuffle_seed=None)[:]
-    assert [row["input_ids"].tolist() for row in rows] == [[97, 98, 99]]
-    assert rows[0]["labels"].tolist() == [-100, 98, -100]
 
 
-def test_stat_prints_both_counts_and_how_full_rows_are(capsys):
-    dataset = packed()
-    dataset.stat()
-    printed = capsys.readouterr().out
-    assert f"16 documents -> {len(dataset)} rows of 80" in printed
-    assert f"{sum(LENGTHS) / 16:.1f} -> {sum(LENGTHS) / len(dataset):.1f} tokens" in printed
 
 
 def test_what_cannot_be_packed_is_refused():
@@ -111,12 +99,6 @@ def test_with_a_multiple_of_rows_no_rank_trains_a_row_twice():
     assert tokens == sorted(t for document in DOCUMENTS for t in document["input_ids"])
 
 
-def test_rows_of_no_document_are_a_masked_token():
-    dataset = packed(DOCUMENTS[:1], rows_multiple_of=4)
-    assert len(dataset) == 4
-    assert [(len(row["input_ids"]), row["labels"].tolist()) for row in dataset[1:]] == [
-        (1, [-100])
-    ] * 3
 
 
 def batches_of(folder, dataset, repacks, resume=None, **options):

@@ -64,59 +64,10 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
     assert model(**flattened()).loss.item() > 2, "the control: enabled, the loss is ours"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "breaks_off_at"),
-    [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.bfloat16, 3)],
-)
-def test_a_check_that_breaks_off_leaves_no_backend_that_leaks(dtype, breaks_off_at, monkeypatch):
-    """bloom needs padded rows. In another precision, the search starts with faster backends."""
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.length_constants", lambda model: [40])
-    model, reference = architectures.tiny_model("bloom"), architectures.tiny_model("bloom")
-    assert enable_packing(model).backend == "padded"
-    check, calls = trl_packing.isolation.check.check_probes, []
-
-    def breaks_off(*arguments, **options):
-        calls.append(options["attention"])
-        if len(calls) == breaks_off_at:
-            raise torch.OutOfMemoryError("out of memory, a test says")
-        return check(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(trl_packing.isolation.guard, "check_probes", breaks_off)
-        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
-        with pytest.raises(torch.OutOfMemoryError), autocast:
-            model.train()(**PackedCollator()(tiny_documents((60, 9))))
-    row = PackedCollator()(tiny_documents((20, 9)))
-    logits = model(**row).logits
-    for ids, got in zip(row["input_ids"].split([20, 9], 1), logits.split([20, 9], 1), strict=True):
-        expected = reference(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
-def record_checks(monkeypatch):
-    """Return a list that gets the length of the longest document of each check from now on."""
-    check, longest = trl_packing.isolation.check.check_probes, []
-
-    def record(model, made, **options):
-        rows = [row.documents for probe in made for row in probe.packed]
-        longest.append(max(len(document["input_ids"]) for row in rows for document in row))
-        return check(model, made, **options)
-
-    monkeypatch.setattr(trl_packing.isolation.guard, "check_probes", record)
-    return longest
 
 
-def test_documents_beyond_a_constant_are_checked_in_a_mode_that_had_passed(monkeypatch):
-    monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
-    model = tiny_model("mistral", sliding_window=40)
-    enable_packing(model)
-    model.eval()(**flattened())
-    longest = record_checks(monkeypatch)
-    model.train()(**flattened([60, 9]))
-    model.eval()(**flattened([60, 9]))
-    model.train()(**flattened([60, 9]))
-    assert longest == [60, 60]
 
 
 def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():
