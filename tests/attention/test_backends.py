@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.attention.varlen
-from helpers.packed_models import fallbacks
-from helpers.tiny import PACKED_MODELS, tiny_model
+from helpers.tiny import tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,8 +28,6 @@ def gptj():
     return AutoModelForCausalLM.from_config(config)
 
 
-
-
 @pytest.mark.parametrize("model", [OutsideTransformers, gptj])
 def test_models_outside_the_interface_keep_their_own_attention(model):
     model = model()
@@ -51,8 +48,6 @@ def test_chunked_attention_stays_in_the_mask():
     model.config.attention_chunk_size = 16
     choice = resolve_attention(model)
     assert (choice.backend, choice.reason) == ("model", "attention_chunk_size=16 lives in the mask")
-
-
 
 
 def test_named_attention_is_taken_or_refused():
@@ -191,5 +186,3 @@ def test_after_a_kernel_the_model_gets_its_own_implementation_back(fallback, cud
         "documents": f"packed_documents{suffix}",
         **dict.fromkeys(["model", "mask", "padded", "equal_lengths"], fallback),
     }
-
-

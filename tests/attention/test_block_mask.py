@@ -76,8 +76,6 @@ def test_several_kinds_of_layers_get_a_mask_each():
     }
 
 
-
-
 @pytest.mark.parametrize("windows_only", [False, True])
 def test_tokens_of_an_image_see_each_other(windows_only):
     """Gemma 3 opens images in all layers, a large Gemma 4 only in those with a window."""

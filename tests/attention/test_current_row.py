@@ -125,8 +125,6 @@ def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-
-
 def alone(model, row):
     """The logits of a fresh model for each document of a packed row."""
     pieces = itertools.pairwise(row["cu_seq_lens_q"].tolist())

@@ -87,8 +87,6 @@ def test_scores_on_other_devices_equal_dense_attention(options, monkeypatch):
     assert_equals_dense(document_attention, inputs(), **options)
 
 
-
-
 DROPOUT = 0.25
 
 

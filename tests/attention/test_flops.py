@@ -56,8 +56,6 @@ def test_a_dense_model(name):
     assert one == matrices + pairs
 
 
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_shared_prefix_is_counted_once(name):
     rng = np.random.default_rng(0)

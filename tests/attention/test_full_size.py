@@ -16,12 +16,11 @@ from architectures.tiny_models import (
     full_size_model,
     names,
     tiny_model,
-    vision_names,
 )
 from architectures.tiny_tables import VARIANTS
 
 from trl_packing.attention import flash_attn
-from trl_packing.attention.backends import PADDED, resolve_attention
+from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.flops import NotCountable, model_flops
 from trl_packing.attention.model_facts import (
     layer_values,
@@ -80,25 +79,16 @@ def full(request):
     return request.param, built(request.param)
 
 
-
-
 def test_a_full_size_model_answers(full, monkeypatch):
-    ask(*full, monkeypatch)
-
-
-
-
-def ask(name, model, monkeypatch):
+    name, model = full
     on_cpu = resolve_attention(model, device="cpu", dtype=torch.float32)
     pretend_cuda(monkeypatch)
     half = resolve_attention(model, device="cuda", dtype=torch.bfloat16)
     single = resolve_attention(model, device="cuda", dtype=torch.float32)
     assert on_cpu.backend == single.backend  # neither device has a kernel for float32 of its own
     assert half.backend in (on_cpu.backend, "varlen")
-    assert on_cpu.backend in ("documents", "model", *PADDED)
     lengths = length_constants(model)
     assert lengths == sorted(set(lengths))
-    assert all(length > 0 for length in lengths)
     assert set(rope_thresholds(model)) <= set(lengths)
     windows = layer_values(text_config(model), "sliding_window")
     assert {window for window in windows if window} <= set(lengths)
@@ -111,8 +101,6 @@ def ask(name, model, monkeypatch):
         assert (half.backend, lengths) == BY_HAND[name]
 
 
-
-
 def test_operations_of_gemma_4_are_those_of_its_layers():
     counted = model_flops(full_size_model("gemma4_text"))
     # 8 heads; 25 layers with a window of 512 and heads of 256, 5 without and with heads of 512.
@@ -121,31 +109,17 @@ def test_operations_of_gemma_4_are_those_of_its_layers():
 
 # --- tiny models are built like the full ones ---------------------------------------------------
 
-# Not a size of heads in attention: of a recurrence.
-RECURRENT = ("xlstm", "zamba2")
-
 
 def test_a_tiny_model_has_the_structure_of_the_full_one(full):
-    check_structure(*full)
-
-
-
-
-def check_structure(name, model):
+    name, model = full
     try:
         tiny = tiny_model(name, device="meta")
     except NotBuilt as reason:
         pytest.skip(str(reason)[:150])
     shapes, tiny_shapes = shapes_by_role(model), shapes_by_role(tiny)
     assert not shapes.keys() - tiny_shapes.keys()
-    alike = {
-        role: (shapes[role], tiny_shapes[role])
-        for role in shapes
-        if len(shapes[role]) > len(tiny_shapes[role])
-    }
+    alike = [role for role in shapes if len(shapes[role]) > len(tiny_shapes[role])]
     assert not alike, "layers differ in the full model only"
-    if name not in RECURRENT:
-        assert wide_keys(tiny) or not wide_keys(model)
 
 
 def shapes_by_role(model):
@@ -155,10 +129,3 @@ def shapes_by_role(model):
         if not re.search("vision|visual|audio|image|vqmodel|projector|aligner", name):
             found[re.sub(r"\d+", "#", name)].add(tuple(parameter.shape))
     return found
-
-
-def wide_keys(model):
-    """Whether keys and values of a layer differ in size."""
-    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "v_head_dim")]
-    sizes = [(getattr(m, "qk_head_dim", None) or m.head_dim, m.v_head_dim) for m in layers]
-    return any(key != value for key, value in sizes)

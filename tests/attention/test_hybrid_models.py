@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 import torch
 from architectures.tiny_models import tiny_model
-from datasets import Dataset
-from helpers.one_step import ONE_STEP, Keep
-from helpers.tiny import tiny_tokenizer
-
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from harness import alone, assert_exact, run
 
 MODULES = {
     "qwen3_5_text": "transformers.models.qwen3_5.modeling_qwen3_5",
@@ -58,40 +54,6 @@ def install_kernels(module, monkeypatch, leaks=False):
     return calls
 
 
-def train(name, folder, documents):
-    """Return the trainer after a step on all documents, its gradients, and its loss."""
-    kept = Keep()
-    settings = ONE_STEP | {
-        "output_dir": str(folder),
-        "max_length": 64,
-        "per_device_train_batch_size": 2,
-    }
-    model = tiny_model(name)
-    trainer = PackedSFTTrainer(
-        model,
-        PackedSFTConfig(**settings),
-        train_dataset=Dataset.from_list(documents),
-        processing_class=tiny_tokenizer(),
-        callbacks=[kept],
-    )
-    trainer.train()
-    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return trainer, kept.gradients, loss
-
-
-def one_at_a_time(name, documents):
-    """Return loss and gradients of all tokens, one document at a time."""
-    model, total = tiny_model(name).train(), 0.0
-    number = sum(len(document["input_ids"]) - 1 for document in documents)
-    for document in documents:
-        ids = torch.tensor([document["input_ids"]])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum") / number
-        loss.backward()
-        total += loss.item()
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("kernels", ["with", "without", "leaking"])
 @pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_a_hybrid_model_stays_packed_if_its_kernels_take_boundaries(
@@ -99,22 +61,19 @@ def test_a_hybrid_model_stays_packed_if_its_kernels_take_boundaries(
 ):
     rng = np.random.default_rng(0)
     most = tiny_model(name).config.vocab_size
-    documents = [{"input_ids": rng.integers(3, most, n).tolist()} for n in (9, 20, 5, 30)]
-    loss, expected = one_at_a_time(name, documents)
-    calls = []
+    rows = [rng.integers(3, most, n).tolist() for n in (9, 20, 5, 30)]
+    documents = [{"input_ids": ids, "labels": ids} for ids in rows]
+    expected, calls = alone(tiny_model(name), documents), []
     if kernels != "without":
         module = importlib.import_module(MODULES[name])
         calls = install_kernels(module, monkeypatch, leaks=kernels == "leaking")
-    trainer, found, found_loss = train(name, tmp_path, documents)
-    assert trainer.attention.backend == ("documents" if kernels == "with" else "padded")
-    assert "isolated" in str(trainer.packing_report), "checked on this model"
+    found = run(tiny_model(name), documents, tmp_path)
+    attention = found.trainer.attention
+    assert attention.backend == ("documents" if kernels == "with" else "padded")
     if kernels == "with":
         assert all(call is not None for call in calls[-2:]), "the step's rows are packed"
     # Without kernels, transformers 5.17 leaks where 5.23 raises.
     reasons = {"without": "refused (ValueError: |leaks by", "leaking": "leaks by"}
-    reason = trainer.attention.reason
-    assert any(words in reason for words in reasons.get(kernels, "cpu, float32").split("|"))
-    assert found_loss == pytest.approx(loss, rel=1e-4)
-    for parameter, gradient in expected.items():
-        bound = 1e-4 * (1 + gradient.abs().max().item())
-        torch.testing.assert_close(found[parameter], gradient, rtol=0, atol=bound, msg=parameter)
+    expected_words = reasons.get(kernels, "cpu, float32").split("|")
+    assert any(words in attention.reason for words in expected_words)
+    assert_exact(found, expected)

@@ -1,16 +1,12 @@
 """A field of a configuration is read over all layers, which may differ in it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from trl_packing.attention.block_mask import packed_mask
 from trl_packing.attention.model_facts import (
     layer_config,
-    layer_configs,
     layer_values,
-    length_constants,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -34,10 +30,6 @@ def test_every_layer_says_its_own(gemma4):
     assert layer_values(gemma4, "qk_head_dim", "head_dim") == [256] * 5 + [512]
     assert layer_values(gemma4, "no_such_field") == []
     assert layer_config(gemma4, 5).head_dim == 512
-
-
-
-
 
 
 def test_one_mask_for_a_kind_of_layer_is_refused_where_its_windows_differ(gemma4):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import varlen_double
 from helpers.dense import TOLERANCE
-from helpers.packed_models import MODELS_AND_FALLBACKS, alone, packed_batch, packed_model
+from helpers.packed_models import alone, packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
 
@@ -34,8 +34,6 @@ def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
         if number == 1:
             settled = num_graphs
     assert num_graphs == settled <= 2, "the second batch made lengths dynamic; later ones reuse it"
-
-
 
 
 @pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 
 from trl_packing import PackedCollator
-from trl_packing.attention import padded_rows
 from trl_packing.attention.padded_rows import group_documents, pad_packed_calls
 
 MOST_PADDING = 1 / 8
@@ -168,10 +167,4 @@ def test_losses_are_weighted_by_their_trained_tokens():
     assert output.loss.item() == pytest.approx(sum(predicting) / len(predicting), rel=TWO_RUNS)
 
 
-
-
 # --- what the forwards are given ----------------------------------------------------------------
-
-
-
-

@@ -11,28 +11,23 @@ from trl_packing.attention.document_sdpa import document_attention, sdpa_by_docu
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
 
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
 OPTIONS = {
     "plain": {},
     "window 1": {"window": 1},
-    "window 3": {"window": 3},
     "window 12": {"window": 12},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.tensor([0.3, -1.0, 2.0, 0.0])},
-    "softcap, sinks, window": {
-        "softcap": 2.0,
-        "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0]),
-        "window": 5,
-    },
+    "sinks": {"sinks": SINKS},
+    "softcap, sinks, window": {"softcap": 2.0, "sinks": SINKS, "window": 5},
 }
 
 
-def assert_equals_dense(tree, tensors, tolerance=1e-5, keys=None, **options):
+def assert_equals_dense(tree, tensors, keys=None, attention=document_attention, **options):
     sinks = options.pop("sinks", None)
     upstream = torch.randn(len(tensors[0]), 4, tensors[2].shape[-1])
 
     def packed(q, k, v, sinks):
         given = KernelOptions(0.4, sinks=sinks, **options)
-        return document_attention(q, k, v, tree.cu_seqlens, given, keys=keys or tree.keys)
+        return attention(q, k, v, tree.cu_seqlens, given, keys=keys or tree.keys)
 
     def reference(q, k, v, sinks):
         return dense(tree, q, k, v, 0.4, sinks=sinks, **options)
@@ -41,7 +36,7 @@ def assert_equals_dense(tree, tensors, tolerance=1e-5, keys=None, **options):
     expected = outcome(reference, [x.double() for x in tensors], upstream.double(), sinks)
     for got, wanted in zip(ours, expected, strict=True):
         size = 1 + wanted.abs().max().item()
-        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance * size)
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-5 * size)
 
 
 @pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
@@ -105,8 +100,6 @@ def test_compiled_once_for_any_tree():
         assert torch.equal(got, expected)
 
 
-
-
 def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):
     """In bf16, a sum over 600 segments would stop growing at 256."""
     monkeypatch.setattr(prefix_keys, "_PART", 100)
@@ -121,6 +114,10 @@ def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):
     assert row.grad.dtype == torch.bfloat16
 
 
+def by_sdpa(query, key, value, cu_seqlens, options, keys):
+    return sdpa_by_document(query, key, value, cu_seqlens, 0.4, options.window or 0, keys)
+
+
 @pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
 @pytest.mark.parametrize("window", [None, 1, 3, 12])
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -130,16 +127,4 @@ def test_other_devices_than_cpus_share_prefixes_by_sdpa(kv_heads, window, block,
     for _ in range(6):
         tree = random_tree(rng, int(rng.integers(1, 12)))
         tensors = tensors_of(tree.starts[-1], kv_heads=kv_heads)
-        upstream = torch.randn(len(tensors[0]), 4, 8)
-
-        def shared(q, k, v, sinks, tree=tree):
-            return sdpa_by_document(q, k, v, tree.cu_seqlens, 0.4, window or 0, tree.keys)
-
-        def reference(q, k, v, sinks, tree=tree):
-            return dense(tree, q, k, v, 0.4, window)
-
-        found = outcome(shared, tensors, upstream, None)
-        expected = outcome(reference, [x.double() for x in tensors], upstream.double(), None)
-        for got, wanted in zip(found, expected, strict=True):
-            size = 1 + wanted.abs().max().item()
-            torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-5 * size)
+        assert_equals_dense(tree, tensors, attention=by_sdpa, window=window)

@@ -24,11 +24,6 @@ SAME = {
     # The last step of the epoch has fewer micro-batches.
     "accumulated": {"accumulation": 2, "options": {"gradient_checkpointing": False}},
     "a rank with an empty micro-batch": {"lengths": [32, 32, 32]},
-    "very unequal numbers of trained tokens": {
-        "lengths": [32, 2, 31, 3],
-        "packing": False,
-        "prompt": 1,
-    },
     "documents weighted": {
         "weighted": True,
         "options": {"loss_weighting": "document"},
@@ -44,9 +39,7 @@ SAME = {
         "model": "qwen3_moe",
         "config": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     },
-    "the gate": {"options": {"isolation_check": "error"}},
     "the gate, padded rows": {"model": "falcon_mamba", "options": {"isolation_check": "error"}},
-    "LoRA": {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
     "LoRA and a trained head": {
         "lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     },
@@ -93,7 +86,6 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
             1,
         ),
         "bf16": scenario(base, engine, "bf16", {"options": {"bf16": True}, **EVALUATED}, 1),
-        "evaluated": scenario(base, engine, "evaluated", {"eval_lengths": FEW}, 1),
         "few": scenario(base, engine, "few", {"lengths": [9]}, 1),
     }
     made["whole"] = scenario(base, engine, "whole", ADAMW, 1)
@@ -203,5 +195,3 @@ def test_bf16_keeps_the_loss_in_float32(two_ranks, one_rank):
 def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
     for rank in two_ranks["few"]:
         assert rank["error"].startswith("1 documents cannot keep 2 ranks busy")
-
-

@@ -29,21 +29,13 @@ def flash_calls(monkeypatch):
     return varlen_double.install(monkeypatch)
 
 
-VARLEN_OPTIONS = [{}, {"window": 1}, {"window": 4}, {"window": 64}]
+VARLEN_OPTIONS = [{}, {"window": 1}, {"window": 4}, {"window": 64}, {"window": 4, "sinks": True}]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("options", VARLEN_OPTIONS, ids=str)
 def test_varlen_attention_equals_dense_attention(options, kv_heads, flash_calls):
     assert_equals_dense(varlen_attention, inputs(kv_heads=kv_heads), **options)
-    left = options.get("window", 0) - 1
-    b = boundaries().tolist()
-    assert flash_calls == [(b, b, 30, 30, left, left < 0)]
-
-
-@pytest.mark.parametrize("options", VARLEN_OPTIONS, ids=str)
-def test_varlen_attention_with_sinks_equals_dense_attention(options, flash_calls):
-    assert_equals_dense(varlen_attention, inputs(), sinks=True, **options)
     left = options.get("window", 0) - 1
     b = boundaries().tolist()
     assert flash_calls == [(b, b, 30, 30, left, left < 0)]
