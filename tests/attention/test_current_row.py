@@ -9,14 +9,12 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand
 from helpers.distributed.train import launch
 from helpers.model_calls import CALLS, DOCUMENTS, ids_only, trainer_with
 from helpers.tiny import tiny_model
 
-from trl_packing import enable_packing, other_rows
+from trl_packing import other_rows
 
 
 def trained(call, folder, **options):
@@ -31,9 +29,6 @@ def test_a_loss_that_says_nothing_of_documents_trains_them_apart(call, tmp_path)
     assert_same_step(trained(call, tmp_path), expected)
     trainer, _ = trainer_with(call, tmp_path)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[0], rel=1e-4)
-    assert trainer.predict(Dataset.from_list(DOCUMENTS)).metrics["test_loss"] == pytest.approx(
-        expected[0], rel=1e-4
-    )
 
 
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
@@ -44,11 +39,8 @@ def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch
 
 
 REFUSED = {
-    "two copies": lambda ids: ids.repeat(2, 1),
     "two halves": lambda ids: ids[:, : ids.shape[1] // 2 * 2].reshape(2, -1),
     "a slice in a document": lambda ids: ids[:, 1:],
-    "another token in front": lambda ids: F.pad(ids, (1, 0)),
-    "every second token": lambda ids: ids[:, ::2],
     "a copy of a part": lambda ids: ids[:, :50].clone(),
 }
 
@@ -66,25 +58,20 @@ def test_rows_that_nobody_can_tell_are_refused(change, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mask_of", "is_refused"),
+    "mask_of",
     [
-        (lambda ids: (torch.arange(ids.shape[1])[None] > 4).long(), True),
-        (lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().bool(), True),
-        (lambda ids: torch.eye(ids.shape[1]).bool()[None, None], False),
+        lambda ids: (torch.arange(ids.shape[1])[None] > 4).long(),
+        lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().bool(),
     ],
-    ids=["hides tokens", "causal", "of the user's own, block-diagonal"],
+    ids=["hides tokens", "causal"],
 )
-def test_a_mask_under_which_documents_see_each_other_is_refused(mask_of, is_refused, tmp_path):
+def test_a_mask_under_which_documents_see_each_other_is_refused(mask_of, tmp_path):
     def call(trainer, model, inputs):
         ids = inputs["input_ids"]
         return model(input_ids=ids, attention_mask=mask_of(ids)).logits
 
-    trainer, _ = trainer_with(call, tmp_path)
-    if not is_refused:
-        trainer.train()
-        return
     with pytest.raises(ValueError, match="attention_mask"):
-        trainer.train()
+        trained(call, tmp_path)
 
 
 def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
@@ -108,21 +95,18 @@ def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
     )
 
 
-def test_after_a_step_and_after_an_error_the_model_takes_any_row(tmp_path):
+def test_after_an_error_the_model_takes_any_row(tmp_path):
     ids = torch.randint(6, 90, (1, 11), generator=torch.Generator().manual_seed(1))
     expected = tiny_model("llama")(input_ids=ids).logits
 
     def fails(trainer, model, inputs):
         raise KeyError("somebody's mistake")
 
-    for call in (ids_only, fails):
-        trainer, _ = trainer_with(call, tmp_path)
-        try:
-            trainer.train()
-        except KeyError:
-            assert call is fails
-        found = trainer.model.eval()(input_ids=ids).logits
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    trainer, _ = trainer_with(fails, tmp_path)
+    with pytest.raises(KeyError):
+        trainer.train()
+    found = trainer.model.eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def alone(model, row):
@@ -138,23 +122,13 @@ WARNING = "which is not the model of this run"
 
 
 @pytest.mark.parametrize(
-    ("prepare", "call", "is_exact"),
-    [
-        (lambda model: model, lambda m, x: m(**x).logits, True),
-        (enable_packing, lambda m, x: m(x["input_ids"]).logits, True),
-        (
-            lambda model: model,
-            lambda m, x: m(x["input_ids"], x.get("attention_mask")).logits,
-            False,
-        ),
-        (lambda model: model, lambda m, x: m(input_ids=x["input_ids"]).logits, False),
-    ],
-    ids=["**inputs", "enabled", "ids and no mask", "ids"],
+    ("call", "is_exact"),
+    [(lambda m, x: m(**x).logits, True), (lambda m, x: m(input_ids=x["input_ids"]).logits, False)],
+    ids=["**inputs", "ids"],
 )
-def test_a_teacher_takes_the_batch_or_is_warned_of(prepare, call, is_exact, tmp_path, caplog):
+def test_a_teacher_takes_the_batch_or_is_warned_of(call, is_exact, tmp_path, caplog):
     """Without `use_cache=False`, transformers makes a cache, and does not read the positions."""
     teacher, said = tiny_model("llama").eval(), []
-    prepare(teacher)
 
     def distill(trainer, model, inputs):
         row = {name: value for name, value in inputs.items() if name != "labels"}
@@ -196,7 +170,7 @@ def test_two_ranks_train_documents_apart(tmp_path):
         assert "outside of train() and evaluate()" in refusal
         assert "call enable_packing(model) first" in refusal
         results = torch.load(tmp_path / f"rank{rank}.pt")
-        assert len(results) == 6
+        assert len(results) == 5
         for found in results.values():
             of_model = {name.removeprefix("module."): g for name, g in found[1].items()}
             assert_same_step((found[0], of_model), expected)

@@ -33,7 +33,7 @@ def test_no_mask_of_the_whole_row_is_allocated(name):
 
 @pytest.mark.parametrize("window", [100, 1024])
 def test_a_windowed_document_needs_no_mask_of_its_length_on_other_devices(window):
-    """8,192 tokens: a mask is 64 MiB at least; a tile of 512 queries sees its window, and itself."""
+    """8,192 tokens: a mask is 64 MiB at least; a tile of 512 queries sees its window only."""
     q, k, v = (torch.randn(8192, 1, 8).requires_grad_() for _ in range(3))
 
     def step():

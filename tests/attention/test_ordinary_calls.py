@@ -6,7 +6,7 @@ from harness import TWO_RUNS
 from helpers.dense import (
     TOLERANCE,
 )
-from helpers.packed_models import MODELS_AND_FALLBACKS, alone, packed_batch
+from helpers.packed_models import alone, packed_batch
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_vlm
 from transformers import AttentionMaskInterface
 
@@ -17,17 +17,11 @@ from trl_packing.attention.install import install_attention
 
 def padded(lengths, side):
     rows = [d["input_ids"] for d in documents_of_lengths(lengths, seed=4)]
-    longest = max(lengths)
-    ids = [
-        [0] * (longest - len(r)) + r if side == "left" else r + [0] * (longest - len(r))
-        for r in rows
-    ]
-    mask = [
-        [0] * (longest - len(r)) + [1] * len(r)
-        if side == "left"
-        else [1] * len(r) + [0] * (longest - len(r))
-        for r in rows
-    ]
+    fill = [[0] * (max(lengths) - len(row)) for row in rows]
+    made = [(p + r, p + [1] * len(r)) for p, r in zip(fill, rows, strict=True)]
+    if side == "right":
+        made = [(r + p, [1] * len(r) + p) for p, r in zip(fill, rows, strict=True)]
+    ids, mask = zip(*made, strict=True)
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
@@ -53,11 +47,16 @@ def everyday_calls(model):
     return results
 
 
-@pytest.mark.parametrize(("name", "fallback"), MODELS_AND_FALLBACKS)
-def test_calls_that_are_not_packed_stay_as_they_were(name, fallback):
-    model = tiny_model(name, attn_implementation=fallback)
+WAYS = [("llama", way) for way in ("documents", "model", "mask", "padded", "equal_lengths")]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [*WAYS, *((name, "auto") for name in ("gemma2", "gpt_oss", "gpt2"))]
+)
+def test_calls_that_are_not_packed_stay_as_they_were(name, way):
+    model = tiny_model(name)
     before = everyday_calls(model)
-    install_attention(model, resolve_attention(model))
+    install_attention(model, resolve_attention(model, way))
     model(**packed_batch([3, 5]))
     for call, result in everyday_calls(model).items():
         torch.testing.assert_close(result, before[call], rtol=0, atol=TWO_RUNS, msg=call)

@@ -70,25 +70,17 @@ def engine(request) -> str:
 @pytest.fixture(scope="module")
 def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp(engine)
-    made = {
-        name: scenario(base, engine, name, arguments, 1)
-        for name, arguments in cases(engine).items()
-    }
     # The graphs of the ranks differ by the leak: recomputing one would gather in another order.
     leak = {"isolation_check": "error", "gradient_checkpointing": False}
-    made |= {
-        "leak": scenario(base, engine, "leak", {"leaks_on_rank": 1, "options": leak}, 1),
-        "named": scenario(
-            base,
-            engine,
-            "named",
-            {"leaks_on_rank": 1, "fails": True, "options": leak | {"attention": "documents"}},
-            1,
-        ),
-        "bf16": scenario(base, engine, "bf16", {"options": {"bf16": True}, **EVALUATED}, 1),
-        "few": scenario(base, engine, "few", {"lengths": [9]}, 1),
+    named = leak | {"attention": "documents"}
+    runs = cases(engine) | {
+        "leak": {"leaks_on_rank": 1, "options": leak},
+        "named": {"leaks_on_rank": 1, "fails": True, "options": named},
+        "bf16": {"options": {"bf16": True}, **EVALUATED},
+        "few": {"lengths": [9]},
+        "whole": ADAMW,
     }
-    made["whole"] = scenario(base, engine, "whole", ADAMW, 1)
+    made = {name: scenario(base, engine, name, runs[name], 1) for name in runs}
     checkpoint = f"{made['whole'].output_dir}/checkpoint-4"
     made["resumed"] = scenario(base, engine, "resumed", ADAMW | {"resume": checkpoint}, 1)
     return run_on_ranks(made, base / "results")

@@ -5,20 +5,17 @@ import itertools
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from harness import make_trainer
 
 from helpers.one_step import ONE_STEP, Keep
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from helpers.tiny import documents_of_lengths
+from trl_packing import PackedSFTTrainer
 
 DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 
 
 def ids_only(trainer, model, inputs):
     return model(input_ids=inputs["input_ids"]).logits
-
-
-def by_position(trainer, model, inputs):
-    return model(inputs["input_ids"]).logits
 
 
 def mask_of_the_batch(trainer, model, inputs):
@@ -30,22 +27,8 @@ def mask_of_ones(trainer, model, inputs):
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
 
 
-def whole_batch_and_ones(trainer, model, inputs):
-    mask = torch.ones_like(inputs["input_ids"])
-    return model(**{k: v for k, v in inputs.items() if k != "labels"}, attention_mask=mask).logits
-
-
 def positions_only(trainer, model, inputs):
     return model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits
-
-
-def counted_positions(trainer, model, inputs):
-    ids = inputs["input_ids"]
-    return model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None]).logits
-
-
-def with_a_cache(trainer, model, inputs):
-    return model(input_ids=inputs["input_ids"], use_cache=True).logits
 
 
 def embedded(trainer, model, inputs):
@@ -55,12 +38,7 @@ def embedded(trainer, model, inputs):
 
 def backbone(trainer, model, inputs):
     bare = trainer.accelerator.unwrap_model(model)
-    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
     return bare.lm_head(bare.model(inputs["input_ids"]).last_hidden_state)
-
-
-def unwrapped(trainer, model, inputs):
-    return trainer.accelerator.unwrap_model(model)(input_ids=inputs["input_ids"]).logits
 
 
 def without_the_last_token(trainer, model, inputs):
@@ -80,23 +58,18 @@ def each_document(trainer, model, inputs):
 
 CALLS = [
     ids_only,
-    by_position,
     mask_of_the_batch,
     mask_of_ones,
-    whole_batch_and_ones,
     positions_only,
-    counted_positions,
-    with_a_cache,
     embedded,
     backbone,
-    unwrapped,
     without_the_last_token,
     a_copy,
     each_document,
 ]
 
 
-def trainer_with(call, folder, *, in_training_step=False, model=None, peft=None, **options):
+def trainer_with(call, folder, *, model="llama", **options):
     """Return a trainer whose loss is the mean over trained tokens of what `call` says."""
 
     class Subclass(PackedSFTTrainer):
@@ -110,29 +83,10 @@ def trainer_with(call, folder, *, in_training_step=False, model=None, peft=None,
             with torch.no_grad():
                 return self.compute_loss(model, inputs).detach(), None, None
 
-    class Stepping(Subclass):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            model.train()
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
-            return loss.detach()
-
-    kept = Keep()
-    settings = {
-        **ONE_STEP,
-        "output_dir": str(folder),
-        "max_length": 96,
-        "per_device_train_batch_size": 6,
-        "per_device_eval_batch_size": 6,
-        "prediction_loss_only": True,  # packed rows in evaluation too
-    }
-    trainer = (Stepping if in_training_step else Subclass)(
-        tiny_model("llama") if model is None else model,
-        PackedSFTConfig(**settings | options),
-        train_dataset=Dataset.from_list(DOCUMENTS),
-        eval_dataset=Dataset.from_list(DOCUMENTS),
-        processing_class=tiny_tokenizer(),
-        callbacks=[kept],
-        peft_config=peft,
+    kept, rows = Keep(), Dataset.from_list(DOCUMENTS)
+    settings = {**ONE_STEP, "max_length": 96, "prediction_loss_only": True}  # packed rows
+    settings |= {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, **options}
+    trainer = make_trainer(
+        folder, rows, model, cls=Subclass, evaluated=rows, callbacks=[kept], **settings
     )
     return trainer, kept

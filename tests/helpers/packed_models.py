@@ -2,7 +2,7 @@
 
 import torch
 
-from helpers.tiny import PACKED_MODELS, documents_of_lengths, tiny_model
+from helpers.tiny import documents_of_lengths, tiny_model
 from trl_packing import PackedCollator, resolve_attention
 from trl_packing.attention.install import install_attention
 
@@ -25,11 +25,3 @@ def alone(model, batch):
     """Return the logits of each document of a packed batch, run as an ordinary batch."""
     parts = batch["input_ids"].split(batch["cu_seq_lens_q"].diff().tolist(), 1)
     return torch.cat([model(input_ids=ids, use_cache=False).logits for ids in parts], 1)
-
-
-def fallbacks(name):
-    """Return the implementations to load a model with; gemma2 and gpt_oss are exact with one."""
-    return ["eager"] if name in ("gemma2", "gpt_oss") else ["sdpa", "eager"]
-
-
-MODELS_AND_FALLBACKS = [(name, fallback) for name in PACKED_MODELS for fallback in fallbacks(name)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import tiny_models as architectures
+from architectures.tiny_step import tiny_documents
 from helpers.leaks import (
     AddRowMean,
     OneDocument,
@@ -89,7 +90,8 @@ def test_the_longest_document_may_fill_all_learned_positions():
 
 def test_dropout_that_a_model_reads_from_its_config_is_off():
     model = architectures.tiny_model("persimmon", attention_dropout=0.5)
-    report = check_isolation(model, documents(10, 60), training=True)
+    rows = [d["input_ids"] for d in tiny_documents((10, 60))]
+    report = check_isolation(model, rows, training=True)
     assert report, str(report)
     assert model.config.attention_dropout == 0.5
 

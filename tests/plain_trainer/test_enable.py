@@ -30,7 +30,6 @@ from trl_packing import (
     DataCollatorWithFlattening,
     PackedCollator,
     enable_packing,
-    other_rows,
 )
 from trl_packing.plain_trainer.dataset import enabled_models
 
@@ -47,21 +46,13 @@ def first_step(model, dataset, folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("llama", "documents"),
-        ("gemma2", "documents"),
-        ("gpt_oss", "documents"),
-        ("qwen3_moe", "documents"),
-        ("gpt2", "documents"),
-        ("falcon_mamba", "padded"),
-        ("lfm2", "padded"),
-    ],
+    "name",
+    ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "gpt2", "falcon_mamba", "lfm2"],
 )
-def test_a_step_equals_one_document_at_a_time(name, way, tmp_path):
+def test_a_step_equals_one_document_at_a_time(name, tmp_path):
     model, dataset = tiny_model(name), packed()
-    untouched = copy.deepcopy(model)
-    assert enable_packing(model).backend == way
+    untouched, is_padded = copy.deepcopy(model), name in ("falcon_mamba", "lfm2")
+    assert enable_packing(model).backend == ("padded" if is_padded else "documents")
     found = first_step(model, dataset, tmp_path)
     assert_same_step(found, by_hand(untouched, documents_of_rows(dataset, range(4))))
 
@@ -72,14 +63,8 @@ def test_any_collator_that_keeps_the_columns_will_do(name, remove_unused_columns
     model, dataset = tiny_model("gpt_oss"), packed()
     expected = by_hand(model, documents_of_rows(dataset, range(4)))
     enable_packing(model, dataset)
-    found = first_step(
-        model,
-        dataset,
-        tmp_path,
-        collator=COLLATORS[name],
-        remove_unused_columns=remove_unused_columns,
-    )
-    assert_same_step(found, expected)
+    options = {"collator": COLLATORS[name], "remove_unused_columns": remove_unused_columns}
+    assert_same_step(first_step(model, dataset, tmp_path, **options), expected)
 
 
 @pytest.mark.parametrize("collator", [TheirFlattening(), DataCollatorWithFlattening()])
@@ -111,8 +96,6 @@ def test_lora(before, tmp_path):
     assert_same_step(first_step(model, dataset, tmp_path), expected)
 
 
-
-
 def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
     """They are sent the data set, and have no model."""
     enabled_models.clear()
@@ -127,12 +110,6 @@ def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
 
 
 # --- controls -------------------------------------------------------------------------------------
-
-
-def test_without_enable_packing_rows_are_not_given_out(tmp_path):
-    enabled_models.clear()
-    with pytest.raises(RuntimeError, match="call enable_packing"):
-        first_step(tiny_model("llama"), packed(), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon_mamba"])
@@ -150,13 +127,6 @@ class AllOnes(DefaultDataCollator):
         return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 
 
-def test_a_collator_that_makes_a_mask_of_ones_is_refused(tmp_path):
-    model = tiny_model("llama")
-    enable_packing(model)
-    with pytest.raises(ValueError, match="without the boundaries of documents"):
-        first_step(model, packed(), tmp_path, collator=AllOnes())
-
-
 def test_a_model_that_leaks_whichever_way_is_refused():
     model = tiny_model("llama")
 
@@ -172,27 +142,49 @@ def test_a_model_that_leaks_whichever_way_is_refused():
 # --- what it refuses ------------------------------------------------------------------------------
 
 
-def test_what_is_no_decoder_is_refused():
-    with pytest.raises(TypeError, match="takes a transformers model, got str"):
-        enable_packing("llama")
-    with pytest.raises(ValueError, match="output_router_logits"):
-        enable_packing(tiny_model("qwen3_moe", output_router_logits=True))
-    with pytest.raises(ValueError, match="isolation_check='no'"):
-        enable_packing(tiny_model("llama"), isolation_check="no")
+def adapted(config):
+    return get_peft_model(tiny_model("llama"), config)
 
 
+VIRTUAL = {"task_type": TaskType.CAUSAL_LM, "num_virtual_tokens": 4}
+ACTIVATED = LoraConfig(task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[5])
 
 
-def test_labels_of_a_language_modeling_collator_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (lambda: "llama", {}, "takes a transformers model, got str"),
+        (lambda: tiny_model("qwen3_moe", output_router_logits=True), {}, "output_router_logits"),
+        (lambda: tiny_model("llama"), {"isolation_check": "no"}, "isolation_check='no'"),
+        (lambda: adapted(PromptTuningConfig(**VIRTUAL)), {}, "virtual tokens"),
+        (lambda: adapted(PrefixTuningConfig(**VIRTUAL)), {}, "virtual tokens"),
+        (lambda: adapted(ACTIVATED), {}, "alora_invocation_tokens activate .* PackedSFTTrainer"),
+    ],
+)
+def test_a_model_that_cannot_be_enabled_is_refused(make, options, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        enable_packing(make(), **options)
+
+
+@pytest.mark.parametrize(
+    ("collator", "says"),
+    [
+        (AllOnes(), "without the boundaries of documents"),
+        (
+            DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False),
+            "first token of a packed document has a label",
+        ),
+    ],
+)
+def test_a_collator_that_loses_what_rows_say_is_refused(collator, says, tmp_path):
     model = tiny_model("llama")
     enable_packing(model)
-    collator = DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False)
-    with pytest.raises(ValueError, match="first token of a packed document has a label"):
+    with pytest.raises(ValueError, match=says):
         first_step(model, packed(), tmp_path, collator=collator)
 
 
 def test_a_mask_beside_boundaries_may_hide_nothing():
-    model = tiny_model("llama")
+    model, dataset = tiny_model("llama"), packed()
     enable_packing(model)
     batch = PackedCollator()(DOCUMENTS[:2])
     ones = torch.ones_like(batch["input_ids"])
@@ -200,38 +192,19 @@ def test_a_mask_beside_boundaries_may_hide_nothing():
     torch.testing.assert_close(model(**batch, attention_mask=ones).logits, expected, rtol=0, atol=0)
     with pytest.raises(ValueError, match="attention_mask that hides tokens"):
         model(**batch, attention_mask=ones.index_fill(1, torch.tensor(1), 0))
-
-
-def test_rows_stacked_by_hand_are_refused():
-    model, dataset = tiny_model("llama"), packed()
-    enable_packing(model)
     two = DataCollatorForSeq2Seq(tiny_tokenizer())([dataset[0], dataset[1]])
     with pytest.raises(ValueError, match="a packed batch is one row, got 2"):
         model(**two)
 
 
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_are_refused_also_if_they_come_later(kind, tmp_path):
-    def tuned(model):
-        return get_peft_model(model, kind(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4))
-
-    with pytest.raises(ValueError, match="virtual tokens"):
-        enable_packing(tuned(tiny_model("llama")))
+def test_virtual_tokens_are_refused_also_if_they_come_later(tmp_path):
     model = tiny_model("llama")
     enable_packing(model)
     with pytest.raises(ValueError, match="virtual tokens"):
-        first_step(tuned(model), packed(), tmp_path)
-
-
-def test_an_activated_adapter_is_refused():
-    adapter = LoraConfig(task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[5])
-    with pytest.raises(ValueError, match=r"alora_invocation_tokens activate .* PackedSFTTrainer"):
-        enable_packing(get_peft_model(tiny_model("llama"), adapter))
+        first_step(get_peft_model(model, PromptTuningConfig(**VIRTUAL)), packed(), tmp_path)
 
 
 # --- what else the model does ---------------------------------------------------------------------
-
-
 
 
 def test_a_copy_trains_its_own_weights():
@@ -241,5 +214,3 @@ def test_a_copy_trains_its_own_weights():
     copied(**PackedCollator()(DOCUMENTS[:3]), num_items_in_batch=torch.tensor(9)).loss.backward()
     assert all(p.grad is None for p in model.parameters())
     assert copied.lm_head.weight.grad is not None
-
-

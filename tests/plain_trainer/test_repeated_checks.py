@@ -4,16 +4,12 @@ import contextlib
 from contextlib import nullcontext
 
 import pytest
-import torch
 from architectures import tiny_models as architectures
-from architectures.tiny_step import tiny_documents
 from helpers.plain_runs import (
     packing_of,
 )
 from helpers.tiny import documents_of_lengths, tiny_model
 
-import trl_packing.isolation.guard
-import trl_packing.plain_trainer.enable
 from trl_packing import (
     PackedCollator,
     enable_packing,
@@ -62,12 +58,6 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
         assert model(**flattened()).loss.item() == expected == 1.0
     enable_packing(model, isolation_check="off")
     assert model(**flattened()).loss.item() > 2, "the control: enabled, the loss is ours"
-
-
-
-
-
-
 
 
 def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():

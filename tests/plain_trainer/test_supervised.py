@@ -40,12 +40,7 @@ def text_of(documents, tokenizer):
 def test_queries_and_responses_become_packed_rows(math_file):
     tokenizer = tiny_tokenizer()
     dataset = make_supervised_dset(
-        tokenizer=tokenizer,
-        data_path=math_file,
-        pack_len=200,
-        query_field="q",
-        resp_field="a",
-        prompt_template="qa",
+        tokenizer, math_file, "q", "a", pack_len=200, prompt_template="qa"
     )
     assert isinstance(dataset, PackedDataset)
     assert text_of(dataset, tokenizer) == sorted(
@@ -54,23 +49,16 @@ def test_queries_and_responses_become_packed_rows(math_file):
 
 
 def test_templates_of_dart_math_are_read(math_file, tmp_path):
-    parts = {
-        "sys_prompt": "Be {brief}.\n",
-        "query_prompt": "User:\n",
-        "prompt_after_query": "\n\n",
-        "resp_prompt": "Assistant:\n",
-    }
-    (tmp_path / "own.json").write_text(json.dumps(parts))
-    tokenizer = tiny_tokenizer()
-    for template in (parts, str(tmp_path / "own.json")):
+    parts = {"sys_prompt": "Be {brief}.\n", "query_prompt": "User:\n"}
+    parts |= {"prompt_after_query": "\n\n", "resp_prompt": "Assistant:\n"}
+    path, tokenizer = tmp_path / "own.json", tiny_tokenizer()
+    path.write_text(json.dumps(parts))
+    for template in (parts, str(path)):
         dataset = make_supervised_dset(
             tokenizer, math_file, "q", "a", pack_len=200, prompt_template=template
         )
-        assert text_of(dataset, tokenizer)[0][0].startswith(
-            "Be {brief}.\nUser:\nWhat is 0 + 0?\n\nAssistant:It is 0."
-        )
-    with pytest.raises(ValueError, match="must have query_prompt"):
-        make_supervised_dset(tokenizer, math_file, "q", "a", prompt_template={"id": "x"})
+        expected = "Be {brief}.\nUser:\nWhat is 0 + 0?\n\nAssistant:It is 0."
+        assert text_of(dataset, tokenizer)[0][0].startswith(expected)
 
 
 def test_several_files_have_fields_of_their_own(math_file, tmp_path):
