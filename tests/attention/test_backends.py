@@ -5,13 +5,12 @@ import torch
 import torch.nn.attention.varlen
 from helpers.tiny import tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaPreTrainedModel
 
 from trl_packing import resolve_attention
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
-from trl_packing.isolation.guard import with_fallbacks
 
 
 class OutsideTransformers(nn.Module):
@@ -147,42 +146,11 @@ def test_flash_attention_2_is_refused_where_it_would_drop_sinks(loaded):
     assert resolve_attention(model) == AttentionChoice(loaded, None, "the model was loaded with it")
 
 
-ALL = list(flash_attn.VERSIONS)
-
-
 def test_a_model_that_transformers_keeps_from_flash_attention_gets_varlen(cuda, monkeypatch):
     """Setting it would stop the run, or load another kernel from the hub instead."""
-    from transformers import LlamaPreTrainedModel
-
     choose = cuda(flash="flash_attention_2")
-    with monkeypatch.context() as patch:
-        patch.setattr(LlamaPreTrainedModel, "_supports_flash_attn", False)
-        assert choose().backend == "varlen"
-        with pytest.raises(ValueError, match="does not support FlashAttention in transformers"):
-            choose(attention="flash_attention_2")
-    with monkeypatch.context() as patch:
-        only = ["kernels-community/vllm-flash-attn3"]
-        patch.setattr(
-            LlamaPreTrainedModel, "_compatible_flash_implementations", only, raising=False
-        )
-        assert choose().backend == "varlen"
     assert choose().backend == "flash_attention_2"
-
-
-@pytest.mark.parametrize("fallback", ["sdpa", "eager"])
-def test_after_a_kernel_the_model_gets_its_own_implementation_back(fallback, cuda):
-    cuda(flash=ALL)
-    model = tiny_model("llama", attn_implementation=fallback)
-    ways = with_fallbacks(resolve_attention(model, device="cuda", dtype=torch.bfloat16))
-    implementations = {}
-    for way in ways:
-        model.config._attn_implementation = "flash_attention_4"  # as the first way has set it
-        if way.backend not in ALL:
-            install_attention(model, way)
-            implementations[way.backend] = model.config._attn_implementation
-    suffix = "_over_eager" if fallback == "eager" else ""
-    assert implementations == {
-        "varlen": f"packed_varlen{suffix}",
-        "documents": f"packed_documents{suffix}",
-        **dict.fromkeys(["model", "mask", "padded", "equal_lengths"], fallback),
-    }
+    monkeypatch.setattr(LlamaPreTrainedModel, "_supports_flash_attn", False)
+    assert choose().backend == "varlen"
+    with pytest.raises(ValueError, match="does not support FlashAttention in transformers"):
+        choose(attention="flash_attention_2")

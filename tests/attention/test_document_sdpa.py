@@ -127,17 +127,6 @@ def test_dropout_drops_the_same_weights_forward_and_backward(options, monkeypatc
     assert (values == 0).float().mean().item() == pytest.approx(DROPOUT, abs=0.05)
 
 
-def test_every_call_drops_other_weights_eager_and_compiled():
-    tensors = inputs()
-
-    def attention(query, key, value):
-        return document_attention(query, key, value, boundaries(), scale=0.4, dropout=DROPOUT)
-
-    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    for function in (attention, compiled):
-        assert not torch.equal(function(*tensors), function(*tensors))
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -6,14 +6,11 @@ import torch.nn.attention.varlen
 import torch.nn.functional as F
 from helpers import flash_attn_double, varlen_double
 from helpers.dense import (
-    TOLERANCE,
     assert_equals_dense,
     boundaries,
     inputs,
     with_keywords,
 )
-from helpers.packed_models import alone, packed_batch
-from helpers.tiny import WINDOW, tiny_model
 from helpers.vision import noise, tiny_processor, tiny_vision_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -45,28 +42,6 @@ def test_varlen_attention_equals_dense_attention(options, kv_heads, flash_calls)
 def test_varlen_attention_refuses_what_the_kernel_lacks(options):
     with pytest.raises(NotImplementedError, match=r"no soft-cap and no dropout.*'documents'"):
         varlen_attention(*inputs(), boundaries(), scale=0.4, **options)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])
-def test_models_on_torch_varlen_equal_their_documents_alone(name, flash_calls):
-    model, reference = tiny_model(name), tiny_model(name)
-    fallback = "_over_eager" if name == "gpt_oss" else ""
-    install_attention(model, AttentionChoice("varlen", torch_varlen.NAME + fallback, "a test"))
-    batch = packed_batch([3, 20, 1, 9])
-    logits, expected = model(**batch).logits, alone(reference, batch)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=10 * TOLERANCE)
-    for output in (logits, expected):
-        output.square().mean().backward()
-    for (parameter, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=10 * TOLERANCE, msg=parameter)
-    lefts = {
-        "llama": [-1, -1],
-        "mistral": [WINDOW - 1] * 2,
-        "gemma3_text": [WINDOW - 1, -1],
-        "gpt_oss": [WINDOW - 1, -1],
-    }
-    b = [0, 3, 23, 24, 33]
-    assert flash_calls == [(b, b, 20, 20, left, left < 0) for left in lefts[name]]
 
 
 # --- the vision tower -----------------------------------------------------------------------------

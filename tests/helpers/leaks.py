@@ -7,10 +7,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from helpers.packed_models import packed_model
 from helpers.tiny import (
     VOCAB_SIZE,
     documents_of_lengths,
-    tiny_model,
 )
 from trl_packing import (
     PackedCollator,
@@ -42,12 +42,6 @@ def hopeless():
 
 def documents(*lengths):
     return [d["input_ids"] for d in documents_of_lengths(lengths)]
-
-
-def packed_model(name, **options):
-    model = tiny_model(name, **options)
-    install_attention(model, resolve_attention(model))
-    return model
 
 
 def with_fused_head(model):
