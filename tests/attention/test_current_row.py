@@ -76,23 +76,18 @@ def test_a_mask_under_which_documents_see_each_other_is_refused(mask_of, tmp_pat
 
 def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
     ids = torch.randint(6, 90, (2, 11), generator=torch.Generator().manual_seed(1))
-    seen = []
+    options, seen = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}, []
 
     def call(trainer, model, inputs):
         with other_rows():
             seen.append(model(input_ids=ids).logits.detach())
-        with torch.no_grad():
-            bare = trainer.accelerator.unwrap_model(model)
-            seen.append(bare.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0))
+        seen.append(trainer.accelerator.unwrap_model(model).generate(ids, **options))
         return model(input_ids=inputs["input_ids"]).logits
 
-    trainer, _ = trainer_with(call, tmp_path)
-    trainer.train()
+    trained(call, tmp_path)
     plain = tiny_model("llama")
     torch.testing.assert_close(seen[0], plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
-    assert torch.equal(
-        seen[1], plain.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    )
+    assert torch.equal(seen[1], plain.generate(ids, **options))
 
 
 def test_after_an_error_the_model_takes_any_row(tmp_path):

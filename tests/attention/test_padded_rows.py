@@ -78,32 +78,23 @@ class Rows(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.0, 10.0, 100.0]))
         self.make = make
-        self.calls = []
 
     def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-        self.calls.append(
-            {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels} | kwargs
-        )
         return self.make(input_ids[..., None] * self.weight, labels)
 
 
-def documents(lengths=LENGTHS):
-    """Documents whose ids are 1, 2, 3, ... over all of the row."""
-    starts = [0, *accumulate(lengths)]
-    return [
-        {"input_ids": list(range(start + 1, start + length + 1))}
-        for start, length in zip(starts, lengths, strict=False)
-    ]
+# Their ids are 1, 2, 3, ... over all of the row.
+DOCUMENTS = [
+    {"input_ids": list(range(end - length + 1, end + 1))}
+    for length, end in zip(LENGTHS, accumulate(LENGTHS), strict=True)
+]
 
 
-def padded(make, *, labels=False, **options):
-    """Return the module after a packed call, and what the call gave."""
+def padded(make, **options):
+    """Return what a packed call gave."""
     model = Rows(make)
     pad_packed_calls(model, **options)
-    batch = PackedCollator()(documents())
-    if not labels:
-        batch.pop("labels")
-    return model, model(**batch)
+    return model(**PackedCollator()(DOCUMENTS))
 
 
 IN_ORDER = torch.arange(1.0, sum(LENGTHS) + 1)[None, :, None] * torch.tensor([1.0, 10.0, 100.0])
@@ -126,13 +117,13 @@ IN_ORDER = torch.arange(1.0, sum(LENGTHS) + 1)[None, :, None] * torch.tensor([1.
 )
 @pytest.mark.parametrize("equal_lengths", [False, True])
 def test_values_come_back_in_the_order_of_the_packed_row(make, read, equal_lengths):
-    _, output = padded(make, equal_lengths=equal_lengths)
+    output = padded(make, equal_lengths=equal_lengths)
     torch.testing.assert_close(read(output), IN_ORDER, rtol=0, atol=0)
 
 
 def test_router_logits_come_back_without_padding():
     """Mixtures of experts give them with rows and tokens as one dimension."""
-    _, output = padded(
+    output = padded(
         lambda x, _: MoeModelOutputWithPast(
             last_hidden_state=x, router_logits=(x.flatten(0, 1), x.flatten(0, 1) * 2)
         )
@@ -152,19 +143,12 @@ def test_the_balance_of_experts_of_several_forwards_is_refused():
         padded(lambda x, _: Output(x, x.sum()))
 
 
-def mean_of_trained(values, labels):
-    """A loss as of transformers: the mean over shifted labels, of each forward for itself."""
-    return values[:, :-1, 0][labels[:, 1:] != -100].mean()
-
-
 def test_losses_are_weighted_by_their_trained_tokens():
-    _, output = padded(
-        lambda x, labels: CausalLMOutputWithPast(loss=mean_of_trained(x, labels), logits=x),
-        labels=True,
-    )
+    def mean_of_forward(values, labels):  # as of transformers: over shifted labels
+        loss = values[:, :-1, 0][labels[:, 1:] != -100].mean()
+        return CausalLMOutputWithPast(loss=loss, logits=values)
+
     # The first tokens of documents are masked: of a document all but its last token predict.
-    predicting = [i for d in documents() for i in d["input_ids"][:-1]]
-    assert output.loss.item() == pytest.approx(sum(predicting) / len(predicting), rel=TWO_RUNS)
-
-
-# --- what the forwards are given ----------------------------------------------------------------
+    predicting = [i for d in DOCUMENTS for i in d["input_ids"][:-1]]
+    expected = sum(predicting) / len(predicting)
+    assert padded(mean_of_forward).loss.item() == pytest.approx(expected, rel=TWO_RUNS)

@@ -189,7 +189,7 @@ def test_a_run_on_flash_attention_equals_the_run_that_does_not_share(tmp_path, m
     assert relative_error(shared.gradients, apart.gradients) <= TWO_RUNS
 
 
-@pytest.mark.parametrize("backward", ["raises", "leaks", "returns no numbers"])
+@pytest.mark.parametrize("backward", ["leaks", "returns no numbers"])
 def test_a_run_does_not_share_on_a_kernel_whose_backward_fails(backward, tmp_path, monkeypatch):
     found, _ = run_on_flash_attention(tmp_path, "bin", monkeypatch, backward)
     assert not found.trainer.data_collator.shares_prefixes

@@ -38,10 +38,6 @@ class Tree:
         index = torch.tensor([i for r in rows for i in r])
         return PrefixKeys(torch.tensor(ends, dtype=torch.int32), index, max(map(len, rows)))
 
-    @property
-    def leaves(self) -> list[int]:
-        return [s for s in range(len(self.lengths)) if s not in self.parents]
-
     def visible(self, window: int | None = None) -> Tensor:
         """Return which token sees which, ``(T, T)`` bool."""
         total = self.starts[-1]
