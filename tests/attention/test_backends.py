@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.attention.varlen
+from architectures.tiny_models import tiny_model as any_model
 from helpers.tiny import tiny_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaPreTrainedModel
+from transformers import LlamaPreTrainedModel
 
 from trl_packing import resolve_attention
 from trl_packing.attention import flash_attn
@@ -13,40 +14,19 @@ from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.install import install_attention
 
 
-class OutsideTransformers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(2, 2)
-
-
-def gptj():
-    """A model of transformers whose attention does not go through the interface."""
-    config = AutoConfig.for_model(
-        "gptj", vocab_size=320, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize("model", [OutsideTransformers, gptj])
-def test_models_outside_the_interface_keep_their_own_attention(model):
-    model = model()
-    choice = resolve_attention(model)
-    name = type(model).__name__
+@pytest.mark.parametrize("name", ["Linear", "GPTJForCausalLM", "chunked"])
+def test_models_outside_the_interface_keep_their_own_attention(name):
+    models = {"Linear": lambda: nn.Linear(2, 2), "GPTJForCausalLM": lambda: any_model("gptj")}
+    model = models.get(name, tiny_model)()
     reason = f"{name} is outside transformers' attention interface"
-    assert choice == AttentionChoice("model", None, reason)
-    assert str(choice) == f"the model's own, masked by position_ids ({reason})"
-    install_attention(model, choice)  # changes nothing
-    with pytest.raises(
-        ValueError, match=f"attention='documents' cannot be exact on {name}: .*auto"
-    ):
-        resolve_attention(model, "documents")
-
-
-def test_chunked_attention_stays_in_the_mask():
-    model = tiny_model("llama")
-    model.config.attention_chunk_size = 16
+    if name == "chunked":
+        model.config.attention_chunk_size = 16
+        reason = "attention_chunk_size=16 lives in the mask"
     choice = resolve_attention(model)
-    assert (choice.backend, choice.reason) == ("model", "attention_chunk_size=16 lives in the mask")
+    assert choice == AttentionChoice("model", None, reason)
+    install_attention(model, choice)  # changes nothing
+    with pytest.raises(ValueError, match=r"attention='documents' cannot be exact on .*auto"):
+        resolve_attention(model, "documents")
 
 
 def test_named_attention_is_taken_or_refused():

@@ -155,16 +155,6 @@ def test_attention_with_one_set_of_boundaries_refuses(name, backend):
         model(**batch)
 
 
-def test_a_mask_beside_shared_prefixes_is_refused():
-    model = tiny_model("llama")
-    install_attention(model, AttentionChoice("documents", "packed_documents", "a test"))
-    batch, _ = shared_row()
-    num_tokens = batch["input_ids"].shape[1]
-    mask = torch.ones(1, 1, num_tokens, num_tokens).tril() == 0
-    with pytest.raises(ValueError):
-        model(**batch, attention_mask=mask)
-
-
 # --- a run ----------------------------------------------------------------------------------------
 
 

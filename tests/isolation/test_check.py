@@ -82,10 +82,8 @@ def test_documents_on_one_side_of_a_threshold_are_isolated():
 
 
 def test_the_longest_document_may_fill_all_learned_positions():
-    model = packed_model("gpt2")
-    assert check_isolation(model, documents(512, 20))
-    assert check_isolation(model, documents(512, 512))
-    assert check_isolation(model, max_length=4096), "no probe runs past them by itself"
+    assert check_isolation(packed_model("gpt2"), documents(512, 512))
+    assert check_isolation(packed_model("gpt2"), max_length=4096), "no probe runs past them"
 
 
 def test_dropout_that_a_model_reads_from_its_config_is_off():
