@@ -35,7 +35,9 @@ TESTS = {
         *("tests/packing/test_prefix_tree.py", "tests/packing/test_collator.py"),
         *("tests/packing/test_prefix_index.py", *ORACLE),
     ],
-    "positions": ["tests/documents/test_boundaries.py", *ORACLE],
+    "positions": [
+        *("tests/documents/test_boundaries.py", "tests/packing/test_prefix_tree.py", *ORACLE)
+    ],
     "weights": [
         *(*ORACLE, "tests/documents/test_weights.py", "tests/loss/test_step_loss.py"),
         *("tests/loss/test_lm_head.py", "tests/loss/test_chunked_log_probs.py"),

@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
 DOCUMENTS = st.lists(
@@ -94,3 +95,11 @@ def test_a_trie_is_computed_once():
     tree = build_prefix_tree(documents)
     assert len(tree.position_ids) == 99 + 16 * 4
     assert sum(map(len, documents)) == 16 * 103
+
+
+def test_padding_behind_a_shared_row_is_a_document_of_its_own():
+    documents = [{"input_ids": [*range(30), last]} for last in (40, 41)]
+    row = PackedCollator(shares_prefixes=True, pad_to_multiple_of=8)(documents)
+    assert row["position_ids"][0, 33:].tolist() == list(range(7))
+    assert row["cu_seq_lens_q"].tolist()[-2:] == [33, 40]
+    assert (row["labels"][0, 33:] == -100).all()
