@@ -90,20 +90,6 @@ def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
     assert torch.equal(seen[1], plain.generate(ids, **options))
 
 
-def test_after_an_error_the_model_takes_any_row(tmp_path):
-    ids = torch.randint(6, 90, (1, 11), generator=torch.Generator().manual_seed(1))
-    expected = tiny_model("llama")(input_ids=ids).logits
-
-    def fails(trainer, model, inputs):
-        raise KeyError("somebody's mistake")
-
-    trainer, _ = trainer_with(fails, tmp_path)
-    with pytest.raises(KeyError):
-        trainer.train()
-    found = trainer.model.eval()(input_ids=ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def alone(model, row):
     """The logits of a fresh model for each document of a packed row."""
     pieces = itertools.pairwise(row["cu_seq_lens_q"].tolist())

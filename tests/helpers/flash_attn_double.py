@@ -64,9 +64,6 @@ class FlashAttentionDouble:
                 "cu_seqlens": (cu_seqlens_q, cu_seqlens_k),
                 "longest": (max_seqlen_q, max_seqlen_k),
                 "window": window_size,
-                "causal": causal,
-                "softcap": softcap,
-                "keys": k.detach(),
             }
         )
         assert not dropout_p
@@ -93,33 +90,12 @@ class FlashAttentionDouble:
             both_directions=not causal,
         )
 
-    def flash_attn_func(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        deterministic: bool = False,
-    ) -> Tensor:
+    def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         rows, length = q.shape[:2]
         cu_seqlens = F.pad(torch.full((rows,), length).cumsum(0), (1, 0)).to(torch.int32)
-        out = self.flash_attn_varlen_func(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            cu_seqlens,
-            cu_seqlens,
-            length,
-            length,
-            dropout_p,
-            softmax_scale,
-            causal,
-            window_size,
-            softcap,
-        )
-        return out.unflatten(0, (rows, length))
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        spans = (cu_seqlens, cu_seqlens, length, length)
+        return self.flash_attn_varlen_func(*flat, *spans, **options).unflatten(0, (rows, length))
 
 
 def install(monkeypatch, version: int = 2, backward: str = "") -> FlashAttentionDouble:

@@ -224,28 +224,3 @@ def test_model_and_random_states_are_left_as_they_were(name, trained):
         for what in ("tensors", "torch"):
             torch.testing.assert_close(after.pop(what), before.pop(what), rtol=0, atol=0)
         assert after == before
-
-
-# --- wrapped models -----------------------------------------------------------------------------
-
-
-# torch.compile reads .grad of hidden states where a graph breaks (torch 2.13).
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_models_are_judged_without_compiling_a_graph_for_every_probe():
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    for model, verdict in ((packed_model("llama"), "isolated"), (with_layer(AddRowMean), "leaks")):
-        compiled = torch.compile(model, backend=backend)
-        report = check_isolation(compiled, documents(3, 60, 200), training=True)
-        assert (report.verdict, report.model) == (verdict, "LlamaForCausalLM")
-        assert not graphs
-        ids = torch.tensor(documents(17))
-        expected = model(input_ids=ids, use_cache=False).logits
-        # Hooks of the check that got into a graph would cut this to a few positions.
-        torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, expected)
-        assert graphs
-        graphs.clear()

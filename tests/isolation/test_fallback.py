@@ -28,11 +28,8 @@ import trl_packing.attention.backends
 import trl_packing.isolation.guard
 from trl_packing import (
     block_diagonal_mask,
-    resolve_attention,
 )
 from trl_packing.attention import block_mask
-from trl_packing.attention.backends import AttentionChoice
-from trl_packing.isolation.guard import with_fallbacks
 
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
@@ -120,15 +117,6 @@ def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_pat
 
 
 # --- which way, and why -------------------------------------------------------------------------
-
-
-def test_ways_are_tried_from_fast_to_slow():
-    def order(name):
-        return [way.backend for way in with_fallbacks(resolve_attention(tiny_model(name)))]
-
-    assert order("llama") == WAYS
-    assert order("bloom") == WAYS[1:]
-    assert [way.backend for way in with_fallbacks(AttentionChoice("padded", None, ""))] == WAYS[3:]
 
 
 def test_where_no_way_is_exact_the_first_one_is_left_and_the_run_stops(tmp_path):

@@ -98,16 +98,6 @@ def test_a_collator_of_a_user_is_checked(tmp_path):
 # --- an error in the check ------------------------------------------------------------------------
 
 
-def test_out_of_memory_in_the_check_is_no_verdict(tmp_path, out_of_memory):
-    run = trainer_for(tiny_model("mamba"), tmp_path, attention="documents")
-    calls = out_of_memory(1)
-    with pytest.raises(torch.OutOfMemoryError):
-        run.train()
-    with pytest.raises(RuntimeError, match=LEAKS):
-        run.train()
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize("at", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 3))])
 def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_of_memory):
     """Evaluation was checked on documents; training tries slower ways, and breaks off in one."""

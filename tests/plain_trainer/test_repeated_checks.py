@@ -1,7 +1,6 @@
 """Packed calls check what no earlier call has, and a refused model stays refused."""
 
 import contextlib
-from contextlib import nullcontext
 
 import pytest
 from architectures import tiny_models as architectures
@@ -66,19 +65,16 @@ def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():
         enable_packing(architectures.tiny_model("bloom"), attention="mask", isolation_check="warn")
 
 
-def test_a_sharded_model_relies_on_a_check_that_passed_only(monkeypatch):
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_sharded_model_relies_on_a_check_that_passed_only(leaks, monkeypatch):
     """Inside a forward of a sharded model nothing can be checked."""
-    for model, expected in (
-        (tiny_model("llama"), nullcontext()),
-        (
-            leak_in_rows_beyond(tiny_model("llama"), 17),
-            pytest.raises(RuntimeError, match="no check of this model has passed"),
-        ),
-    ):
-        with contextlib.suppress(RuntimeError):
-            enable_packing(model, attention="documents")
-        with monkeypatch.context() as patch:
-            patch.setattr("trl_packing.plain_trainer.enable.is_sharded", lambda model: True)
-            for _ in range(2):
-                with expected:
-                    model.eval()(**flattened())
+    model, expected = tiny_model("llama"), contextlib.nullcontext()
+    if leaks:
+        leak_in_rows_beyond(model, 17)
+        expected = pytest.raises(RuntimeError, match="no check of this model has passed")
+    with contextlib.suppress(RuntimeError):
+        enable_packing(model, attention="documents")
+    monkeypatch.setattr("trl_packing.plain_trainer.enable.is_sharded", lambda model: True)
+    for _ in range(2):
+        with expected:
+            model.eval()(**flattened())
