@@ -10,6 +10,7 @@ from helpers.dense import TOLERANCE
 from helpers.packed_models import alone, packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from trl_packing.attention import document_sdpa
 from trl_packing.attention.backends import AttentionChoice
@@ -17,23 +18,13 @@ from trl_packing.attention.install import install_attention
 
 
 def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
-    model = packed_model("llama")
-    num_graphs = 0
-
-    def count(graph, example_inputs):
-        nonlocal num_graphs
-        num_graphs += 1
-        return graph.forward
-
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    for number, lengths in enumerate([(5, 9, 3), (4, 4), (7, 2, 2, 6), (11, 1)]):
+    model, counter = packed_model("llama"), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for lengths in ((5, 9, 3), (4, 4), (7, 2, 2, 6), (11, 1)):
         batch = packed_batch(lengths)
-        torch.testing.assert_close(
-            compiled(**batch).logits, model(**batch).logits, rtol=0, atol=TOLERANCE
-        )
-        if number == 1:
-            settled = num_graphs
-    assert num_graphs == settled <= 2, "the second batch made lengths dynamic; later ones reuse it"
+        found, expected = compiled(**batch).logits, model(**batch).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
+    assert counter.frame_count <= 2, "the second batch made lengths dynamic; later ones reuse it"
 
 
 @pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])

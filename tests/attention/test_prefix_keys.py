@@ -63,14 +63,6 @@ def test_rows_need_not_be_in_depth_first_order():
     assert_equals_dense(Tree([3, 2, 4, 2, 1], [-1, 0, -1, 0, 2]), tensors_of(12))
 
 
-def test_a_row_without_prefixes_is_the_row_of_today_to_the_last_bit():
-    row = Tree([3, 1, 5], [-1, -1, -1])
-    q, k, v = tensors_of(9)
-    options = KernelOptions(0.4)
-    today = document_attention(q, k, v, row.cu_seqlens, options)
-    assert torch.equal(today, document_attention(q, k, v, row.cu_seqlens, options, keys=row.keys))
-
-
 def test_keys_that_do_not_fit_are_refused():
     row = Tree([3, 2], [-1, 0])
     q, k, v = tensors_of(5)

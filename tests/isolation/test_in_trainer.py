@@ -11,7 +11,6 @@ from harness import make_trainer
 from helpers.leaks import (
     AddRowMean,
     OneDocument,
-    dynamic_ntk,
     longrope,
     packed_model,
     with_layer,
@@ -31,7 +30,6 @@ LEAKING = {
     "row mean": (lambda: with_layer(AddRowMean), {}),
     "in training only": (lambda: with_layer(AddRowMean, only_in_training=True), {}),
     "longrope": (longrope, {"lengths": (10, 12, 80, 100)}),
-    "dynamic NTK": (dynamic_ntk, {"lengths": (10, 12, 80, 100)}),
     "boundaries lost": (lambda: packed_model("llama"), {"collator": OneDocument()}),
 }
 
