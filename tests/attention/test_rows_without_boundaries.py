@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand
+from helpers.model_calls import (
+    a_copy,
+    backbone,
+    calling,
+    embedded,
+    ids_only,
+    mask_of_ones,
+    without_the_last_token,
+)
 from helpers.one_step import Keep
 from helpers.plain_runs import DOCUMENTS, documents_of_rows, packed, trainer_of
 from helpers.tiny import tiny_model, tiny_tokenizer
@@ -14,33 +22,8 @@ from transformers import DataCollatorWithFlattening as TheirFlattening
 from trl_packing import PackedCollator, enable_packing, other_rows
 
 
-def whole(model, inputs):
+def whole(trainer, model, inputs):
     return model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
-
-
-def ids_only(model, inputs):
-    return model(input_ids=inputs["input_ids"]).logits
-
-
-def backbone(model, inputs):
-    return model.lm_head(model.model(inputs["input_ids"]).last_hidden_state)
-
-
-def without_the_last_token(model, inputs):
-    return F.pad(model(input_ids=inputs["input_ids"][:, :-1]).logits, (0, 0, 0, 1))
-
-
-def a_copy(model, inputs):
-    return model(input_ids=inputs["input_ids"].clone()).logits
-
-
-def mask_of_ones(model, inputs):
-    ids = inputs["input_ids"]
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-
-
-def embedded(model, inputs):
-    return model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"])).logits
 
 
 ROWS = {
@@ -48,30 +31,17 @@ ROWS = {
     "PackedCollator": {"collator": PackedCollator(), "rows": DOCUMENTS},
     "flattened by transformers": {"collator": TheirFlattening(), "rows": DOCUMENTS},
 }
-IN_MEMORY = [
-    ids_only,
-    mask_of_ones,
-    backbone,
-    without_the_last_token,
-]  # `PackedCollator` keeps its rows
+IN_MEMORY = [ids_only, mask_of_ones, backbone, without_the_last_token]
 UNKNOWN = [a_copy, embedded]
 
 
 def step_of(call, folder, collator=None, rows=None):
     """Train one step in a plain Trainer, whose loss is the mean of what `call` says of a row."""
-
-    class Subclass(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            logits, labels = call(model, inputs), inputs["labels"]
-            total = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
-            loss = total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
-            return (loss, {"logits": logits}) if return_outputs else loss
-
     kept, model = Keep(), tiny_model("llama")
     dataset = packed() if rows is None else Dataset.from_list(rows)
     enable_packing(model)
     trainer = trainer_of(model, dataset, folder, collator=collator, callbacks=[kept])
-    trainer.__class__ = Subclass
+    trainer.__class__ = calling(call, Trainer)
     trainer.train()
     documents = documents_of_rows(dataset, range(4)) if rows is None else DOCUMENTS[:4]
     expected = by_hand(tiny_model("llama"), documents)

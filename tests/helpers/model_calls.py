@@ -69,16 +69,23 @@ CALLS = [
 ]
 
 
-def trainer_with(call, folder, *, model="llama", **options):
-    """Return a trainer whose loss is the mean over trained tokens of what `call` says."""
+def calling(call, base):
+    """Return a trainer's class whose loss is the mean over trained tokens of what `call` says."""
 
-    class Subclass(PackedSFTTrainer):
+    class Subclass(base):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             logits, labels = call(self, model, inputs), inputs["labels"]
             total = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
             loss = total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
             return (loss, {"logits": logits}) if return_outputs else loss
 
+    return Subclass
+
+
+def trainer_with(call, folder, *, model="llama", **options):
+    """Return a trainer with that loss, and what will keep its gradients."""
+
+    class Subclass(calling(call, PackedSFTTrainer)):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
             with torch.no_grad():
                 return self.compute_loss(model, inputs).detach(), None, None
