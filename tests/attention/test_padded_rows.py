@@ -152,3 +152,17 @@ def test_losses_are_weighted_by_their_trained_tokens():
     predicting = [i for d in DOCUMENTS for i in d["input_ids"][:-1]]
     expected = sum(predicting) / len(predicting)
     assert padded(mean_of_forward).loss.item() == pytest.approx(expected, rel=TWO_RUNS)
+
+
+@pytest.mark.parametrize("virtual", [0, 1, 3])
+def test_scores_of_a_head_that_shifts_come_back_in_the_order_of_the_packed_row(virtual):
+    """Per-token scores ``(rows, T - 1)``, zero where the label is masked; virtual tokens first."""
+
+    def scores(x, labels):
+        mask = nn.functional.pad(labels, (virtual, 0), value=-100)[:, 1:] != -100
+        targets = nn.functional.pad(x[..., 0], (virtual, 0))[:, 1:]
+        return CausalLMOutputWithPast(loss=x.sum() * 0, logits=targets * mask)
+
+    batch, output = PackedCollator()(DOCUMENTS), padded(scores)
+    expected = batch["input_ids"][:, 1:] * (batch["labels"][:, 1:] != -100)
+    assert torch.equal(output.logits[:, -expected.shape[1] :], expected.float())
