@@ -45,7 +45,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.scripts.utils import DatasetConfig
 
 from trl_packing.data.prepared import LOADERS, is_prepared, load_prepared, read_manifest, records_of
-from trl_packing.formatting.row_format import PromptTemplate, column_among
+from trl_packing.data.row_format import PromptTemplate, column_among
 
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
 KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")

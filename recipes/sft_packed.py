@@ -58,7 +58,7 @@ from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.config import PackingOptions
-from trl_packing.formatting.printable import escape_text
+from trl_packing.data.printable import escape_text
 from trl_packing.tools.options import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 has renamed. Users cannot change that.

@@ -73,7 +73,7 @@ def test_a_chat_template_cannot_reach_python():
 
 
 def test_a_prompt_template_takes_columns_and_no_attributes():
-    from trl_packing.formatting.row_format import PromptTemplate
+    from trl_packing.data.row_format import PromptTemplate
 
     row = {"query": "{response} {query.__class__}", "response": "four"}
     filled = PromptTemplate.from_setting("Q: {query}", "query").prompt(row)

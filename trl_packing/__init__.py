@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trl_packing.attention.calls import other_rows
     from trl_packing.config import PackedSFTConfig
     from trl_packing.data.prepared import load_prepared, load_rows
+    from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
     from trl_packing.documents.boundaries import (
         block_diagonal_mask,
         cu_seqlens_from_lengths,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         lengths_from_eos,
         position_ids_from_lengths,
     )
-    from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
     from trl_packing.isolation.check import check_isolation
     from trl_packing.packing.bins import PackingPlan, pack
     from trl_packing.packing.collator import DataCollatorWithFlattening, PackedCollator
@@ -43,7 +43,7 @@ _HOME = {
     "PackedSFTConfig": "config",
     "PackedCollator": "packing.collator",
     "DataCollatorWithFlattening": "packing.collator",
-    "DataCollatorForCompletionOnlyLM": "formatting.responses",
+    "DataCollatorForCompletionOnlyLM": "data.responses",
     "PackedBatchSampler": "packing.sampler",
     "pack": "packing.bins",
     "PackingPlan": "packing.bins",

@@ -50,9 +50,9 @@ from trl_packing.attention.state import (
     keep_outputs_precise,
 )
 from trl_packing.config import PackingOptions
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
-from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (

@@ -31,9 +31,9 @@ from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.formatting import row_format
-from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
-from trl_packing.formatting.turns import trained_spans
+from trl_packing.data import row_format
+from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
+from trl_packing.data.turns import trained_spans
 
 
 def find_message_spans(chat, conversation, wanted):

@@ -6,8 +6,8 @@ Templates of text models write a list as Python or JSON does, or leave it out, a
 import pytest
 from helpers.chat_templates import SENTENCES, prepared, tokenizer_for, turn, with_template
 
-from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.row_format import RowFormat
+from trl_packing.data.chat_template import ChatTemplate
+from trl_packing.data.row_format import RowFormat
 
 
 def parts(*texts):

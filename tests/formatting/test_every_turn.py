@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from trl_packing.data.chat_template import ChatTemplate
+from trl_packing.data.row_format import RowFormat
+from trl_packing.data.tokenize_rows import documents_from_rows
 from trl_packing.documents.labels import TURN
-from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 
 def turns_of(tokenizer: Any, row: Any, **settings: Any) -> list[str]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trl_packing.formatting.messages import (
+from trl_packing.data.messages import (
     check_messages,
     messages_from_sharegpt,
     tools_from_value,

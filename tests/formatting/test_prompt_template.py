@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_packing.formatting.row_format import NAMED, PromptTemplate, field_text
+from trl_packing.data.row_format import NAMED, PromptTemplate, field_text
 
 # tatsu-lab/stanford_alpaca's train.py, word by word
 ALPACA_WITH_INPUT = (

@@ -7,7 +7,7 @@ from helpers.merging import merging_tokenizer, sentence_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.formatting.responses import ResponseTemplate, label_tokenized
+from trl_packing.data.responses import ResponseTemplate, label_tokenized
 
 ANSWER = "### Answer:"
 QUESTION = "### Question:"

@@ -23,7 +23,7 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl.data_utils import common_prefix_length
 
-from trl_packing.formatting.tokenize import Rendered, tokenize
+from trl_packing.data.tokenize import Rendered, tokenize
 
 SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]
 SENTENCES = [

@@ -19,9 +19,9 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedSFTConfig
-from trl_packing.formatting.responses import label_tokenized
-from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize_rows import (
+from trl_packing.data.responses import label_tokenized
+from trl_packing.data.row_format import RowFormat
+from trl_packing.data.tokenize_rows import (
     can_prepare,
     documents_from_rows,
 )

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize_rows import documents_from_rows
+from trl_packing.data.chat_template import ChatTemplate
+from trl_packing.data.row_format import RowFormat
+from trl_packing.data.tokenize_rows import documents_from_rows
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
 

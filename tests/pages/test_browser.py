@@ -6,7 +6,7 @@ import time
 import pytest
 from helpers.browser import HOSTILE, open_page
 
-from trl_packing.pages.page import cards, escape, page, section, table
+from trl_packing.training.page import cards, escape, page, section, table
 
 
 def written(tmp_path, text):
@@ -68,6 +68,6 @@ def test_the_policy_refuses_what_a_page_loads(tmp_path):
 
 
 def test_data_that_ends_its_script_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.pages.page.json_in_html", json.dumps)
+    monkeypatch.setattr("trl_packing.training.page.json_in_html", json.dumps)
     with open_page(written(tmp_path, good_page())) as opened:
         assert "hostile text acts" in opened.problems()

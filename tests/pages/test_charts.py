@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from trl_packing.pages.charts import histogram, log_ticks, short, ticks
-from trl_packing.pages.page import bars, table
+from trl_packing.training.charts import histogram, log_ticks, short, ticks
+from trl_packing.training.page import bars, table
 
 BAR = re.compile(r'height="([\d.]+)" fill="([^"]+)"><title>([\d.,]+)(?: to ([\d.,]+))?: ([\d,]+) ')
 

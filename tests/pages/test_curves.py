@@ -7,8 +7,8 @@ from helpers.browser import HOSTILE, open_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_packing.pages.curves import Chart, Curve, Curves, thinned
-from trl_packing.pages.page import asset, page
+from trl_packing.training.curves import Chart, Curve, Curves, thinned
+from trl_packing.training.page import asset, page
 
 finite = st.floats(-1e6, 1e6)
 

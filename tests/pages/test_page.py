@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_packing.pages.page import check_can_write, page
+from trl_packing.training.page import check_can_write, page
 
 
 def test_a_page_replaces_an_older_page_and_nothing_else(tmp_path):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.stream import fit_stream
-from trl_packing.streaming.loader import StreamBatches
-from trl_packing.streaming.reader import StreamSettings
+from trl_packing.training.stream_loader import StreamBatches
+from trl_packing.training.stream_reader import StreamSettings
 
 # Two workers are tested on machines with one core too.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

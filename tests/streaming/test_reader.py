@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.packing.bins import STRATEGIES
-from trl_packing.streaming.reader import PackedStream, StreamSettings, part_of_rank
+from trl_packing.training.stream_reader import PackedStream, StreamSettings, part_of_rank
 
 
 def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, **options):

@@ -40,8 +40,8 @@ def inspect(arguments: argparse.Namespace) -> int:
       1  one of them is not; with --against, something differs
       2  the run cannot be shown; stderr has the reason in one line
     """
-    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview.preview import preview_losses, preview_rows
+    from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
     if arguments.against:
@@ -131,8 +131,8 @@ def plan(arguments: argparse.Namespace) -> int:
       0  the plan is printed
       2  the run cannot be planned; stderr has the reason in one line
     """
-    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.preview.preview import preview_epoch
+    from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
     run = _previewed_run(arguments)
@@ -307,9 +307,9 @@ def compare(arguments: argparse.Namespace) -> int:
       0  the comparison is printed
       2  a run cannot be read or compared; stderr has the reason in one line
     """
-    from trl_packing.pages.page import check_can_write
     from trl_packing.tools.compare_runs import compare as compare_runs
     from trl_packing.tools.compare_runs import compare_page, load_run
+    from trl_packing.training.page import check_can_write
 
     if len(arguments.runs) < 2:
         raise ValueError(

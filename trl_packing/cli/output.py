@@ -60,7 +60,7 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 def note(text: str) -> None:
     """Print a sentence on stderr that is no part of the result."""
-    from trl_packing.formatting.printable import escape_hidden
+    from trl_packing.data.printable import escape_hidden
 
     print(escape_hidden(text), file=sys.stderr)
 

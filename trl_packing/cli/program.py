@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import trl_packing
 from trl_packing.cli.commands import COMMANDS, script_of
 from trl_packing.cli.output import command_line, note, short_log
-from trl_packing.formatting.printable import escape_hidden
+from trl_packing.data.printable import escape_hidden
 from trl_packing.tools.options import check_typing, message_of, suggest, values_of
 
 _NUMBERS: dict[str, Any] = {"type": int, "nargs": "+"}

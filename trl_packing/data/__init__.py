@@ -1,7 +1,12 @@
-"""Data: a data set becomes documents that fit, and every loss on the way is counted.
+"""Data: rows of any form become documents that fit, and every loss on the way is counted.
 
-Belongs here: checks of rows and columns, end-of-sequence tokens, overflow policies, counts. Does
-not: how one row is rendered (formatting), and which documents share a bin (packing).
+    chat_template, messages, row_format, turns, responses    a row → its text, and what is trained
+    tokenize, tokenize_rows                                  texts → tokens and labels
+    checks, stages, stop_tokens, fitting, counts             a data set → documents that fit
+    stream, prepared, unpack                                 the same of a stream, from disk, unpacked
 
+Does not: which documents share a bin (packing).
+
+Belongs here: checks of rows and columns, templates, tokens and labels, overflow policies, counts.
 Read `stages.py` first.
 """

@@ -19,11 +19,11 @@ from trl import SFTConfig
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.data.fitting import Overflow
+from trl_packing.data.messages import has_flags
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
+from trl_packing.data.row_format import RowFormat
 from trl_packing.data.stop_tokens import EosRule
-from trl_packing.formatting.messages import has_flags
-from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
-from trl_packing.formatting.row_format import RowFormat
-from trl_packing.formatting.tokenize_rows import can_prepare
+from trl_packing.data.tokenize_rows import can_prepare
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 

@@ -31,10 +31,14 @@ from trl_packing.data.checks import (
 )
 from trl_packing.data.counts import Conversations, PreparationCounts
 from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.messages import has_flags
 from trl_packing.data.prepared import records_of
+from trl_packing.data.responses import label_tokenized
+from trl_packing.data.row_format import column_among, one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
 from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
 from trl_packing.data.stream import fit_stream
+from trl_packing.data.tokenize_rows import documents_from_rows
 from trl_packing.data.unpack import cut_padding
 from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
 from trl_packing.documents.labels import (
@@ -47,10 +51,6 @@ from trl_packing.documents.labels import (
     token_columns,
 )
 from trl_packing.documents.weights import document_weights_from_rows
-from trl_packing.formatting.messages import has_flags
-from trl_packing.formatting.responses import label_tokenized
-from trl_packing.formatting.row_format import column_among, one_text_each
-from trl_packing.formatting.tokenize_rows import documents_from_rows
 
 logger = get_logger(__name__)
 

@@ -21,9 +21,9 @@ import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.printable import quote
 from trl_packing.documents.arrow import ArrowDocuments, list_column, token_lists
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
-from trl_packing.formatting.printable import quote
 
 # A text that no chat template contains.
 _ANSWER = "Xyzzy-3141"

@@ -28,10 +28,13 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.limits import ModelLimits
 from trl_packing.data.prepared import load_rows
+from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.stop_tokens import stop_token_ids
+from trl_packing.data.tokenize_rows import documents_from_rows
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -41,9 +44,6 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
     document_labels,
 )
-from trl_packing.formatting.chat_template import ChatTemplate
-from trl_packing.formatting.row_format import PromptTemplate, RowFormat
-from trl_packing.formatting.tokenize_rows import documents_from_rows
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.epoch import split_bins
 

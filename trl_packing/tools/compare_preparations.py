@@ -34,6 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing.data.counts import quantity
+from trl_packing.data.printable import escape_hidden, escape_text
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -42,7 +43,6 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.documents.weights import document_weight, token_weights
-from trl_packing.formatting.printable import escape_hidden, escape_text
 from trl_packing.tools.options import read_config
 from trl_packing.tools.preview.previewed_run import ROW, PreviewedRun, SourceRows, with_row_numbers
 from trl_packing.tools.preview.show import mark_trained, token_texts

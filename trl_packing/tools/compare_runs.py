@@ -16,9 +16,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from trl_packing.formatting.printable import escape_hidden
-from trl_packing.pages.curves import Curves
-from trl_packing.pages.page import HtmlPage, asset, columns, escape, page, section, table
+from trl_packing.data.printable import escape_hidden
+from trl_packing.training.curves import Curves
+from trl_packing.training.page import HtmlPage, asset, columns, escape, page, section, table
 from trl_packing.training.run_page import (
     FILE,
     ON_STEPS,

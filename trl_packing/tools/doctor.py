@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import CHOICES, refusals, resolve_attention
-from trl_packing.formatting.printable import escape_hidden
+from trl_packing.data.printable import escape_hidden
 from trl_packing.isolation.check import CheckResult, Refusal
 from trl_packing.isolation.guard import check_backend, with_fallbacks
 from trl_packing.tools.verify import VerifiedModel

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import yaml
 
-from trl_packing.formatting.printable import escape_hidden
+from trl_packing.data.printable import escape_hidden
 from trl_packing.versions import TESTED, installed_version, is_tested
 
 # Short names of options, and their names in training.

@@ -40,6 +40,7 @@ from trl_packing.data.prepared import (
     read_manifest,
     records_of,
 )
+from trl_packing.data.printable import escape_hidden
 from trl_packing.data.rules import DocumentRules, RowFacts
 from trl_packing.data.stages import prepare
 from trl_packing.documents.arrow import ArrowDocuments
@@ -50,7 +51,6 @@ from trl_packing.documents.labels import (
     document_columns,
     token_columns,
 )
-from trl_packing.formatting.printable import escape_hidden
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 

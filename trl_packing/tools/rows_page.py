@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
+from trl_packing.data.printable import escape_text, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
-from trl_packing.formatting.printable import escape_text, quote
-from trl_packing.pages.page import HtmlPage, asset, cards, escape, page, section
 from trl_packing.tools.preview.show import CONTEXT, token_texts
 from trl_packing.tools.rows import (
     CUT,
@@ -24,6 +23,7 @@ from trl_packing.tools.rows import (
     PackedRow,
     RowDocument,
 )
+from trl_packing.training.page import HtmlPage, asset, cards, escape, page, section
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON

@@ -28,9 +28,9 @@ from trl_packing.config import PackingOptions, check_mixture_unit, check_options
 from trl_packing.data.checks import check_is_one_set, check_not_empty
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.prepared import records_of
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weights import check_some_weight
-from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.draw import LENGTH, column_of

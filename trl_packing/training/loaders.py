@@ -37,8 +37,6 @@ from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.streaming.loader import StreamBatches
-from trl_packing.streaming.reader import StreamSettings
 from trl_packing.training.arguments import check_set_afterwards, check_some_weights
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
@@ -48,6 +46,8 @@ from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData
+from trl_packing.training.stream_loader import StreamBatches
+from trl_packing.training.stream_reader import StreamSettings
 
 logger = get_logger(__name__)
 

@@ -24,19 +24,19 @@ from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.printable import escape_hidden
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.formatting.printable import escape_hidden
 from trl_packing.isolation.guard import Checked
 from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.pages.page import escape
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.mixture import SourceShare
+from trl_packing.training.page import escape
 from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_page import storable

@@ -26,9 +26,9 @@ from trl import SFTTrainer
 from trl_packing.attention.state import temporarily
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.streaming.loader import StreamBatches
 from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
 from trl_packing.training.sampling import Sampling
+from trl_packing.training.stream_loader import StreamBatches
 
 logger = get_logger(__name__)
 

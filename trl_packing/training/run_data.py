@@ -38,6 +38,7 @@ from trl_packing.data.checks import check_is_dataset, check_is_one_set
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import ModelLimits
 from trl_packing.data.prepared import records_of
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import prepare
 from trl_packing.documents.labels import (
@@ -49,7 +50,6 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
 )
-from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.packing.draw import packing_seed
 from trl_packing.training.arguments import (
     check_nothing_is_skipped,

@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from trl_packing.pages.curves import Chart, Curve, Curves
-from trl_packing.pages.page import asset, cards, columns, escape, page, section, table
+from trl_packing.training.curves import Chart, Curve, Curves
+from trl_packing.training.page import asset, cards, columns, escape, page, section, table
 
 FILE, PAGE = "run.json", "run.html"
 

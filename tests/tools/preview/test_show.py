@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import pack, show_document, show_rows
-from trl_packing.formatting.printable import escape_hidden, escape_text
+from trl_packing.data.printable import escape_hidden, escape_text
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
 

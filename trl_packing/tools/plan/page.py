@@ -12,10 +12,13 @@ import numpy as np
 
 from trl_packing.data.counts import TokenCounts, quantity
 from trl_packing.data.fitting import fit, pieces_of
+from trl_packing.data.printable import escape_text
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
-from trl_packing.formatting.printable import escape_text
-from trl_packing.pages.charts import histogram
-from trl_packing.pages.page import (
+from trl_packing.tools.plan.plan import RunPlan, Variant
+from trl_packing.tools.preview.preview import token_documents
+from trl_packing.tools.preview.show import token_texts
+from trl_packing.training.charts import histogram
+from trl_packing.training.page import (
     HtmlPage,
     asset,
     bars,
@@ -27,9 +30,6 @@ from trl_packing.pages.page import (
     section,
     table,
 )
-from trl_packing.tools.plan.plan import RunPlan, Variant
-from trl_packing.tools.preview.preview import token_documents
-from trl_packing.tools.preview.show import token_texts
 from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.report import times
 from trl_packing.training.run_recorder import all_settings, installed_versions

@@ -11,9 +11,9 @@ from datasets import Dataset
 from trl_packing.attention.backends import NATIVE_ATTENTION
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
-from trl_packing.formatting.printable import escape_hidden
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.collator import PackedCollator, StaticShapes
 from trl_packing.packing.sampler import PackedBatchSampler

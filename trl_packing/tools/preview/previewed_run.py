@@ -32,6 +32,7 @@ from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.prepared import records_of
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import (
     WholeDocuments,
@@ -41,7 +42,6 @@ from trl_packing.data.stages import (
 )
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
-from trl_packing.formatting.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.tools.training_command import (
     TrainerCall,
     config_from_settings,

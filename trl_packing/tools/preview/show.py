@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
+from trl_packing.data.printable import MARKS, escape_hidden, escape_text, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_SIZES, document_labels
 from trl_packing.documents.weights import token_weights
-from trl_packing.formatting.printable import MARKS, escape_hidden, escape_text, quote
 from trl_packing.vision.documents import ImageTokens, images_of
 
 _COLORS = ("\x1b[1;32m", "\x1b[0m")  # bold green

@@ -28,7 +28,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts
 from trl_packing.documents.labels import SOURCE, SOURCE_IDS
-from trl_packing.streaming.reader import PackedStream, Place, StreamSettings, num_shards
+from trl_packing.training.stream_reader import PackedStream, Place, StreamSettings, num_shards
 
 _ENDED, _GOES_ON, _FAILED = 0, 1, 2
 _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the training

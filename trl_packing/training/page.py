@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from trl_packing.formatting.printable import escape_hidden
+from trl_packing.data.printable import escape_hidden
 
 # The page may neither load nor send anything, whatever text it holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

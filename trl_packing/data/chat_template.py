@@ -19,7 +19,7 @@ from jinja2 import Environment, TemplateError, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
-from trl_packing.formatting.messages import Message, check_lists
+from trl_packing.data.messages import Message, check_lists
 
 try:  # private; without it, every conversation goes through `apply_chat_template`
     from transformers.utils.chat_template_utils import _compile_jinja_template

@@ -24,6 +24,11 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.data.chat_template import TEMPLATE_ERRORS
+from trl_packing.data.messages import flag_of, has_flags, messages_in
+from trl_packing.data.printable import escape_hidden, quote
+from trl_packing.data.row_format import Row, RowFormat
+from trl_packing.data.tokenize import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     SOURCE,
@@ -32,11 +37,6 @@ from trl_packing.documents.labels import (
     in_one_sentence,
     lone_surrogate,
 )
-from trl_packing.formatting.chat_template import TEMPLATE_ERRORS
-from trl_packing.formatting.messages import flag_of, has_flags, messages_in
-from trl_packing.formatting.printable import escape_hidden, quote
-from trl_packing.formatting.row_format import Row, RowFormat
-from trl_packing.formatting.tokenize import Rendered, Tokenized, flat_tokens, tokenize
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl_packing.pages.page import asset, escape, section
+from trl_packing.training.page import asset, escape, section
 
 _ON_AXES = (
     "over documents or tokens, packed and padded runs can be compared; over steps, they cannot"

@@ -31,8 +31,8 @@ from trl import SFTConfig
 from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.formatting.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
-from trl_packing.formatting.messages import (
+from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
+from trl_packing.data.messages import (
     check_messages,
     flag_of,
     is_sharegpt,
@@ -41,10 +41,10 @@ from trl_packing.formatting.messages import (
     trained_messages,
     without_flags,
 )
-from trl_packing.formatting.printable import quote
-from trl_packing.formatting.responses import ResponseTemplate
-from trl_packing.formatting.tokenize import Rendered
-from trl_packing.formatting.turns import render_every_turn, trained_spans
+from trl_packing.data.printable import quote
+from trl_packing.data.responses import ResponseTemplate
+from trl_packing.data.tokenize import Rendered
+from trl_packing.data.turns import render_every_turn, trained_spans
 
 # --- the form of a row ----------------------------------------------------------------------------
 

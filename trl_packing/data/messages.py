@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from trl_packing.data.printable import quote
 from trl_packing.documents.weights import LARGEST_WEIGHT
-from trl_packing.formatting.printable import quote
 
 Message = dict[str, Any]
 

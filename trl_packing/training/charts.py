@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from trl_packing.pages.page import escape
+from trl_packing.training.page import escape
 
 WIDTH, HEIGHT = 520, 220
 _LEFT, _RIGHT, _TOP, _BASE = 54, WIDTH - 8, 20, HEIGHT - 42

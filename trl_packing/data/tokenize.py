@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from trl.data_utils import common_prefix_length
 
+from trl_packing.data.printable import quote
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.formatting.printable import quote
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from transformers import DataCollatorForLanguageModeling
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import pad
 
+from trl_packing.data.printable import quote
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     MASK_COLUMNS,
@@ -36,7 +37,6 @@ from trl_packing.documents.labels import (
     document_labels,
     named_if_beyond_int64,
 )
-from trl_packing.formatting.printable import quote
 from trl_packing.packing.collator import PackedCollator
 
 logger = logging.getLogger(__name__)

@@ -47,16 +47,16 @@ from functools import cached_property
 
 from trl.data_utils import common_prefix_length
 
-from trl_packing.formatting.chat_template import (
+from trl_packing.data.chat_template import (
     TEMPLATE_ERRORS,
     ChatTemplate,
     Conversation,
     Span,
     absent_from,
 )
-from trl_packing.formatting.messages import REASONING_KEYS, Message, texts_of
-from trl_packing.formatting.printable import quote
-from trl_packing.formatting.tokenize import Rendered
+from trl_packing.data.messages import REASONING_KEYS, Message, texts_of
+from trl_packing.data.printable import quote
+from trl_packing.data.tokenize import Rendered
 
 
 @dataclass(frozen=True)
