@@ -24,6 +24,11 @@ SAME = {
     # The last step of the epoch has fewer micro-batches.
     "accumulated": {"accumulation": 2, "options": {"gradient_checkpointing": False}},
     "a rank with an empty micro-batch": {"lengths": [32, 32, 32]},
+    "very unequal numbers of trained tokens": {
+        "lengths": [32, 2, 31, 3],
+        "packing": False,
+        "prompt": 1,
+    },
     "documents weighted": {
         "weighted": True,
         "options": {"loss_weighting": "document"},
@@ -40,6 +45,7 @@ SAME = {
         "config": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     },
     "the gate, padded rows": {"model": "falcon_mamba", "options": {"isolation_check": "error"}},
+    "LoRA": {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
     "LoRA and a trained head": {
         "lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     },
