@@ -10,9 +10,9 @@ OLDEST := $(VENV)-oldest
 # Full-size configurations are those that the newest transformers publishes.
 TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
 	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions architectures/test_tiny_models \
-	formatting/test_tokenize_rows loss/test_evaluation test_oracle loss/test_lm_head \
-	training/test_metrics plain_trainer/test_enable training/test_resume streaming/test_loader \
-	streaming/test_reader))
+	data/test_tokenize_rows loss/test_evaluation test_oracle loss/test_lm_head \
+	training/test_metrics plain_trainer/test_enable training/test_resume training/test_stream_loader \
+	training/test_stream_reader))
 
 .PHONY: demo test test-all test-oldest chromium notebooks notebook-outputs matrix check lint types format docs samples bench \
 	clean

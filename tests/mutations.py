@@ -47,7 +47,7 @@ TESTS = {
         *("tests/packing/test_bins.py", "tests/packing/test_document_order.py"),
     ],
     "resume": ["tests/training/test_resuming.py", "tests/training/test_resume.py"],
-    "streams": ["tests/training/test_reader.py", "tests/training/test_loader.py"],
+    "streams": ["tests/training/test_stream_reader.py", "tests/training/test_stream_loader.py"],
 }
 #: area, file below trl_packing, text, its replacement
 MUTATIONS = [
