@@ -199,3 +199,11 @@ def test_a_data_set_cannot_go_on_with_a_stream(tmp_path):
     anew = trainer_for(tmp_path / "anew", ignore_data_skip=True)
     anew.train(resume_from_checkpoint=checkpoint)
     assert missed_and_repeated(documents_of(anew))[1] == []
+
+
+def test_a_run_that_is_killed_twice_within_an_epoch_trains_its_steps(saved, tmp_path):
+    """The second record counts the steps of the epoch from its beginning, not from the resume."""
+    whole = in_steps(saved(save_steps=1))
+    once = resume(saved(save_steps=1), 2, tmp_path / "once", save_steps=1)
+    twice = resume(once, 4, tmp_path / "twice", save_steps=1)
+    assert in_steps(twice) == {step: whole[step] for step in whole if step >= 4} != {}
