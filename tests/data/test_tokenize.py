@@ -77,17 +77,17 @@ def byte_level(llama: bool) -> PreTrainedTokenizerFast:
     )
 
 
-def unigram() -> PreTrainedTokenizerFast:
+def unigram(**parts) -> PreTrainedTokenizerFast:
     trainer = trainers.UnigramTrainer(
         vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
-    return trained(
-        models.Unigram(),
-        trainer,
-        pre_tokenizers.Metaspace(),
-        normalizer=normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("  ", " ")]),
-        decoder=decoders.Metaspace(),
-    )
+    pre_tokenizer, decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return trained(models.Unigram(), trainer, pre_tokenizer, decoder=decoder, **parts)
+
+
+def normalizing() -> PreTrainedTokenizerFast:
+    steps = [normalizers.NFKC(), normalizers.Replace("  ", " ")]
+    return unigram(normalizer=normalizers.Sequence(steps))
 
 
 def word_piece() -> PreTrainedTokenizerFast:
@@ -107,19 +107,8 @@ def word_piece() -> PreTrainedTokenizerFast:
 
 def stripping() -> PreTrainedTokenizerFast:
     """As T5's: white space at the ends of a text is no token, and every text ends in <eos>."""
-    trainer = trainers.UnigramTrainer(
-        vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
-    )
-    return trained(
-        models.Unigram(),
-        trainer,
-        pre_tokenizers.Metaspace(),
-        normalizer=normalizers.Strip(),
-        decoder=decoders.Metaspace(),
-        post_processor=processors.TemplateProcessing(
-            single="$A <eos>", special_tokens=[("<eos>", 3)]
-        ),
-    )
+    end = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 3)])
+    return unigram(normalizer=normalizers.Strip(), post_processor=end)
 
 
 def stripping_bytes() -> PreTrainedTokenizerFast:
@@ -135,7 +124,7 @@ MAKERS = {
     "bytes as Llama 3": lambda: byte_level(llama=True),
     "bytes across words": merging_tokenizer,
     "sentencepiece bpe": sentence_tokenizer,
-    "unigram": unigram,
+    "unigram": normalizing,
     "wordpiece": word_piece,
 }
 

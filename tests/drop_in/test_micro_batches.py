@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 from helpers.drop_in import assert_same_run, sgd_run
+from helpers.steps import steps_in
 from torch.utils.data import BatchSampler
 from trl import SFTTrainer
 
-from tests.helpers.steps import steps_in
 from trl_packing import PackedBatchSampler, PackedSFTTrainer
 
 

@@ -15,10 +15,10 @@ from helpers.distributed.same_steps import (
     on_ranks,
     trained,
 )
+from helpers.steps import steps_in
 from helpers.tiny import documents_of_lengths
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from tests.helpers.steps import steps_in
 from trl_packing import PackedBatchSampler
 from trl_packing.packing.draw import document_order
 

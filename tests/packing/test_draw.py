@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from helpers.steps import steps_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.steps import steps_in
 from trl_packing import PackedBatchSampler
 from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight
 

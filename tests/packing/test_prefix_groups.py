@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from datasets import Dataset
+from helpers.steps import steps_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.steps import steps_in
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_groups import group_documents

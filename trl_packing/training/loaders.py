@@ -257,10 +257,8 @@ class PackedLoaders:
     def train(self, by_trl: ByTrl, dataset: Any, sampler_of: Any) -> DataLoader:
         """Return the training data loader; arguments as for `evaluate`."""
         trainer, options, sampling = self.trainer, self.options, self.sampling
-        dataset = self._prepared(dataset)
+        dataset = self._planned_for(dataset)
         check_some_weights(self.data.all(), trainer.compute_loss_func)
-        self.collators.hold_shapes()  # `auto_find_batch_size` may have changed the batch size
-        self.report.follow_batch_size()
         self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.follow_stream(None)
         is_stream = isinstance(dataset, IterableDataset)
@@ -294,10 +292,13 @@ class PackedLoaders:
             self.report.plan(planned, len(dataloader))
         return dataloader
 
-    def _prepared(self, dataset: Any) -> Any:
-        """Return the documents of the training set, and plan one that was set by the user."""
-        if dataset is not self._planned:
+    def _planned_for(self, dataset: Any) -> Any:
+        """Return the documents of the training set; plan another set or batch size anew."""
+        is_new = dataset is not self._planned
+        if is_new:
             self.trainer.train_dataset = self._planned = self.data.prepare_again(dataset)
+        # `auto_find_batch_size` changes the size of micro-batches.
+        if is_new or self.report.batch_size != self.sampling.batch_size:
             self.collators.hold_shapes()
             self.report.plan()
         return self._planned

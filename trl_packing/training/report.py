@@ -536,6 +536,9 @@ class RunReport(TrainerCallback):
         samples_bins: whether training draws bins, and not the documents of a user's sampler.
         before_first_step: called when the model is wrapped and nothing is trained yet.
         so_far: returns the counts of the run, of all ranks.
+
+    Attributes:
+        batch_size: bins or documents of a micro-batch, for which the epoch is planned.
     """
 
     def __init__(
@@ -564,10 +567,8 @@ class RunReport(TrainerCallback):
         self.plan()
 
     @property
-    def current(self) -> PackingReport | None:
-        """The report, with the attention, its check and the shapes in use; None on TRL's path."""
-        if self._planned is None:
-            return None
+    def current(self) -> PackingReport:
+        """The report, with the attention, its check and the shapes in use."""
         mode, reason, prefixes = self.sharing.mode, self.sharing.reason, self._planned.prefixes
         if mode != "off":
             prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
@@ -582,13 +583,12 @@ class RunReport(TrainerCallback):
     @property
     def sharing_pays(self) -> bool:
         """Whether the training set has common prefixes, as far as is known."""
-        prefixes = None if self._planned is None else self._planned.prefixes
-        return prefixes is None or prefixes.pays
+        return self._planned.prefixes is None or self._planned.prefixes.pays
 
     @property
     def plans_groups(self) -> bool:
         """Whether the planned epoch holds groups of documents with a common prefix."""
-        prefixes = None if self._planned is None else self._planned.prefixes
+        prefixes = self._planned.prefixes
         return prefixes is not None and prefixes.per_step is not None
 
     def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
@@ -600,14 +600,14 @@ class RunReport(TrainerCallback):
             micro_batches: of an epoch of one rank, if known.
         """
         user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
-        self._batch_size = self.sampling.batch_size  # for which the epoch is planned
+        self.batch_size = self.sampling.batch_size
         documents, is_stream = None, isinstance(dataset, IterableDataset)
         if not is_stream:
             documents = documents_of(dataset, user_loss)
             self.guard.limits.check(dataset, "train")
             if sampler is None and self.samples_bins:
                 sampler = self.sampling.for_training(documents)
-        self._planned: PackingReport | None = report_of(
+        self._planned = report_of(
             self.sampling,
             documents,
             sampler,
@@ -619,22 +619,12 @@ class RunReport(TrainerCallback):
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
         )
 
-    def follow_batch_size(self) -> None:
-        """Plan the epoch anew if `auto_find_batch_size` has changed the size of micro-batches."""
-        if self._planned is not None and self._batch_size != self.sampling.batch_size:
-            self.plan()
-
-    def forget(self) -> None:
-        """Leave out the report: the run takes TRL's path."""
-        self._planned = None
-
     # --- events -------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check isolation and print the report, but not on TRL's path."""
-        if self._planned is not None:
-            self.before_first_step()
-            self._print(state)
+        """Check isolation and print the report."""
+        self.before_first_step()
+        self._print(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warn early of the documents that a stream loses: reading it may take days."""
@@ -646,7 +636,7 @@ class RunReport(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete the report on a stream, which is counted as it is read."""
-        if self.epochs.stream is None or self._planned is None:
+        if self.epochs.stream is None:
             return
         counts, trained = self.epochs.stream.counts_of_all_ranks(), self.so_far() or {}
         prefixes, tokens = self._planned.prefixes, int(trained.get("tokens", 0))

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from trl_packing.training.charts import histogram, log_ticks, short, ticks
+from trl_packing.tools.plan.charts import histogram, log_ticks, short, ticks
 from trl_packing.training.page import bars, table
 
 BAR = re.compile(r'height="([\d.]+)" fill="([^"]+)"><title>([\d.,]+)(?: to ([\d.,]+))?: ([\d,]+) ')
