@@ -10,7 +10,8 @@ import itertools
 import pytest
 import torch
 from helpers.by_hand import assert_same_step, by_hand
-from helpers.distributed.train import launch
+from helpers.distributed.own_loss import steps
+from helpers.distributed.ranks import on_ranks
 from helpers.model_calls import CALLS, DOCUMENTS, ids_only, trainer_with
 from helpers.tiny import tiny_model
 
@@ -143,14 +144,11 @@ def test_a_loop_of_ones_own_takes_the_batches_of_a_built_trainer(name, training,
 @pytest.mark.slow
 def test_two_ranks_train_documents_apart(tmp_path):
     """The user's loss is a rank's sum by the items of all ranks, and DDP takes the mean of it."""
-    launch("helpers.distributed.own_loss", str(tmp_path), ranks=2)
     loss, gradients = by_hand(tiny_model("llama"), DOCUMENTS)
     expected = loss / 2, {name: gradient / 2 for name, gradient in gradients.items()}
-    for rank in range(2):
-        refusal = (tmp_path / f"refusal{rank}").read_text()
+    for refusal, results in on_ranks(steps, {"": str(tmp_path)}, tmp_path)[""]:
         assert "outside of train() and evaluate()" in refusal
         assert "call enable_packing(model) first" in refusal
-        results = torch.load(tmp_path / f"rank{rank}.pt")
         assert len(results) == 5
         for found in results.values():
             of_model = {name.removeprefix("module."): g for name, g in found[1].items()}

@@ -1,20 +1,16 @@
 """The isolation check on wrapped models, two gloo ranks: DDP, and FSDP2's sharded parameters."""
 
-import json
 import time
 
 import pytest
-from helpers.distributed.train import launch
-
-WRAPPERS = ["DDP", "FSDP2"]
+from helpers.distributed.isolation import WRAPPERS, all_found, one_raises
+from helpers.distributed.ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """The finding of each rank, by wrapper, model and backend."""
-    folder = tmp_path_factory.mktemp("isolation")
-    launch("helpers.distributed.isolation", str(folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return on_ranks(all_found, {"": None}, tmp_path_factory.mktemp("isolation"))[""]
 
 
 @pytest.mark.slow
@@ -39,8 +35,8 @@ def test_a_leak_is_seen_and_located_on_every_rank(wrapper, found):
 @pytest.mark.slow
 def test_a_rank_that_raises_in_the_check_is_heard_by_the_others(tmp_path):
     """No rank waits in a forward of its own: all of them take the next backend."""
-    launch("helpers.distributed.isolation", str(tmp_path), "DDP")
-    assert [(tmp_path / f"DDP{rank}").read_text() for rank in range(2)] == ["model", "model"]
+    found = on_ranks(one_raises, {"": ("DDP", str(tmp_path))}, tmp_path)
+    assert found[""] == ["model", "model"]
 
 
 @pytest.mark.slow
@@ -48,7 +44,7 @@ def test_a_rank_that_raises_in_the_check_of_a_sharded_model_ends_the_run(tmp_pat
     """The others hang in a forward that gathers weights, until the timeout of their group."""
     start = time.monotonic()
     with pytest.raises(AssertionError):
-        launch("helpers.distributed.isolation", str(tmp_path), "FSDP2")
+        on_ranks(one_raises, {"": ("FSDP2", str(tmp_path))}, tmp_path)
     assert time.monotonic() - start < 120
     said = (tmp_path / "FSDP21").read_text()
     assert "a mistake of one rank" in said

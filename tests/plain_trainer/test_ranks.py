@@ -3,22 +3,17 @@
 import pytest
 import torch
 from helpers.by_hand import TOLERANCE
-from helpers.distributed.train import launch
-from helpers.plain_runs import (
-    packed,
-    trainer_of,
-)
+from helpers.distributed.plain import runs
+from helpers.distributed.ranks import on_ranks
+from helpers.plain_runs import packed, trainer_of
 from helpers.tiny import tiny_model
 
-from trl_packing import (
-    enable_packing,
-)
+from trl_packing import enable_packing
 
 
 @pytest.mark.slow
 def test_two_ranks_train_what_one_rank_accumulates(tmp_path):
-    launch("helpers.distributed.plain", str(tmp_path), ranks=2)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    ranks = on_ranks(runs, {"": str(tmp_path)}, tmp_path)[""]
     model, dataset = tiny_model("gpt_oss"), packed(rows_multiple_of=2)
     enable_packing(model)
     options = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.05, "optim": "sgd"}

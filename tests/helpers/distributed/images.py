@@ -1,22 +1,17 @@
-"""Runs on documents with images, on any number of gloo ranks; the result of each rank is saved.
+"""Runs on documents with images, on any number of gloo ranks.
 
-    python -m helpers.distributed.images runs.json FOLDER
-
-`runs.json` maps names to arguments of `ImageRun`. Rows without images come first: no rank has an
-image in the first step, and one of two ranks has none in the second.
+Rows without images come first: no rank has an image in the first step, and one of two ranks has
+none in the second.
 """
 
-import json
-import os
-import sys
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from datasets import Dataset
 
 from helpers.distributed import engines
-from helpers.distributed.train import end_rank, launch
+from helpers.distributed.ranks import on_ranks
 from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -151,22 +146,4 @@ def _count_correct(prediction) -> dict:
     return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
 
 
-def run_on_two_ranks(runs: dict[str, ImageRun], folder: Path) -> dict[str, list[dict]]:
-    """Run `runs` one after another in one group; return the results of each by rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = folder / "runs.json"
-    plan.write_text(json.dumps({name: asdict(made) for name, made in runs.items()}))
-    launch("helpers.distributed.images", str(plan), str(folder))
-    return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(2)] for name in runs}
-
-
-def main() -> None:
-    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    for name, arguments in json.loads(plan.read_text()).items():
-        print(f"run {name}", flush=True)
-        torch.save(run(ImageRun(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
-    end_rank()
-
-
-if __name__ == "__main__":
-    main()
+run_on_two_ranks = partial(on_ranks, run)

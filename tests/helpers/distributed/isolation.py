@@ -1,11 +1,6 @@
-"""Check isolation of sharded models: what every rank finds goes into results/<rank>.json.
+"""Check isolation of wrapped and sharded models."""
 
-cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.isolation results/
-"""
-
-import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import trl_packing.isolation.guard
-from helpers.distributed.train import end_rank
 from helpers.leaks import with_fused_head
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
@@ -28,6 +22,9 @@ def sharded(model):
     for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
         fully_shard(layer)
     return fully_shard(model)
+
+
+WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded}
 
 
 def checked(name: str, attention: str, wrap) -> dict:
@@ -66,29 +63,28 @@ def raises_on_rank_1(name: str, wrap) -> str:
     return guard.attention.backend
 
 
-def main(folder: str, case: str = "") -> None:
+def all_found(_) -> dict[str, dict]:
+    """Check four models in both wrappers."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    if case:
-        PartialState(cpu=True)  # accelerate's logger asks for it
-        trl_packing.isolation.guard._PATIENCE = 5.0
-        said = raises_on_rank_1("llama", {"DDP": DistributedDataParallel, "FSDP2": sharded}[case])
-        Path(folder, f"{case}{os.environ['RANK']}").write_text(said)
-        if case == "FSDP2":
-            os._exit(1)  # as an error does; the launcher then ends the other ranks
-        end_rank()
-    found = {
-        f"{kind} {name} {attention}": checked(name, attention, wrap)
-        for kind, wrap in (("DDP", DistributedDataParallel), ("FSDP2", sharded))
-        for name, attention in (
-            ("llama", "documents"),
-            ("mamba", "model"),
-            ("mamba", "padded"),
-            ("mamba", "equal_lengths"),
-        )
+    cases = ("llama documents", "mamba model", "mamba padded", "mamba equal_lengths")
+    return {
+        f"{kind} {case}": checked(*case.split(), wrap)
+        for kind, wrap in WRAPPERS.items()
+        for case in cases
     }
-    Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    end_rank()
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def one_raises(case: tuple[str, str]) -> str:
+    """Return what this rank says in the wrapper of this name; one that is sharded ends the group.
+
+    What it says is written into the folder, too.
+    """
+    kind, folder = case
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    PartialState(cpu=True)  # accelerate's logger asks for it
+    trl_packing.isolation.guard._PATIENCE = 5.0
+    said = raises_on_rank_1("llama", WRAPPERS[kind])
+    Path(folder, f"{kind}{os.environ['RANK']}").write_text(said)
+    if kind == "FSDP2":
+        os._exit(1)  # as an error does; the launcher then ends the other ranks
+    return said

@@ -1,14 +1,4 @@
-"""`PackedSFTTrainer` with a loss of the user's that names the tokens only, as a rank of `torchrun`.
-
-cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.own_loss FOLDER
-"""
-
-import sys
-from pathlib import Path
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+"""`PackedSFTTrainer` with a loss of the user's that names the tokens only."""
 
 from helpers.model_calls import CALLS, trainer_with
 
@@ -28,20 +18,12 @@ def called_outside_of_train(folder: str) -> str:
     return "it ran"
 
 
-def main(folder: str) -> None:
+def steps(folder: str) -> tuple[str, dict]:
+    """Return what a call outside of training says, and loss and gradients of each kind of call."""
     result, refusal = {}, called_outside_of_train(folder)
     for call in CALLS:
         if call.__name__ in NAMES:
             trainer, kept = trainer_with(call, folder, **OPTIONS)
             trainer.train()
             result[call.__name__] = (trainer.state.log_history[0]["loss"], kept.gradients)
-            rank = trainer.args.process_index
-    Path(folder, f"refusal{rank}").write_text(refusal)
-    torch.save(result, Path(folder) / f"rank{rank}.pt")
-
-
-if __name__ == "__main__":
-    from helpers.distributed.train import end_rank
-
-    main(sys.argv[1])
-    end_rank()
+    return refusal, result

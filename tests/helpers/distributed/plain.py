@@ -1,21 +1,12 @@
-"""Plain Trainer on packed rows, as a rank of `torchrun`; what each rank ends with is saved.
-
-cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.plain FOLDER
-"""
-
-import sys
-from pathlib import Path
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+"""Plain Trainer on packed rows."""
 
 from helpers.plain_runs import packed, packing_of, trainer_of
 from helpers.tiny import tiny_model
 from trl_packing import enable_packing
 
 
-def main(folder: str) -> None:
+def runs(folder: str) -> dict[str, dict]:
+    """Train in float32 and in bfloat16; return losses, weights and the checks that were made."""
     result = {}
     for name, options in {"fp32": {}, "bf16": {"bf16": True}}.items():
         model, dataset = tiny_model("gpt_oss"), packed(rows_multiple_of=2)
@@ -41,11 +32,4 @@ def main(folder: str) -> None:
             "eval_loss": trainer.evaluate()["eval_loss"],
             "checked": sorted(map(str, packing.guard.passed)),
         }
-    torch.save(result, Path(folder) / f"rank{trainer.args.process_index}.pt")
-
-
-if __name__ == "__main__":
-    from helpers.distributed.train import end_rank
-
-    main(sys.argv[1])
-    end_rank()
+    return result

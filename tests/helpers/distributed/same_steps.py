@@ -1,16 +1,10 @@
-"""One run, by TRL's padded trainer or by ours: the documents and the loss of every optimizer step.
+"""One run, by TRL's padded trainer or ours: documents and loss of every optimizer step."""
 
-    cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.same_steps runs.json results/
-
-`runs.json` maps names to arguments of `Run`; rank r writes ``results/<name>.<r>.pt`` with the
-dictionary that `trained` returns.
-"""
-
-import json
-import os
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+from helpers.distributed import ranks
 
 TRAINERS = ("SFTTrainer", "PackedSFTTrainer")
 TOLERANCE = 1e-5
@@ -140,44 +134,16 @@ def assert_same_steps(theirs: dict, ours: dict) -> None:
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=0, atol=TOLERANCE)
 
 
-def joined(ranks: list[dict]) -> dict:
+def joined(results: list[dict]) -> dict:
     """Return the documents that all ranks trained in each step, and the losses, the same on all."""
-    assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
-    steps = sorted({step for rank in ranks for step in rank["documents"]})
+    assert all(rank["losses"] == results[0]["losses"] for rank in results)
+    steps = sorted({step for rank in results for step in rank["documents"]})
     return {
         "documents": {
-            s: [d for rank in ranks for d in rank["documents"].get(s, [])] for s in steps
+            s: [d for rank in results for d in rank["documents"].get(s, [])] for s in steps
         },
-        "losses": ranks[0]["losses"],
+        "losses": results[0]["losses"],
     }
 
 
-def on_ranks(runs: dict[str, Run], folder: Path, ranks: int = 2) -> dict[str, list[dict]]:
-    """Run all `runs` one after another in one gloo group; returns the results of each by rank."""
-    import torch
-
-    from helpers.distributed.train import launch
-
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = folder / "runs.json"
-    plan.write_text(json.dumps({name: asdict(run) for name, run in runs.items()}))
-    launch("helpers.distributed.same_steps", str(plan), str(folder), ranks=ranks)
-    return {
-        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)] for name in runs
-    }
-
-
-def main() -> None:
-    import torch
-
-    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    for name, arguments in json.loads(plan.read_text()).items():
-        print(f"run {name}", flush=True)
-        torch.save(trained(Run(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    from helpers.distributed.train import end_rank
-
-    main()
-    end_rank()
+on_ranks = partial(ranks.on_ranks, trained)

@@ -1,25 +1,15 @@
-"""Train a tiny model as a scenario says and write down everything that happened, by rank.
+"""Train a tiny model as a scenario says and return everything that happened.
 
-    cd tests && torchrun --nproc_per_node 2 -m helpers.distributed.train scenarios.json results/
-
-`scenarios.json` maps names to arguments of `Scenario`; rank r writes ``results/<name>.<r>.pt`` with
-the dictionary that `run` returns. Tests call `run` in their own process for a single rank, and
-`run_on_ranks` for more.
+Tests call `run` in their own process for a single rank, and `run_on_ranks` for more.
 """
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import NoReturn
+from dataclasses import dataclass, field
+from functools import partial
 from unittest.mock import patch
 
-TESTS = Path(__file__).parents[2]
-SECONDS = 900  # longest time of a group on a busy machine; one that takes longer hangs
+from helpers.distributed.ranks import on_ranks
 
 
 @dataclass
@@ -274,73 +264,4 @@ def saved(trainer, folder: str) -> dict:
     return load_file(f"{folder}/final/model.safetensors")
 
 
-def run_on_ranks(
-    scenarios: dict[str, Scenario], folder: Path, ranks: int = 2
-) -> dict[str, list[dict]]:
-    """Run `scenarios` one after another in one gloo group; returns the results of each by rank.
-
-    A group that hangs is killed, and the assertion names where it was.
-    """
-    import torch
-
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = folder / "scenarios.json"
-    plan.write_text(json.dumps({name: asdict(scenario) for name, scenario in scenarios.items()}))
-    launch("helpers.distributed.train", str(plan), str(folder), ranks=ranks)
-    return {
-        name: [torch.load(folder / f"{name}.{rank}.pt") for rank in range(ranks)]
-        for name in scenarios
-    }
-
-
-def launch(module: str, *arguments: str, ranks: int = 2) -> None:
-    """Run `module` in a gloo group. One that hangs is killed; the assertion shows its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(ranks), "-m", module, *arguments]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-    }
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(
-            f"{ranks} ranks hang; the end of their output:\n{output[-4000:]}"
-        ) from None
-    assert process.returncode == 0, output[-4000:]
-
-
-def end_rank() -> NoReturn:
-    """End this process at once when all ranks are done: threads of gloo may abort a normal exit."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def main() -> None:
-    import torch
-
-    plan, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    for name, arguments in json.loads(plan.read_text()).items():
-        print(f"scenario {name}", flush=True)
-        torch.manual_seed(0)
-        torch.save(run(Scenario(**arguments)), folder / f"{name}.{os.environ['RANK']}.pt")
-    end_rank()
-
-
-if __name__ == "__main__":
-    main()
+run_on_ranks = partial(on_ranks, run)
