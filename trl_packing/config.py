@@ -3,7 +3,7 @@
     settings    `PackingOptions`, each with its one default and its help
     types       of every setting, ours and inherited, from the fields of the configurations
     ranges      choices and smallest values
-    conflicts   settings that are not possible together
+    conflicts   settings that need another one, or exclude it
 
 Every check raises an error that names the setting, its value and the way out. Checks that need the
 data or the model are elsewhere.
@@ -35,8 +35,6 @@ ISOLATION_CHECKS = ("error", "warn", "off")
 TRAIN_ON = ("assistant", "last_assistant", "every_turn", "all")
 MIXTURE_UNITS = ("documents", "tokens", "trained_tokens")
 
-_MOST_TOKENS = 2**31 - 1
-
 
 def setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
     """Return a field of a configuration, which may take one of `choices` only."""
@@ -51,75 +49,72 @@ class PackingOptions:
     overflow: str | None = setting(
         None,
         "Documents longer than max_length: 'truncate', 'truncate_prompt' (cut the prompt from the "
-        "left, keep the completion whole), 'drop', 'split', 'overlap' (split into pieces that "
-        "begin with the last tokens of the one before) or 'error'. Default: TRL's behavior, "
-        "'truncate', or 'split' with packing_strategy='bfd_split'.",
+        "left), 'drop', 'split', 'overlap' (split, each piece beginning with the last tokens of "
+        "the one before) or 'error'. Default: 'truncate', as in TRL, or 'split' with "
+        "packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
     overlap_tokens: int | None = setting(
         None,
-        "With overflow='overlap': tokens that a piece repeats of the one before it, as "
-        "context that is not trained again. Default: an eighth of max_length.",
+        "With overflow='overlap': tokens that a piece repeats of the one before it, as context "
+        "that is not trained again. Default: an eighth of max_length.",
     )
     train_on: str | None = setting(
         None,
         "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant', "
-        "'every_turn' (all of its turns, each a document of its own, as at inference: for "
-        "reasoning models) or 'all'. 'train' and 'weight' of a message take precedence. "
-        "Works with any chat template. Default: TRL's behavior, by completion_only_loss and "
-        "assistant_only_loss; 'assistant' if messages have 'train' or 'weight'.",
+        "'every_turn' (each turn a document of its own, as at inference: for reasoning models) or "
+        "'all'; 'train' and 'weight' of a message take precedence. Default: TRL's behavior, by "
+        "completion_only_loss and assistant_only_loss; 'assistant' if messages have 'train' or "
+        "'weight'.",
         TRAIN_ON,
     )
     response_template: str | None = setting(
         None,
-        "Train the text after this template, e.g. '### Answer:', in plain text or in a "
-        "rendered conversation; for a tokenized data set, it may be a list of token ids.",
+        "Train the text after this template, e.g. '### Answer:', in plain text or in a rendered "
+        "conversation; for a tokenized data set, it may be a list of token ids.",
     )
     instruction_template: str | None = setting(
         None,
-        "With response_template: train every answer, up to the next instruction, "
-        "instead of the text after the last response_template.",
+        "With response_template: train every answer, up to the next instruction, instead of the "
+        "text after the last response_template.",
     )
     prompt_template: str | None = setting(
         None,
-        "Make prompts from raw fields: 'alpaca', 'qa', a file, or text with columns in "
-        "braces, 'Question: {question}\\nAnswer: '. {query} is the column query, instruction "
-        "or question; the answer is the column response, output, answer or completion.",
+        "Make prompts from raw fields: 'alpaca', 'qa', a file, or text with columns in braces, "
+        "'Question: {question}\\nAnswer: '. {query} is the column query, instruction or question; "
+        "the answer is the column response, output, answer or completion.",
     )
     append_eos: bool = setting(
         False,
-        "Append the tokenizer's EOS, trained, to documents that are trained to their "
-        "end but do not end in a stop token (tokenized data, templates without one).",
+        "Append the tokenizer's EOS, trained, to documents that are trained to their end but do "
+        "not end in a stop token (tokenized data, templates without one).",
     )
     documents_per_step: int | None = setting(
         None,
-        "Use exactly this many documents in every optimizer step, over all ranks and "
-        "accumulated micro-batches (the last step of an epoch may be smaller), divided into "
-        "micro-batches of equal cost. Default: the documents in the bins of a step; with "
-        "packing=False, those of a padded run.",
+        "Use exactly this many documents in every optimizer step (the last of an epoch may be "
+        "smaller), over all ranks and micro-batches, which get equal costs. Default: the documents "
+        "in the bins of a step; with packing=False, those of a padded run.",
     )
     loss_weighting: str = setting(
         "token",
         "Weight of a token in the loss of an optimizer step: 'token' (all tokens equal), "
-        "'document' (all documents equal: the mean of the documents' means) or 'sqrt' (divided by "
-        "the square root of its document's trained tokens). The columns loss_weight (per document) "
-        "and loss_weights (per token) multiply it.",
+        "'document' (all documents equal) or 'sqrt' (divided by the square root of its document's "
+        "trained tokens). The columns loss_weight (per document) and loss_weights (per token) "
+        "multiply it.",
         LOSS_WEIGHTINGS,
     )
     source_column: str | None = setting(
         None,
-        "A column of the data sets, e.g. 'source': evaluation also reports "
-        "eval_loss_<source> and eval_num_documents_<source> for each of its values. If the "
-        "training set has it, the training log has loss_<source> and the documents and tokens "
-        "of each.",
+        "A column of the data sets, e.g. 'source': evaluation also reports eval_loss_<source> and "
+        "eval_num_documents_<source> for each of its values. If the training set has it, so does "
+        "the training log, with the documents and tokens of each.",
     )
     mixture: dict[str, Any] | str | None = setting(  # noqa: RUF009
         None,
-        "The share of each source in an epoch: {'math': {'weight': 3}, 'chat': "
-        "{'weight': 1}} or {'math': {'epochs': 2}, 'chat': {'epochs': 0.5}}. Sources are the "
-        "names of a train_dataset that is a dictionary, or the values of source_column. "
-        "Those with a weight divide what they hold together, in mixture_unit; the others are "
-        "drawn once. Nothing is copied.",
+        "The share of each source in an epoch: {'math': {'weight': 3}, 'chat': {'epochs': 0.5}}. "
+        "Sources are the names of a train_dataset that is a dictionary, or the values of "
+        "source_column. Those with a weight divide what they hold together, in mixture_unit; the "
+        "others are drawn once. Nothing is copied.",
     )
     mixture_unit: str = setting(
         "documents",
@@ -129,47 +124,43 @@ class PackingOptions:
     )
     mixture_temperature: float | None = setting(
         None,
-        "Draw each source with a share of the epoch in proportion to size^(1/T), in "
-        "mixture_unit: 1 draws every document once, larger values draw small sources more "
-        "often. Instead of weights.",
+        "Instead of weights: draw each source in proportion to size^(1/T), in mixture_unit. 1 "
+        "draws every document once, larger values draw small sources more often.",
     )
     curriculum: str | None = setting(
         None,
-        "Order the documents of an epoch by their tokens ('length'), or by a column of "
-        "numbers, in up to 64 stages; each stage is drawn at random. The smallest numbers come "
-        "first, with a minus before the name ('-length') the largest. Default: no order.",
+        "Order the documents of an epoch by their tokens ('length'), or by a column of numbers, in "
+        "up to 64 stages, each drawn at random. The smallest numbers come first, with a minus "
+        "before the name ('-length') the largest. Default: no order.",
     )
     static_shapes: bool = setting(
         False,
-        "Keep the shape of packed micro-batches constant, for torch_compile: "
-        "per_device_train_batch_size × max_length tokens, filled with masked documents, and "
-        "equally many boundaries. Needs packing=True. Losses and gradients stay the same.",
+        "Keep the shape of packed micro-batches constant, for torch_compile: rows are filled with "
+        "masked documents up to per_device_train_batch_size × max_length tokens. Losses and "
+        "gradients stay the same.",
     )
     max_patches: int | None = setting(
         None,
-        "With images: most patches of the vision tower in a bin, beside the tokens of "
-        "max_length, so that no micro-batch needs much more memory than others. Default: no "
-        "limit.",
+        "With images: most patches of the vision tower in a bin, beside the tokens of max_length, "
+        "so that no micro-batch needs much more memory than others. Default: no limit.",
     )
     prefix_sharing: str = setting(
         "off",
         "Compute tokens with which documents of a micro-batch begin alike (a system prompt, many "
-        "answers to a question) once: 'off', 'bin' (no document moves, no step changes) or 'group' "
-        "(bins and steps are made of groups of documents with a long common prefix). "
-        "Losses and gradients of a step stay those of its documents. Models that cannot share "
-        "train as with 'off'.",
+        "answers to a question) once: 'off', 'bin' (no step changes) or 'group' (bins and steps "
+        "are made of groups with a long common prefix). Losses and gradients stay those of the "
+        "documents; models that cannot share train as with 'off'.",
         PREFIX_SHARING,
     )
     prefix_group_size: int = setting(
         8,
-        "With prefix_sharing='group': most documents of a group. Larger groups compute "
-        "less, smaller ones bring more different prefixes into a step.",
+        "With prefix_sharing='group': most documents of a group. Larger groups compute less, "
+        "smaller ones bring more different prefixes into a step.",
     )
     attention: str = setting(
         "auto",
-        "Attention backend that keeps documents apart: 'auto', or one of "
-        "'flash_attention_2' (3, 4), 'varlen', 'documents', 'model'. A named backend that "
-        "cannot be exact raises an error.",
+        "Attention backend that keeps documents apart: 'auto', or one of 'flash_attention_2' "
+        "(3, 4), 'varlen', 'documents', 'model'. A named one that is not exact raises an error.",
     )
     isolation_check: str = setting(
         "error",
@@ -179,18 +170,15 @@ class PackingOptions:
     )
     run_page: bool = setting(
         True,
-        "Write run.html (curves, report, settings) and run.json into output_dir while "
-        "training. Nothing that is trained depends on it.",
+        "Write run.html (curves, report, settings) and run.json into output_dir while training. "
+        "Nothing that is trained depends on it.",
     )
 
     @staticmethod
     def of(args: Any) -> "PackingOptions":
         """Return the options that `args` has now; defaults for those that a plain config lacks."""
-        given: dict[str, Any] = {
-            option.name: getattr(args, option.name, option.default)
-            for option in fields(PackingOptions)
-        }
-        return PackingOptions(**given)
+        ours: dict[str, Any] = {f.name: f.default for f in fields(PackingOptions)}
+        return PackingOptions(**{name: getattr(args, name, ours[name]) for name in ours})
 
     def named_columns(self) -> list[str]:
         """Return the columns of a data set that settings name, with a value for each document."""
@@ -212,14 +200,13 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
 
     logging_nan_inf_filter: bool = setting(
         False,
-        "Leave losses that are NaN or infinite out of the logged mean. TRL's default "
-        "is True, which hides them, and makes every micro-batch wait for the device.",
+        "Leave losses that are NaN or infinite out of the logged mean. TRL's default is True, "
+        "which hides them, and makes every micro-batch wait for the device.",
     )
     packing: bool = setting(  # a bool once `__post_init__` has run
         None,
-        "Pack documents into bins of max_length tokens. False: padding-free, with the "
-        "documents of a padded run in every optimizer step. Default: True, but False if "
-        "max_length is None.",
+        "Pack documents into bins of max_length tokens. False: padding-free, with the documents of "
+        "a padded run in every optimizer step. Default: True, but False if max_length is None.",
     )
     packing_strategy: str = setting(
         "bfd",
@@ -237,65 +224,52 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         check_types(self)
         # transformers 5.23 recognizes only names that end in "loss". By the loss of a source, or a
         # perplexity, it would keep the worst model.
-        metric = args.metric_for_best_model
-        if args.greater_is_better is None and isinstance(metric, str):
-            args.greater_is_better = (
-                False if re.search(r"(^|_)(perplexity$|loss_)", metric) else None
-            )
-        for name in self._VALID_DICT_FIELDS:
-            value = getattr(self, name)
-            if isinstance(value, str) and value.startswith("{"):
-                try:
-                    json.loads(value)
-                except ValueError as error:  # transformers would not name the setting
-                    raise ValueError(f"{name}={value!r} is not JSON ({error})") from error
-        with warnings.catch_warnings():
-            # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
-            warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
-            super().__post_init__()
-        check_options(self)
+        is_loss = re.search(r"(^|_)(perplexity$|loss_)", str(args.metric_for_best_model))
+        if args.greater_is_better is None and is_loss:
+            args.greater_is_better = False
+        try:
+            with warnings.catch_warnings():
+                # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
+                warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
+                super().__post_init__()
+        except json.JSONDecodeError as error:  # transformers does not name the setting
+            wrong = next(n for n in self._VALID_DICT_FIELDS if getattr(self, n) == error.doc)
+            raise ValueError(f"{wrong}={error.doc!r} is not JSON ({error})") from error
+        check_options(self, is_final=False)
 
 
-def check_options(args: Any) -> None:
+def check_options(args: Any, *, is_final: bool = True) -> None:
     """Raise ValueError for the first setting of `args` that is not possible, with the way out.
 
     A plain `SFTConfig` does not check its settings for packing, so the trainer calls this for it.
+
+    Args:
+        args: the settings.
+        is_final: whether all settings are known, so that one may have no effect beside the others.
     """
     options = PackingOptions.of(args)
     check_types(args)
-    choices: dict[str, tuple[Any, ...]] = {"packing_strategy": tuple(STRATEGIES)}
-    for option in fields(PackingOptions):
-        if "choices" in option.metadata:
-            none = () if option.default is not None else (None,)
-            choices[option.name] = (*none, *option.metadata["choices"])
-    for name, known in choices.items():
-        value = getattr(options, name, args.packing_strategy)
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
+    for option in fields(PackedSFTConfig):
+        known = option.metadata.get("choices")
+        is_ours = hasattr(options, option.name) or option.name == "packing_strategy"
+        value = getattr(args, option.name, option.default)
+        if is_ours and known and value not in (known if option.default else [None, *known]):
+            raise ValueError(f"{option.name}={value!r} is unknown; choose one of {known}")
     for name, least in _LEAST.items():
         value = getattr(args, name, None)
         if isinstance(value, Integral) and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    for check in (_wrong_values, _clashes, _wrong_mixtures):
+    without_effect = [_without_effect] * is_final
+    for check in (_wrong_lengths, _clashes, _wrong_mixtures, *without_effect):
         for is_wrong, sentence in check(args, options):
             if is_wrong:
                 raise ValueError(sentence)
 
 
-def check_mixture_unit(options: PackingOptions) -> None:
-    """Raise ValueError for a unit without a mixture, which may be set after the configuration."""
-    is_mixed = options.mixture is not None or options.mixture_temperature is not None
-    if options.mixture_unit != PackingOptions.mixture_unit and not is_mixed:
-        raise ValueError(
-            f"mixture_unit={options.mixture_unit!r} has no effect without mixture and "
-            "mixture_temperature; set one of them, or leave mixture_unit out"
-        )
-
-
 # --- types ----------------------------------------------------------------------------------------
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
-_TEMPLATES = ("response_template", "instruction_template")
+_CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike), NoneType: NoneType}
 
 
 def check_types(args: Any) -> None:
@@ -309,7 +283,7 @@ def check_types(args: Any) -> None:
         if not hasattr(args, name) or any(_is(value, kind) for kind in kinds):
             continue
         words = [word for kind, word in _WORDS.items() if kind in kinds]
-        if name in _TEMPLATES:
+        if name in ("response_template", "instruction_template"):
             if isinstance(value, (list, tuple)) and all(_is(token, int) for token in value):
                 continue
             words.append("a list of token ids")
@@ -322,24 +296,19 @@ def _types() -> dict[str, tuple[type, ...]]:
     """Return the types of each setting that takes numbers, texts, True and False only."""
     hints = get_type_hints(SFTConfig) | get_type_hints(PackingOptions)
     inherited = {field.name for field in fields(TrainingArguments)}
-    found = {}
-    for option in (*fields(SFTConfig), *fields(PackingOptions)):
-        kinds = get_args(hints[option.name]) or (hints[option.name],)
-        if {*kinds} <= {*_WORDS, NoneType} and not (str in kinds and option.name in inherited):
-            found[option.name] = kinds
-    return found
+    kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return {
+        name: of
+        for name, of in kinds.items()
+        if {*of} <= {*_WORDS, NoneType} and not (str in of and name in inherited)
+    }
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is(value: Any, kind: Any) -> bool:
     if kind is bool:
-        return isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1))
-    if kind is str:
-        return isinstance(value, (str, os.PathLike))
-    if kind is int:
-        return isinstance(value, Integral) and not isinstance(value, bool)
-    if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
-    return value is None
+        return isinstance(value, (bool, np.bool_, int)) and value in (0, 1)
+    is_nan = isinstance(value, Real) and math.isnan(value)
+    return isinstance(value, _CLASSES[kind]) and not (isinstance(value, bool) or is_nan)
 
 
 # --- ranges and conflicts -------------------------------------------------------------------------
@@ -349,73 +318,22 @@ _LEAST = {  # transformers does not check its own
     "gradient_accumulation_steps": 1,
     "seed": 0,
     "data_seed": 0,
+    "max_length": 1,
     "documents_per_step": 1,
     "pad_to_multiple_of": 1,
     "max_patches": 1,
+    "overlap_tokens": 1,
+    "prefix_group_size": 2,
 }
+_MOST_TOKENS = 2**31 - 1
 
-# Whether a setting is wrong, and the sentence that says so.
-Checks = Iterator[tuple[Any, str]]
-
-
-def _wrong_values(args: Any, options: PackingOptions) -> Checks:
-    multiple, capacity = args.pad_to_multiple_of, args.max_length
-    packs = args.packing or args.eval_packing
-    yield (  # TRL reads its texts while it makes a config
-        isinstance(multiple, str),
-        f"pad_to_multiple_of={multiple!r} must be a whole number, or None",
-    )
-    yield (
-        math.isinf(args.num_train_epochs),
-        f"num_train_epochs={args.num_train_epochs} has no end; set max_steps",
-    )
-    yield (
-        capacity is not None and capacity <= 0,
-        f"max_length={capacity} must be positive, or None without packing",
-    )
-    yield (
-        packs and capacity is None,
-        "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. Set "
-        "max_length, or packing=False and eval_packing=False.",
-    )
-    yield (
-        packs and capacity > _MOST_TOKENS,
-        f"max_length={capacity} must be at most {_MOST_TOKENS}, because kernels count the tokens "
-        "of a row in 32 bits; lower it",
-    )
-
-    groups, size = options.prefix_sharing == "group", options.prefix_group_size
-    yield (
-        not groups and size != PackingOptions.prefix_group_size,
-        f"prefix_group_size={size} has no effect with prefix_sharing={options.prefix_sharing!r}; "
-        "set prefix_sharing='group', or leave prefix_group_size out",
-    )
-    yield (
-        groups and size < 2,
-        f"prefix_group_size={size} must be at least 2; to share only what lies in one bin anyway, "
-        "set prefix_sharing='bin'",
-    )
-    overlaps, overlap = options.overflow == "overlap", options.overlap_tokens
-    yield (
-        not overlaps and overlap is not None,
-        f"overlap_tokens={overlap} has no effect with overflow={options.overflow!r}; set "
-        "overflow='overlap', or leave overlap_tokens out",
-    )
-    yield (
-        overlaps and capacity is None,
-        "overflow='overlap' with max_length=None: no document is too long; leave overflow out",
-    )
-    yield (
-        overlaps and overlap is not None and not 1 <= overlap <= capacity // 2,
-        f"overlap_tokens={overlap} must be at least 1 and at most half of max_length={capacity}: "
-        "with more, most tokens would be computed more than twice",
-    )
-    yield (
-        options.instruction_template is not None and options.response_template is None,
-        "instruction_template needs response_template: set both, or neither",
-    )
-
-
+# Settings that do nothing without one of these others; None stands for any value.
+_NEEDS: dict[str, dict[str, str | None]] = {
+    "prefix_group_size": {"prefix_sharing": "group"},
+    "overlap_tokens": {"overflow": "overlap"},
+    "instruction_template": {"response_template": None},
+    "mixture_unit": {"mixture": None, "mixture_temperature": None},
+}
 _TRAINED = "both say what is trained"
 _DRAWN = "a mixture draws single documents at random"
 _TOGETHER = "both say which documents come together"
@@ -449,6 +367,43 @@ _CLASHES: tuple[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str], ...] = (
     ),
 )
 
+# Whether a setting is wrong, and the sentence that says so.
+Checks = Iterator[tuple[Any, str]]
+
+
+def _wrong_lengths(args: Any, options: PackingOptions) -> Checks:
+    capacity, overlap = args.max_length, options.overlap_tokens or 0
+    packs = args.packing or args.eval_packing
+    yield (
+        packs and capacity is None,
+        "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. Set "
+        "max_length, or packing=False and eval_packing=False.",
+    )
+    yield (
+        packs and capacity > _MOST_TOKENS,
+        f"max_length={capacity} must be at most {_MOST_TOKENS}, because kernels count the tokens "
+        "of a row in 32 bits; lower it",
+    )
+    yield (
+        options.overflow == "overlap" and (capacity is None or overlap > capacity // 2),
+        f"overlap_tokens={options.overlap_tokens} must be at most half of max_length={capacity}: "
+        "with more, most tokens would be computed more than twice",
+    )
+
+
+def _without_effect(args: Any, options: PackingOptions) -> Checks:
+    for name, others in _NEEDS.items():
+        value, found = getattr(options, name), [getattr(options, other) for other in others]
+        pairs = zip(found, others.values(), strict=True)
+        is_met = any(now is not None and needed in (None, now) for now, needed in pairs)
+        needs = " or ".join(
+            n if needed is None else f"{n}={needed!r}" for n, needed in others.items()
+        )
+        yield (
+            value != getattr(PackingOptions, name) and not is_met,
+            f"{name}={value!r} has no effect without {needs}; set it, or leave {name} out",
+        )
+
 
 def _clashes(args: Any, options: PackingOptions) -> Checks:
     def value_of(name: str) -> Any:
@@ -467,32 +422,24 @@ def _clashes(args: Any, options: PackingOptions) -> Checks:
 
 
 def _wrong_mixtures(args: Any, options: PackingOptions) -> Checks:
-    mixture: Any = options.mixture
-    temperature = options.mixture_temperature
-    if mixture is None and temperature is None:
-        return
+    mixture, temperature = options.mixture, options.mixture_temperature
     example = "{'math': {'weight': 3}, 'chat': {'epochs': 0.5}}"
-    if mixture is not None:
+    yield (
+        mixture is not None and not (isinstance(mixture, dict) and mixture),
+        f"mixture={mixture!r} must name sources, as in {example}",
+    )
+    for source, share in mixture.items() if isinstance(mixture, dict) else ():
+        is_share = isinstance(share, dict) and {*share} in ({"weight"}, {"epochs"})
         yield (
-            not isinstance(mixture, dict) or not mixture,
-            f"mixture={mixture!r} must name sources, as in {example}",
+            not is_share or not all(_is(n, float) and 0 <= n < math.inf for n in share.values()),
+            f"mixture[{source!r}]={share!r} must have a 'weight' or 'epochs' from 0, as in "
+            f"{example}",
         )
-        for source, share in mixture.items():
-            is_share = isinstance(share, dict) and len(share) == 1
-            yield (
-                not (is_share and {*share} <= {"weight", "epochs"}),
-                f"mixture[{source!r}]={share!r} must have a 'weight' or 'epochs', as in {example}",
-            )
-            ((kind, value),) = share.items()
-            yield (
-                not (_is(value, float) and 0 <= value < math.inf),
-                f"{kind}={value!r} of {source!r} in mixture must be a number from 0",
-            )
-            yield (
-                kind == "weight" and temperature is not None,
-                f"mixture_temperature={temperature} and a weight of {source!r} in mixture both say "
-                "how often sources are drawn; leave one of them out",
-            )
+        yield (
+            "weight" in share and temperature is not None,
+            f"mixture_temperature={temperature} and a weight of {source!r} in mixture both say how "
+            "often sources are drawn; leave one of them out",
+        )
     yield (
         temperature is not None and temperature <= 0,
         f"mixture_temperature={temperature!r} must be above 0, or None",

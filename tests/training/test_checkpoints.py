@@ -21,7 +21,7 @@ from trl_packing.training.checkpoints import (
     check_readable,
     last_whole_checkpoint,
 )
-from trl_packing.training.epoch_record import FILE
+from trl_packing.training.resuming import FILE
 
 TESTS = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.training import sampling
-from trl_packing.training.epoch_record import FILE
+from trl_packing.training.resuming import FILE
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3

@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 from trl import SFTConfig
 
 from trl_packing.attention.state import temporarily
-from trl_packing.config import PackingOptions, check_mixture_unit, check_options
+from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.checks import check_is_one_set, check_not_empty
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.prepared import records_of
@@ -151,7 +151,6 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         )
     if isinstance(args, SFTConfig):
         check_options(args)
-        check_mixture_unit(PackingOptions.of(args))
         Overflow.from_args(args, args.packing)
     curriculum = PackingOptions.of(args).curriculum
     column = curriculum and column_of(curriculum)

@@ -3,19 +3,26 @@
     a checkpoint within an epoch, resumed with
     the same steps                    the next step follows, on any ranks × accumulation × bins
                                       that make them
-    other steps, documents or seed    refused, naming what changed; ignore_data_skip=True restarts
+    other steps or documents          refused, naming what changed; ignore_data_skip=True restarts
                                       the epoch
     a checkpoint between epochs, resumed with
     anything                          a whole epoch begins
 
+    epoch.npz    progress          the epoch, its optimizer steps so far, the settings of its plan
+                 lengths, tails    tokens of every document; checksums of the last tokens of some
+                 trained           documents that the epoch has trained, or of a mixture its places
+                                   (packing/draw.py); a bit each
+
 `Trainer` computes epoch and steps from the number of optimizer steps, as if the current settings
-had planned the whole run. Here they come from the record in the checkpoint. A stream saves its
-position instead.
+had planned the whole run. Here they come from the record. A stream saves its position instead.
 """
 
+import json
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +33,103 @@ from trl import SFTTrainer
 from trl_packing.attention.state import temporarily
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.training.epoch_record import FILE, DocumentMarks, EpochRecord
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.stream_loader import StreamBatches
 
 logger = get_logger(__name__)
+
+FILE = "epoch.npz"
+
+_NUM_TAILS = 1024  # documents whose last tokens are compared: enough to notice another order
+_TAIL_TOKENS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class EpochRecord:
+    """The progress of an epoch when a checkpoint was written.
+
+    Attributes:
+        global_step: optimizer steps of the whole run.
+        epoch: its number; the next one where an epoch had just ended.
+        steps: its optimizer steps.
+        settings: the settings on which the plan of an epoch depends.
+        lengths: tokens of every document, ``(documents,)``.
+        tails: checksums of the last tokens of up to 1,024 documents, evenly spread.
+        trained: bits of the documents that the epoch has trained, of a mixture of its places.
+    """
+
+    global_step: int
+    epoch: int
+    steps: int
+    settings: Mapping[str, Any]
+    lengths: np.ndarray
+    tails: np.ndarray
+    trained: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Write the record to `path`."""
+        arrays = {name: value for name, value in vars(self).items() if hasattr(value, "dtype")}
+        progress = {name: value for name, value in vars(self).items() if name not in arrays}
+        arrays["progress"] = np.array(json.dumps(progress))
+        # Not compressed: that takes 1.5 s for a million lengths.
+        np.savez(path, checksum=_checksum(arrays), **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> "EpochRecord":
+        """Read the record that `save` has written.
+
+        Raises:
+            ValueError: it holds other numbers.
+        """
+        with np.load(path, allow_pickle=False) as found:
+            arrays = dict(found)
+        if arrays.pop("checksum", None) != _checksum(arrays):
+            raise ValueError(
+                f"{path} is damaged (its checksum is another): documents would be lost or trained "
+                "again. Resume from another checkpoint, or set ignore_data_skip=True and delete "
+                "the file to restart the epoch"
+            )
+        return cls(**json.loads(str(arrays.pop("progress"))), **arrays)
+
+    def changed(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return in words which of `settings` differ from the recorded ones."""
+        then = self.settings
+        return [
+            f"{name}={value} instead of {then.get(name)}"
+            for name, value in settings.items()
+            if value != then.get(name)
+        ]
+
+    def other_documents(self, lengths: np.ndarray, tails: np.ndarray) -> list[str]:
+        """Return in words how the documents with these marks differ from the recorded ones."""
+        if len(lengths) != len(self.lengths):
+            return [f"{len(self.lengths):,} documents then, {len(lengths):,} now"]
+        others = [
+            *np.flatnonzero(lengths != self.lengths),
+            *_evenly_spread(len(lengths))[tails != self.tails],
+        ]
+        return [f"document {number} had other tokens" for number in others[:1]]
+
+
+def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    found = 0
+    for name in sorted(arrays):
+        found = zlib.crc32(arrays[name].tobytes(), found)
+    return found
+
+
+def _marks_of(documents: ArrowDocuments) -> tuple[np.ndarray, np.ndarray]:
+    """Return `lengths` and `tails` of a record. A chat template may write a date at the start."""
+    lengths = documents.lengths()
+    chosen = documents.__getitems__(_evenly_spread(len(lengths)))
+    ends = [document["input_ids"][-_TAIL_TOKENS:].astype(np.int64) for document in chosen]
+    tails = np.array([zlib.crc32(end.tobytes()) for end in ends], np.int64)
+    return lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))), tails
+
+
+def _evenly_spread(number: int) -> np.ndarray:
+    """Return up to 1,024 of `number` documents, first and last among them."""
+    return np.unique(np.linspace(0, number - 1, min(number, _NUM_TAILS)).astype(np.int64))
 
 
 class ResumedEpochs:
@@ -49,8 +148,8 @@ class ResumedEpochs:
         self.sampling = sampling
         self.stream: StreamBatches | None = None
         self._record: EpochRecord | None = None  # of the checkpoint to resume from
-        self._sampler: PackedBatchSampler | None = None  # of the training that runs
-        self._marks: DocumentMarks | None = None  # of its documents
+        self._sampler: Any = None  # of the training that runs, if it is ours
+        self._marks: Any = None  # of its documents
         self._place: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
         self._epoch = 0
         self._first_step = 0  # the step of the run at which the epoch began
@@ -78,31 +177,45 @@ class ResumedEpochs:
             ValueError: the steps of the epoch would hold other documents now.
         """
         self.follow_stream(None)
-        self._sampler, self._marks = sampler, DocumentMarks.of(documents)
+        self._sampler, self._marks = sampler, _marks_of(documents)
         record = self._record
         if record is None:
             return
         if not self.trainer.args.ignore_data_skip:
             if record.trained.any():
-                settings = self.sampling.settings()
-                record.check(settings, self._marks)
-                sampler.set_epoch(record.epoch)
-                is_same = np.array_equal(self._trained_in(record.steps), record.trained)
-                record.check_steps(is_same, settings)
+                self._check_goes_on(record)
             self._place = (record.epoch, record.steps)
         elif record.epoch != record.global_step // self._num_steps(len(sampler)):
             self._place = (record.epoch, 0)
+
+    def _check_goes_on(self, record: EpochRecord) -> None:
+        """Raise ValueError unless the first steps of the epoch hold the trained documents."""
+        then, now = record.settings, self.sampling.settings()
+        others = record.other_documents(*self._marks)
+        if not others and then["mixture"] == now["mixture"]:
+            self._sampler.set_epoch(record.epoch)
+            if np.array_equal(self._trained_in(record.steps), record.trained):
+                return
+        changes = "; ".join([*others, *record.changed(now)])
+        unnamed = "a mixture of another number of epochs, or another version, planned them"
+        product = math.prod(then[name] for name in ("per_device_train_batch_size", "ranks"))
+        raise ValueError(
+            f"the checkpoint was saved within an epoch, after {record.steps:,} of its steps, and "
+            f"these would hold other documents now ({changes or unnamed}). Resume with the former "
+            "data and settings (per_device_train_batch_size × gradient_accumulation_steps × ranks "
+            f"may divide its {product * then['gradient_accumulation_steps']} otherwise), or set "
+            "ignore_data_skip=True to restart the epoch"
+        )
 
     def _num_steps(self, num_micro_batches: int) -> int:
         """Return the optimizer steps of `num_micro_batches` of one rank."""
         return -(-num_micro_batches // self.sampling.accumulation)
 
     def _trained_in(self, steps: int) -> np.ndarray:
-        """Return which documents the first steps of the sampler's epoch train, bool."""
-        assert self._sampler is not None
+        """Return `trained` of a record after the first steps of the sampler's epoch."""
         trained = np.zeros(self._sampler.num_drawn, bool)
         trained[self._sampler.places_in_first_steps(steps)] = True
-        return trained
+        return np.packbits(trained)
 
     # --- numbers that `Trainer` computes ------------------------------------------------------
 
@@ -112,20 +225,18 @@ class ResumedEpochs:
             return found
         args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._place
         num_epochs, per_epoch, *others, max_steps = found
-        if step == epoch * per_epoch + behind:
-            pass  # as `Trainer` counts
-        elif args.max_steps > 0:
-            later = max(max_steps - step - (per_epoch - behind), 0)
-            num_epochs = epoch + 1 + -(-later // per_epoch)
-        else:
-            requested = args.num_train_epochs - epoch
-            left = max(_ceil(min(requested, 1) * per_epoch) - behind, 0)
-            max_steps = step + left + max(_ceil((requested - 1) * per_epoch), 0)
-            num_epochs = num_epochs if max_steps > step else epoch
+        if step != epoch * per_epoch + behind:  # else as `Trainer` counts
+            if args.max_steps <= 0:
+                # Up to a rounding error: 1.1 epochs of 10 steps are 11.
+                left = math.ceil((args.num_train_epochs - epoch) * per_epoch - 1e-9) - behind
+                max_steps = step + max(left, 0)
+            num_epochs = epoch
+            if max_steps > step:
+                num_epochs += -(-(max_steps - step + behind) // per_epoch)
         if changed := self._record.changed(self.sampling.settings()):
             logger.warning(
-                f"resumed with {changed} in epoch {epoch} after {behind:,} of its steps; training "
-                f"ends after step {max_steps:,}"
+                f"resumed with {'; '.join(changed)} in epoch {epoch} after {behind:,} of its "
+                f"steps; training ends after step {max_steps:,}"
             )
         return (num_epochs, per_epoch, *others, max_steps)
 
@@ -138,25 +249,21 @@ class ResumedEpochs:
             checkpoint: the folder to resume from; None for a new run.
 
         Raises:
-            ValueError: it was saved within a packed epoch, and now nothing is packed by lengths; or
-                it was saved on a stream, and now the training set is none.
+            ValueError: it was saved within an epoch that came in another order.
         """
-        position = [] if checkpoint is None else [*Path(checkpoint).glob("stream_*.json")]
-        if position and self.stream is None and not self.trainer.args.ignore_data_skip:
-            raise ValueError(
-                f"{checkpoint} was saved on a stream, whose documents come in another order than "
-                "those of a data set, so those left to train are unknown. Resume with the stream, "
-                "or set ignore_data_skip=True to restart the epoch"
-            )
         if self._place is not None:
             epoch, steps = self._place
             return epoch, steps * self.sampling.accumulation
-        if skipped and self._record is not None and self._record.trained.any():
+        if checkpoint is None or self.trainer.args.ignore_data_skip:
+            return epoch, skipped
+        of_stream = any(Path(checkpoint).glob("stream_*.json"))
+        was_planned = self._record is not None and self._record.trained.any()
+        if (of_stream and self.stream is None) or (skipped and was_planned):
+            of = "a stream" if of_stream else "a data set, which was packed by its lengths"
             raise ValueError(
-                "the checkpoint was saved within an epoch that was packed by its lengths; on a "
-                "stream, or on TRL's path, documents come in another order, so those left to train "
-                "are unknown. Resume with the former data and settings, or set "
-                "ignore_data_skip=True to restart the epoch"
+                f"{checkpoint} was saved within an epoch of {of}; documents come in another order "
+                "now, so those left to train are unknown. Resume with the former data and "
+                "settings, or set ignore_data_skip=True to restart the epoch"
             )
         if skipped and self._sampler is not None:
             logger.warning(
@@ -165,7 +272,7 @@ class ResumedEpochs:
                 "settings had not changed, which cannot be verified; if they have changed, "
                 "documents are lost and repeated"
             )
-        if skipped and self.stream is not None and checkpoint is not None:
+        if skipped and self.stream is not None:
             # A stream has no length from which `Trainer` could compute the epoch.
             epoch, steps = self.stream.load(self._stream_file(checkpoint))
             skipped = steps * self.sampling.accumulation
@@ -193,28 +300,17 @@ class ResumedEpochs:
         if self.stream is not None:
             checkpoint.mkdir(parents=True, exist_ok=True)
             self.stream.save(self._stream_file(checkpoint))
-        if self._sampler is None or self._marks is None or not self.trainer.args.should_save:
+        if self._sampler is None or not self.trainer.args.should_save:
             return
-        epoch, steps = self._epoch, self.trainer.state.global_step - self._first_step
-        per_epoch = self._num_steps(len(self._sampler))
-        if steps >= per_epoch:
+        step = self.trainer.state.global_step
+        epoch, steps = self._epoch, step - self._first_step
+        if steps >= self._num_steps(len(self._sampler)):
             epoch, steps = epoch + 1, 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
-        record = EpochRecord(
-            global_step=self.trainer.state.global_step,
-            epoch=epoch,
-            steps=steps,
-            steps_per_epoch=per_epoch,
-            settings=self.sampling.settings(),
-            marks=self._marks,
-            trained=self._trained_in(steps),
-        )
+        trained = self._trained_in(steps)
+        settings, (lengths, tails) = self.sampling.settings(), self._marks
+        record = EpochRecord(step, epoch, steps, settings, lengths, tails, trained)
         record.save(checkpoint / FILE)
 
     def _stream_file(self, checkpoint: str | Path) -> str:
         return str(Path(checkpoint) / f"stream_{self.trainer.args.process_index}.json")
-
-
-def _ceil(number: float) -> int:
-    """Round up, except for a whole number with the rounding error of a float."""
-    return math.ceil(number - 1e-9)
