@@ -120,21 +120,75 @@ def score_logits(
         smoothing: the share ε of the mean over the vocabulary in `log_probs`.
         num_items: divisor of the summed loss; None: the number of trained targets.
     """
-    at, slots = _trained_positions(labels, logits.device)
-    logits, labels = logits[:, -labels.shape[1] :], labels.to(logits.device)
-    scored = score_targets(logits.flatten(0, 1)[at], labels.flatten()[at + 1], smoothing)
-    return _row_output(labels[:, 1:] != IGNORE_INDEX, slots, num_items, scored)
+
+    def score(at: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        return score_targets(logits[:, -labels.shape[1] :].flatten(0, 1)[at], targets, smoothing)
+
+    return _output(labels, logits.device, num_items, score)
 
 
-def _trained_positions(labels: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of the positions that predict trained targets, and of their scores.
+# Not compiled: the number of trained positions changes with every batch, and each would be a new
+# graph. The loss is computed here too, since it would otherwise be one more graph.
+@torch.compiler.disable
+def _score(
+    hidden: Tensor, head: Any, labels: Tensor, num_items: Any, scale: float, softcap: float | None
+) -> FusedCausalLMOutput:
+    """Return the output for the last hidden states ``(B, T, H)`` and labels ``(B, T)`` of a batch.
 
-    Both are ``(P,)`` int64: flat indices into ``(B, T)`` and ``(B, T - 1)``. A boolean index would
-    make the host wait for the device, to learn the number P.
+    `scale` is the factor of the logits, `softcap` their bound, `num_items` as in `score_logits`.
     """
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
+        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+
+    def score(at: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        with maybe_gather_lm_head_ctx(weight, bias):
+            of_head = [weight, bias]
+            if not torch.is_grad_enabled():  # else the forward would compute gradients
+                of_head = [None if x is None else x.detach() for x in of_head]
+            scored = (hidden.to(weight.device).flatten(0, 1)[at], *of_head, targets)
+            if not _has_triton(weight):
+                return TrainedLogProbs.apply(*scored, scale, softcap)
+            names, chunk = (
+                ("log_probs", "entropy", "is_top1"),
+                trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+            )
+            by_trl = trl_utils._ChunkedLogProbFunction.apply
+            found = by_trl(*scored, 1.0, chunk, softcap, scale, names)  # at a temperature of 1
+            return found[0], found[1], found[4]
+
+    return _output(labels, weight.device, num_items, score)
+
+
+def _output(
+    labels: Tensor, device: torch.device, num_items: Any, score: Callable[..., Any]
+) -> FusedCausalLMOutput:
+    """Return log-probabilities, entropies and hits of trained positions as rows, with the loss.
+
+    Args:
+        labels: ``(B, T)``.
+        device: of the output.
+        num_items: divisor of the summed loss; None: the number of trained targets.
+        score: of flat indices into ``(B, T)`` and their targets, both ``(P,)``.
+    """
+    # A boolean index would make the host wait for the device, to learn the number P.
     slots = np.flatnonzero(is_trained(labels)[:, 1:])
-    at = slots + slots // max(labels.shape[1] - 1, 1)
-    return to_device(at, device), to_device(slots, device)
+    at = to_device(slots + slots // max(labels.shape[1] - 1, 1), device)
+    places, labels = to_device(slots, device), labels.to(device)
+    mask = labels[:, 1:] != IGNORE_INDEX
+    # scatter keeps the graph even if no position is trained, as a differentiable zero.
+    # masked_scatter does too, but its backward waits for the device.
+    log_probs, entropy, is_top1 = (
+        x.new_zeros(mask.numel()).scatter(0, places, x).view(mask.shape)
+        for x in score(at, labels.flatten()[at + 1])
+    )
+    return FusedCausalLMOutput(
+        loss=-log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items),
+        log_probs=log_probs,
+        entropy=entropy,
+        is_top1=is_top1,
+        label_mask=mask,
+    )
 
 
 def _has_triton(weight: Tensor) -> bool:
@@ -148,66 +202,8 @@ def _logit_scale(config: Any) -> float:
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None) or 1.0
-    return float(scaling) if config.model_type == "hyperclovax" else 1.0 / float(scaling)
-
-
-# Not compiled: the number of trained positions changes with every batch, and each would be a new
-# graph. The loss is computed here too, since it would otherwise be one more graph.
-@torch.compiler.disable
-def _score(
-    hidden: Tensor, head: Any, labels: Tensor, num_items: Any, scale: float, softcap: float | None
-) -> FusedCausalLMOutput:
-    """Return the output for the last hidden states ``(B, T, H)`` and labels ``(B, T)`` of a batch.
-
-    The summed loss is divided by `num_items`, or else by the number of trained targets. `scale` is
-    the factor of the logits, `softcap` their bound.
-    """
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
-        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
-    at, slots = _trained_positions(labels, weight.device)
-    hidden, labels = hidden.to(weight.device), labels.to(weight.device)
-    with maybe_gather_lm_head_ctx(weight, bias):
-        if not torch.is_grad_enabled():  # else the forward would compute gradients
-            weight, bias = weight.detach(), None if bias is None else bias.detach()
-        scored = (hidden.flatten(0, 1)[at], weight, bias, labels.flatten()[at + 1])
-        if _has_triton(weight):
-            outputs = ("log_probs", "entropy", "is_top1")
-            chunk, temperature = trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE, 1.0
-            by_trl = trl_utils._ChunkedLogProbFunction.apply
-            log_probs, entropy, _, _, is_top1 = by_trl(
-                *scored, temperature, chunk, softcap, scale, outputs
-            )
-        else:
-            log_probs, entropy, is_top1 = TrainedLogProbs.apply(*scored, scale, softcap)
-    mask = labels[:, 1:] != IGNORE_INDEX
-    return _row_output(mask, slots, num_items, (log_probs, entropy, is_top1))
-
-
-def _row_output(
-    mask: Tensor, slots: Tensor, num_items: Any, scored: tuple[Tensor, Tensor, Tensor]
-) -> FusedCausalLMOutput:
-    """Return the values of trained positions as rows, with the loss.
-
-    Args:
-        mask: True on trained targets, ``(B, T - 1)``.
-        slots: flat indices of the values in `mask`, ``(P,)``.
-        num_items: divisor of the summed loss; None: the number of trained targets.
-        scored: log-probabilities, entropies and is_top1, ``(P,)``.
-    """
-    # scatter keeps the graph even if no position is trained, as a differentiable zero.
-    # masked_scatter does too, but its backward waits for the device.
-    log_probs, entropy, is_top1 = (
-        x.new_zeros(mask.numel()).scatter(0, slots, x).view(mask.shape) for x in scored
-    )
-    return FusedCausalLMOutput(
-        loss=-log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items),
-        log_probs=log_probs,
-        entropy=entropy,
-        is_top1=is_top1,
-        label_mask=mask,
-    )
+    scaling = float(getattr(config, "logits_scaling", None) or 1.0)
+    return scaling if config.model_type == "hyperclovax" else 1.0 / scaling
 
 
 def _aux_loss(backbone: Any, config: Any, attention_mask: Tensor | None) -> Tensor:
@@ -239,14 +235,11 @@ class TrainedLogProbs(torch.autograd.Function):
         device = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if not is_cpu(hidden):  # the backward cannot compare its gradients without a sync
-            needs_weight = needs_bias = False
+        # On accelerators, the backward cannot compare its gradients without a sync.
+        needs = [x and (not i or is_cpu(hidden)) for i, x in enumerate(ctx.needs_input_grad[:3])]
         log_probs, entropy = hidden.new_empty((2, len(hidden)), dtype=torch.float32)
         is_top1 = torch.empty_like(targets, dtype=torch.bool)
-        d_hidden = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        d_hidden, *d_head = _zeros((hidden, weight, bias), needs)
         buffer: Tensor | None = None  # chunks share it: fresh pages cost as much as the arithmetic
         for rows in _chunks(hidden, weight):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
@@ -255,12 +248,12 @@ class TrainedLogProbs(torch.autograd.Function):
             log_probs[rows], entropy[rows], is_top1[rows] = _statistics(
                 logits, targets[rows], probabilities
             )
-            if needs_hidden or needs_weight or needs_bias:
+            if any(needs):
                 d_logits = _d_logits(probabilities, targets[rows, None], slope).to(dtype)
                 if d_hidden is not None:
                     d_hidden[rows] = (d_logits @ weight.to(dtype)).float()
-                _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
-        ctx.save_for_backward(hidden, weight, bias, targets, d_hidden, d_weight, d_bias)
+                _add_weight_grads(d_head, d_logits, hidden[rows].to(dtype))
+        ctx.save_for_backward(hidden, weight, bias, targets, d_hidden, *d_head)
         ctx.options = (dtype, scale, softcap)
         ctx.mark_non_differentiable(entropy, is_top1)
         return log_probs, entropy, is_top1
@@ -302,16 +295,19 @@ def _weighted_weight_grads(ctx, grad, at):
     hidden, weight, bias, targets, *_ = ctx.saved_tensors
     hidden, targets = hidden[at], targets[at]
     dtype, scale, softcap = ctx.options
-    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     with maybe_gather_lm_head_ctx(weight, bias):  # partitioned by ZeRO-3, the weight has no shape
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        d_head = _zeros((weight, bias), ctx.needs_input_grad[1:3])
         for rows in _chunks(hidden, weight):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             d_logits = _d_logits(logits.softmax(-1), targets[rows, None], slope)
             d_logits = (d_logits * grad[rows, None]).to(dtype)
-            _add_weight_grads(d_weight, d_bias, d_logits, hidden[rows].to(dtype))
-    return d_weight, d_bias
+            _add_weight_grads(d_head, d_logits, hidden[rows].to(dtype))
+    return d_head
+
+
+def _zeros(tensors, needed):
+    pairs = zip(tensors, needed, strict=True)
+    return [torch.zeros_like(x, dtype=torch.float32) if needs else None for x, needs in pairs]
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -365,8 +361,9 @@ def _d_logits(probabilities, target, slope):
     return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)
 
 
-def _add_weight_grads(d_weight, d_bias, d_logits, hidden):
-    """Add a chunk's gradients to `d_weight` ``(V, H)`` and `d_bias` ``(V,)``."""
+def _add_weight_grads(d_head, d_logits, hidden):
+    """Add a chunk's gradients to those of weight ``(V, H)`` and bias ``(V,)``."""
+    d_weight, d_bias = d_head
     if d_weight is not None and d_logits.dtype == d_weight.dtype:
         d_weight.addmm_(d_logits.t(), hidden)
     elif d_weight is not None:

@@ -9,7 +9,6 @@ numbers, which stay on the device until they are logged.
 """
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -38,8 +37,6 @@ from trl_packing.loss.sums import (
     LossSums,
     Sources,
     check_weights_can_be_used,
-    perplexity,
-    scale_of_weights,
     sums_dtype,
     target_weights,
     write_means,
@@ -49,12 +46,6 @@ logger = get_logger(__name__)
 
 # Columns of a batch that the model does not take.
 _FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS, SOURCE_PLACES, SOURCE_WEIGHTS, TARGET_COUNTS)
-
-_RECOMPUTED = (
-    "`return_outputs=True`, and the logits it passes to `compute_metrics` and "
-    "`preprocess_logits_for_metrics`, are deprecated in TRL. The fused LM head does not build the "
-    "logits, so they are recomputed with an extra forward pass."
-)
 
 
 class StepLoss:
@@ -90,21 +81,20 @@ class StepLoss:
             weighted: whether the training set has weights. Ranks must agree on it, since a rank
                 without documents has no weights in its batch.
         """
-        self._scale = None
+        self.forget()
         weighted = weighted or any(TOKEN_WEIGHTS in batch for batch in batches)
         weighted = weighted and num_items is not None
         if not (weighted or self.trainer.aux_loss_enabled):
             return
         # The sums stay on the device: reading them would wait for the previous step.
-        tokens = torch.full((), sum(b["input_ids"].numel() for b in batches), device=device)
-        wide = sums_dtype(tokens.device)
-        weights = torch.zeros((), device=device, dtype=wide)
+        options: Any = {"device": device, "dtype": sums_dtype(torch.device(device))}
+        sums = torch.full((2,), sum(b["input_ids"].numel() for b in batches), **options)
         if weighted:
             weights = torch.stack([_sum(target_weights(b)) for b in batches]).sum()
-        sums = torch.stack([tokens.to(wide), weights.to(device, non_blocking=True)])
+            sums[1] = weights.to(device, non_blocking=True)
         sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
         self._num_tokens = sums[0].float()
-        self._scale = scale_of_weights(num_items, sums[1]) if weighted else None
+        self._scale = _ratio(num_items, sums[1]) if weighted else None
 
     def check_was_computed(self, batch: Mapping[str, Any], trainer: SFTTrainer) -> None:
         """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own."""
@@ -153,14 +143,19 @@ class StepLoss:
             num_items: trained tokens of the step; None for a mean over this batch.
             padded: whether an evaluation on padded rows runs.
         """
-        trainer, smooths, divided_by = self.trainer, self._smooths(), 1
-        self._was_computed = True
+        trainer, args, undo = self.trainer, self.trainer.args, 1
         of_user, training = trainer.compute_loss_func, trainer.model.training
+        if args.loss_type not in ("nll", "dft"):
+            raise ValueError(
+                f"loss_type={args.loss_type!r} is newer than this version of trl_packing; set "
+                "loss_type='nll' or 'dft', or use TRL's SFTTrainer"
+            )
+        self._was_computed = True
         if num_items is None and self._hidden_num_items is not None and training:
             # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
             num_items = self._hidden_num_items
             if not getattr(trainer, "loss_is_scaled_for_ga", None):
-                divided_by = trainer.current_gradient_accumulation_steps
+                undo = trainer.current_gradient_accumulation_steps
         if padded:
             self._mask_repeated_rows(batch)
         inputs = {k: x for k, x in for_kernels(batch).items() if k not in _FOR_THE_LOSS}
@@ -169,96 +164,70 @@ class StepLoss:
             inputs["output_router_logits"] = True
         labels = inputs["labels"]
         without_labels = {k: x for k, x in inputs.items() if k != "labels"}
+        smooths = trainer.label_smoother is not None and args.loss_type == "nll" and not of_user
         with announce_documents(boundaries=inputs.get("cu_seq_lens_q")):
-            if of_user is not None:
+            if of_user:
                 check_weights_can_be_used(of_user, batch)
                 loss = of_user(model(**without_labels), labels, num_items_in_batch=num_items)
-                with torch.no_grad():
-                    scored = model(**inputs, fused_lm_head=True)
-            elif smooths:
-                outputs, share = model(**without_labels), trainer.args.label_smoothing_factor
-                scored = score_logits(outputs["logits"], labels, share)
+            if smooths:  # of all logits, which the fused head has not
+                outputs = model(**without_labels)
+                scored = score_logits(outputs["logits"], labels, args.label_smoothing_factor)
                 scored.aux_loss = outputs.get("aux_loss")
             else:
-                scored = model(**inputs, fused_lm_head=True)
-        scored = SimpleNamespace(
-            **{
-                n: _of_targets(getattr(scored, n), labels)
-                for n in ("log_probs", "entropy", "is_top1")
-            },
-            aux_loss=getattr(scored, "aux_loss", None),
-        )
+                with torch.set_grad_enabled(torch.is_grad_enabled() and not of_user):
+                    scored = model(**inputs, fused_lm_head=True)
+        scored = _of_targets(scored, labels)
         losses = -scored.log_probs
-        if trainer.args.loss_type == "dft":
+        if args.loss_type == "dft":
             losses = losses * (-losses).exp().detach()  # https://huggingface.co/papers/2508.05629
-        if of_user is None:
-            loss = self._mean(losses, batch, num_items)
-        else:
+        if of_user:
             losses = loss.detach().expand_as(losses)  # of a batch, only their mean is known
-        if num_items is not None and trainer.args.average_tokens_across_devices:
-            loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
-        if trainer.aux_loss_enabled and training and not smooths and of_user is None:
-            loss = loss + self._balance(scored.aux_loss, labels, num_items)
+        else:
+            loss = self._mean(losses, batch, num_items)
+        ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+        if num_items is not None and args.average_tokens_across_devices:
+            loss = loss * ranks
+        if trainer.aux_loss_enabled and training and not (smooths or of_user):
+            # TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The
+            # balance depends on the documents that share a batch, so `eval_loss` is without it.
+            share: Any = 1.0
+            if num_items is not None and self._num_tokens is not None:
+                share = labels.numel() / self._num_tokens.to(scored.aux_loss.device) * ranks
+            loss = loss + trainer.router_aux_loss_coef * share * scored.aux_loss
         sums = self.trained if self._evaluated is None and training else self._evaluated
         if sums is not None:
             sums.add(batch, losses, scored)
-        loss = loss * divided_by if divided_by > 1 else loss
+        loss = loss * undo if undo > 1 else loss
         if not return_outputs:
             return loss
-        warnings.warn(_RECOMPUTED, FutureWarning, stacklevel=3)  # as TRL does
         with torch.no_grad():
             return loss, model(**without_labels)
-
-    def _smooths(self) -> bool:
-        """Return whether labels are smoothed, which the fused head cannot do."""
-        loss_type = self.trainer.args.loss_type
-        if loss_type not in ("nll", "dft"):
-            raise ValueError(
-                f"loss_type={loss_type!r} is newer than this version of trl_packing, which would "
-                "compute another loss; set loss_type='nll' or 'dft', or use TRL's SFTTrainer"
-            )
-        return self.trainer.label_smoother is not None and loss_type == "nll"
 
     def _mean(self, losses: Tensor, batch: Mapping[str, Any], num_items: Any) -> Tensor:
         """Return the weighted sum of `losses` ``(rows, T - 1)`` divided by that of the step.
 
         Without `num_items` it is divided by the sum of the weights of this batch.
         """
-        scale = self._scale
+        scale, weights = self._scale, target_weights(batch)
         if num_items is None:
-            num_items, scale = (batch["labels"][..., 1:] != IGNORE_INDEX).sum(), None
+            num_items = (batch["labels"][..., 1:] != IGNORE_INDEX).sum()
+            scale = _ratio(num_items, _sum(weights))
         elif scale is None and TOKEN_WEIGHTS in batch:
             raise ValueError(
                 f"num_items_in_batch={int(num_items)}, but the weights of a step are summed up "
                 "only inside trainer.train(); leave num_items_in_batch out of compute_loss"
             )
-        if scale is not None or TOKEN_WEIGHTS in batch:
-            weights = target_weights(batch)
-            scale = scale_of_weights(num_items, _sum(weights)) if scale is None else scale
+        if scale is not None:
             # Weights and scale may each be beyond float32 where their product is around 1.
             weights = (weights.to(scale.dtype) * scale).to(weights.dtype)
             losses = losses * weights.to(losses.device)
         # A step without trained tokens is 0, not 0 / 0.
         return losses.sum() / torch.as_tensor(num_items).to(losses.device).clamp(min=1)
 
-    def _balance(self, aux_loss: Tensor, labels: Tensor, num_items: Any) -> Tensor:
-        """Return the share of a micro-batch in the balance of experts, by its tokens.
-
-        TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The balance
-        depends on the documents that share a batch, so `eval_loss` is without it; `eval_aux_loss`
-        reports it.
-        """
-        trainer, share = self.trainer, 1.0
-        if num_items is not None and self._num_tokens is not None:
-            ranks = trainer.args.world_size // trainer.get_tp_size()
-            share = labels.numel() / self._num_tokens.to(aux_loss.device) * ranks
-        return trainer.router_aux_loss_coef * share * aux_loss
-
     def _mask_repeated_rows(self, inputs: Mapping[str, Any]) -> None:
         """Mask the rows with which accelerate fills up the last batch of several ranks."""
-        state = self.trainer.accelerator.gradient_state
-        if "attention_mask" in inputs and state.end_of_dataloader and state.remainder > 0:
-            labels = inputs["labels"]
+        state, labels = self.trainer.accelerator.gradient_state, inputs["labels"]
+        if state.end_of_dataloader and state.remainder > 0:
             kept = state.remainder - self.trainer.args.process_index * len(labels)
             labels[max(kept, 0) :] = IGNORE_INDEX
 
@@ -267,11 +236,8 @@ class StepLoss:
     @contextmanager
     def evaluating(self, sources: Sources | None = None) -> Iterator[LossSums]:
         """Add all losses that are computed inside the block to the sums that it yields."""
-        self._evaluated = evaluated = LossSums(len(sources.names) if sources else 0)
-        try:
-            yield evaluated
-        finally:
-            self._evaluated = None
+        with temporarily(self, _evaluated=LossSums(len(sources.names) if sources else 0)):
+            yield self._evaluated  # type: ignore[misc]
 
     def write_metrics(
         self, evaluated: LossSums, sources: Sources | None, metrics: dict[str, float], prefix: str
@@ -305,8 +271,8 @@ class StepLoss:
             logger.warning(f"{name} is nan: no token of the set is trained with a weight above 0")
         elif trainer.args.loss_type == "nll" and not (
             trainer.label_smoother or trainer.compute_loss_func
-        ):
-            found[f"{prefix}_perplexity"] = perplexity(mean)
+        ):  # beyond 709, no float holds it
+            found[f"{prefix}_perplexity"] = math.inf if mean > 709 else math.exp(mean)
         by_source = zip(sources.names, sources.num_documents, strict=True) if sources else ()
         for i, (source, number) in enumerate(by_source if total else (), start=1):
             of_source = sums[NUM_SUMS + OF_SOURCE * i :]  # those of no source come first
@@ -326,21 +292,30 @@ def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
     if TOKEN_WEIGHTS in batch:
         raise ValueError(
             "documents have weights, but a class between PackedSFTTrainer and SFTTrainer computes "
-            "the loss without them; put PackedSFTTrainer behind it, or drop loss_weight, "
-            "loss_weights and loss_weighting"
+            "the loss without them; put PackedSFTTrainer behind it, or drop the weights"
         )
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
 
 
-def _of_targets(values: Tensor, labels: Tensor) -> Tensor:
-    """Return `values` of the targets ``labels[:, 1:]``: prompt tuning puts virtual tokens first."""
-    rows, targets = labels.shape[0], labels.shape[1] - 1
-    if len(values) != rows or values.shape[1] < targets:
+def _of_targets(scored: Any, labels: Tensor) -> SimpleNamespace:
+    """Return what is scored of the targets ``labels[:, 1:]``: virtual tokens come before them."""
+    (rows, length), found = labels.shape, tuple(scored.log_probs.shape)
+    if found[0] != rows or found[1] < length - 1:
         raise RuntimeError(
-            f"the model scored {tuple(values.shape)} targets where labels have {(rows, targets)}; "
-            "train this model with TRL's SFTTrainer"
+            f"the model scored {found} targets where labels have {(rows, length - 1)}; train this "
+            "model with TRL's SFTTrainer"
         )
-    return values[:, values.shape[1] - targets :]
+    names, first = ("log_probs", "entropy", "is_top1"), found[1] - (length - 1)
+    values = {name: getattr(scored, name)[:, first:] for name in names}
+    return SimpleNamespace(**values, aux_loss=getattr(scored, "aux_loss", None))
+
+
+def _ratio(num_trained: Any, total: Tensor) -> Tensor:
+    """Return ``num_trained / total``, the factor of all weights; 0 if they are all 0.
+
+    It has the dtype of `total`: for very large or small weights float32 cannot hold it.
+    """
+    return torch.where(total > 0, num_trained / total, 0.0)
 
 
 def _sum(weights: Tensor) -> Tensor:

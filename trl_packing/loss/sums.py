@@ -20,7 +20,6 @@ and one of three tokens as much as one of three thousand. `aux_loss`, the balanc
 weighted by the tokens of micro-batches, as in the loss.
 """
 
-import math
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,14 +64,6 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
     return is_trained.float() if weights is None else weights[..., 1:] * is_trained
 
 
-def scale_of_weights(num_trained: Tensor, total: Tensor) -> Tensor:
-    """Return ``num_trained / total``, the factor of all weights; 0 if they are all 0.
-
-    It has the dtype of `total`: for very large or small weights float32 cannot hold it.
-    """
-    return torch.where(total > 0, num_trained / total, 0.0)
-
-
 def sums_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating-point type that `device` can add up."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -114,66 +105,46 @@ class Sources:
         column: str,
         which: str = "an evaluation set",
     ) -> "Sources":
-        """Return the sources that `column` names.
-
-        Args:
-            dataset: rows of one or several documents.
-            column: holds the source of each row.
-            which: the data set, for messages.
+        """Return the sources that `column` of `dataset` names; messages call the set `which`.
 
         Raises:
             ValueError: the column is missing or names no sources, or `dataset` is a stream.
         """
-        check_source_column(dataset, column, which)
-        encoded = dataset.data.column(column).dictionary_encode().combine_chunks()
-        stored = encoded.indices.to_numpy(zero_copy_only=False)[stored_rows(dataset)]
-        if encoded.null_count and np.isnan(stored).any():
+        if isinstance(dataset, datasets.IterableDataset):
             raise ValueError(
-                f"row {int(np.argmax(np.isnan(stored)))} of {which} has no {column!r} "
-                "(it is null), which source_column names; fill it in"
+                f"source_column={column!r}, but {which} is a stream: a stream tells them only by "
+                "being read; load it as a Dataset, or leave source_column out"
             )
-        # The table may hold values of rows that were left out.
-        present, ids = np.unique(stored.astype(np.int64), return_inverse=True)
-        if len(present) > MOST_SOURCES:
+        if column not in dataset.column_names:
             raise ValueError(
-                f"source_column={column!r} has {len(present):,} different values in {which}, "
-                f"and each would be a metric; name a column of at most {MOST_SOURCES:,}"
+                f"source_column={column!r}, but {which} has no such column: it has "
+                f"{dataset.column_names}; name one of them, or leave source_column out"
             )
-        values = [encoded.dictionary[int(index)].as_py() for index in present]
-        kind = dataset.features[column]
-        if isinstance(kind, datasets.ClassLabel):
-            values = [kind.int2str(value) for value in values]
-        names = [str(value) for value in values]
+        values = dataset.data.column(column).take(pa.array(stored_rows(dataset)))
+        kind, is_null = values.type, values.is_null()
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not (is_text or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+            raise ValueError(
+                f"source_column={column!r} of {which} holds {kind}, but sources are texts or whole "
+                "numbers; name another column, or leave source_column out"
+            )
+        if values.null_count:
+            row = is_null.index(True).as_py()
+            raise ValueError(f"row {row} of {which} has no {column!r} (it is null); fill it in")
+        encoded = values.dictionary_encode().combine_chunks()
+        if len(encoded.dictionary) > MOST_SOURCES:
+            raise ValueError(
+                f"source_column={column!r} has {len(encoded.dictionary):,} different values in "
+                f"{which}; name a column of at most {MOST_SOURCES:,}: each becomes a metric"
+            )
+        names, feature = encoded.dictionary.to_pylist(), dataset.features[column]
+        if isinstance(feature, datasets.ClassLabel):
+            names = feature.int2str(names)
+        names = [str(name) for name in names]
         order = sorted(range(len(names)), key=names.__getitem__)
-        ids = np.argsort(order)[ids]
+        ids = np.argsort(order)[encoded.indices.to_numpy()]
         counts = np.bincount(ids, num_documents_by_row(dataset), minlength=len(names))
         return cls(tuple(names[i] for i in order), ids, counts.astype(np.int64))
-
-
-def check_source_column(
-    dataset: datasets.Dataset | datasets.IterableDataset,
-    column: str,
-    which: str = "an evaluation set",
-) -> None:
-    """Raise ValueError if `column` of a data set is missing or holds no names."""
-    if isinstance(dataset, datasets.IterableDataset):
-        raise ValueError(
-            f"source_column={column!r} needs to know all sources before the first batch, and a "
-            "stream tells them only by being read; load the evaluation set as a Dataset, or leave "
-            "source_column out"
-        )
-    if column not in dataset.column_names:
-        raise ValueError(
-            f"source_column={column!r}, but {which} has no such column: it has "
-            f"{dataset.column_names}; name one of them, or leave source_column out"
-        )
-    kind = dataset.data.column(column).type
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    if not (is_text or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise ValueError(
-            f"source_column={column!r} holds {kind}, but sources are texts or whole numbers; name "
-            "another column, or leave source_column out"
-        )
 
 
 # --- sums -------------------------------------------------------------------------------------
@@ -205,24 +176,23 @@ class LossSums:
         """
         dtype, weights = sums_dtype(losses.device), target_weights(batch).to(losses.device)
         # How many documents train each target.
-        times = batch.get(TARGET_COUNTS)
-        times = batch["labels"] != IGNORE_INDEX if times is None else times
+        times = batch.get(TARGET_COUNTS, batch["labels"] != IGNORE_INDEX)
         times = times[..., 1:].to(losses.device)
         # A loss may be infinite, or NaN, where it counts nothing.
         losses = losses.detach().to(dtype).masked_fill(weights == 0, 0.0)
-        tokens = torch.full((), weights.numel() + len(weights), dtype=dtype, device=losses.device)
-        aux_loss = torch.zeros_like(tokens) if scored.aux_loss is None else scored.aux_loss
+        tokens = torch.full((), batch["labels"].numel(), dtype=dtype, device=losses.device)
+        aux_loss = torch.zeros_like(tokens) if scored.aux_loss is None else scored.aux_loss.detach()
         columns = [
             (scored.entropy.detach().to(dtype) * times).sum(),
-            (scored.is_top1 * times).sum().to(dtype),
-            times.sum().to(dtype),
-            aux_loss.detach().to(tokens) * tokens,
+            (scored.is_top1 * times).sum(),
+            times.sum(),
+            aux_loss.to(tokens) * tokens,
             tokens,
             torch.ones_like(tokens),
             weights.sum(dtype=dtype),
             (losses * weights).sum(),
         ]
-        sums = torch.stack(columns)
+        sums = torch.stack([column.to(dtype) for column in columns])
         if self.num_sources:
             by_source = sums.new_zeros(1 + self.num_sources, OF_SOURCE)  # row 0: of no source
             if SOURCE_IDS in batch:
@@ -262,39 +232,17 @@ def write_means(
         metrics: TRL's `_metrics` of a mode: a list for every name, of which TRL logs the mean.
         sums: `SUMS`.
         balances: whether the loss has a term for the balance of experts.
-
-    Example:
-        >>> metrics = {"entropy": [5.0, 0.0]}
-        >>> write_means(metrics, [20.0, 2.0, 4.0, 18.0, 9.0, 2.0, 4.0, 7.0], balances=True)
-        >>> metrics
-        {'entropy': [5.0], 'mean_token_accuracy': [0.5], 'aux_loss': [2.0]}
     """
     entropy, hits, trained, aux_loss, tokens, micro_batches, *_ = sums
     if not micro_batches:
         return
-    for name, total, count in (
-        ("entropy", entropy, trained),
-        ("mean_token_accuracy", hits, trained),
-        ("aux_loss", aux_loss, tokens if balances else 0),
-    ):
+    means = {
+        "entropy": (entropy, trained),
+        "mean_token_accuracy": (hits, trained),
+        "aux_loss": (aux_loss, tokens if balances else 0),
+    }
+    for name, (total, count) in means.items():
         if count:
             metrics[name] = [total / count]
         else:
             metrics.pop(name, None)
-
-
-def counts_for_nothing(sums: Sequence[float]) -> bool:
-    """Return whether tokens were trained, and all of them with a weight of 0."""
-    return sums[2] > 0 and not sums[6]
-
-
-def perplexity(loss: float) -> float:
-    """Return ``exp(loss)``, infinite where a float cannot hold it.
-
-    >>> perplexity(0.0), perplexity(1000.0)
-    (1.0, inf)
-    """
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf

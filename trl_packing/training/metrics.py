@@ -31,7 +31,6 @@ from trl_packing.loss.sums import (
     OF_SOURCE,
     LossSums,
     Sources,
-    counts_for_nothing,
     write_means,
 )
 from trl_packing.training.columns import columns_of
@@ -346,7 +345,7 @@ class ThroughputMeter:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
         sums = self._interval[:NUM_SUMS].tolist()
         write_means(means, sums, balances=self.trainer.aux_loss_enabled)
-        if counts_for_nothing(sums):
+        if sums[2] and not sums[6]:
             logger.warning(
                 f"all tokens that were trained up to step {self.trainer.state.global_step} since "
                 "the last log have a weight of 0: they changed nothing; raise loss_weights and "
