@@ -86,7 +86,7 @@ MUTATIONS = [
         "len(documents[before]) else common - 1",
         "-1 else common",
     ),
-    ("boundaries", "packing/prefix_tree.py", "depths[inner] - 1) + 1", "depths[inner] - 1)"),
+    ("boundaries", "packing/prefix_tree.py", "path[depth - 1] + 1)", "path[depth - 1])"),
     (
         "boundaries",
         "packing/prefix_tree.py",
@@ -102,8 +102,8 @@ MUTATIONS = [
     (
         "boundaries",
         "packing/prefix_tree.py",
-        "(labels == IGNORE_INDEX), ids, labels)",
-        "(labels > 0), ids, labels)",
+        "np.where(labels == IGNORE_INDEX, ids, labels)",
+        "np.where(labels > 0, ids, labels)",
     ),
     (
         "positions",
@@ -138,7 +138,12 @@ MUTATIONS = [
         "(b)) for b in batches]).mean()",
     ),
     ("weights", "loss/step_loss.py", "(-losses).exp().detach()", "(-losses).exp()"),
-    ("weights", "packing/prefix_tree.py", "counts if weights is None else ", "counts if 1 else "),
+    (
+        "weights",
+        "packing/prefix_tree.py",
+        "if TOKEN_WEIGHTS in flat else counts",
+        "if 0 else counts",
+    ),
     ("weights", "loss/lm_head.py", "grad[others] - most, others", "grad[others], others"),
     (
         "weights",

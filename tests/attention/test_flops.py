@@ -61,15 +61,12 @@ def test_a_shared_prefix_is_counted_once(name):
     rng = np.random.default_rng(0)
     prefix = rng.integers(6, 40, 30)
     documents = [np.concatenate([prefix[:n], rng.integers(6, 40, m)]) for n, m in SIZES]
-    batch = {
-        "input_ids": torch.from_numpy(np.concatenate(documents))[None],
-        "labels": torch.from_numpy(np.concatenate(documents))[None],
-    }
-    row = share_prefixes(batch, [len(d) for d in documents], 8, 0)
-    host, counted = row.host, model_flops(tiny_model(name))
+    flat = dict.fromkeys(("input_ids", "labels"), np.concatenate(documents))
+    batch, host = share_prefixes(flat, [len(d) for d in documents], 8, 0)
+    counted = model_flops(tiny_model(name))
     targets = int(host.is_trained.sum())
     # By hand: each token of the row has a depth, and sees the tokens up to it.
-    depths = row.batch["position_ids"][0, : host.num_tokens - host.padding].numpy()
+    depths = batch["position_ids"][0, : host.num_tokens - host.padding].numpy()
     pairs = {w: np.minimum(depths + 1, w or 10**9).sum() for w in counted.per_pair}
     expected = counted.per_token * len(depths) + counted.per_target * targets
     expected += sum(flops * pairs[w] for w, flops in counted.per_pair.items())

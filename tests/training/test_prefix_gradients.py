@@ -226,9 +226,9 @@ def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_
     share = prefix_tree.share_prefixes
 
     def lost(*args):
-        row = share(*args)
-        row.batch["target_counts"].clamp_(max=1)
-        return row
+        batch, host = share(*args)
+        batch["target_counts"].clamp_(max=1)
+        return batch, host
 
     monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", lost)
     model, documents = build_model("llama"), weighted_documents()
@@ -280,10 +280,9 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
 
 def once(make):
     def spoiled(*args):
-        row = make(*args)
-        weights = row.batch["loss_weights"]
-        row.batch["loss_weights"] = (weights > 0).to(weights.dtype)
-        return row
+        batch, host = make(*args)
+        weights = batch["loss_weights"]
+        return batch | {"loss_weights": (weights > 0).to(weights.dtype)}, host
 
     return spoiled
 
@@ -294,8 +293,10 @@ def once(make):
         ("packing.collator.share_prefixes", once(prefix_tree.share_prefixes), forked_documents()),
         # Documents that agree on tokens, and not on labels, are merged.
         (
-            "packing.prefix_tree._groups",
-            lambda flat, starts: [0] * len(starts),
+            "packing.prefix_tree.build_prefix_tree",
+            lambda ids, groups, min_shared, make=prefix_tree.build_prefix_tree: make(
+                ids, min_shared=min_shared
+            ),
             CASES["labels of their own in some"][0],
         ),
     ],

@@ -62,22 +62,20 @@ def segments_with_prefixes(
     Raises:
         ValueError: the keys do not fit the segments.
     """
-    ends, most = boundaries_k, len(key_index)
-    if len(ends) != len(boundaries) or ends[0] != 0 or ends[-1] > most:
-        raise ValueError(
-            f"cu_seqlens_k has {len(ends) - 1} segments and ends at {ends[-1]}; it needs "
-            f"{len(boundaries) - 1}, as cu_seqlens has, and at most {most} keys"
-        )
+    sizes, ends = np.diff(boundaries), boundaries_k
+    fits = len(ends) == len(boundaries) and ends[0] == 0 and ends[-1] <= len(key_index)
+    keys = np.split(key_index, ends[1:])[:-1] if fits else []
     segments = []
-    spans = zip(pairwise(boundaries.tolist()), pairwise(ends.tolist()), strict=True)
-    for (q0, q1), (k0, k1) in spans:
-        seen = key_index[k0:k1]
-        own = len(seen) - (q1 - q0)
-        if own < 0 or not np.array_equal(seen[own:], np.arange(q0, q1)) or (seen[:own] >= q0).any():
-            raise ValueError(
-                f"the keys of the segment [{q0}, {q1}) must be tokens before it, then its own"
-            )
-        segments.append((q0, q1, seen[:own]))
+    for q0, size, seen in zip(boundaries.tolist(), sizes.tolist(), keys, strict=False):
+        cut = max(len(seen) - size, 0)
+        prefix, own = seen[:cut], seen[cut:]
+        fits &= np.array_equal(own, np.arange(q0, q0 + size)) and bool((prefix < q0).all())
+        segments.append((q0, q0 + size, prefix))
+    if not fits:
+        raise ValueError(
+            "cu_seqlens_k and key_index must have for each segment of cu_seqlens the tokens before "
+            "it that it sees, then its own"
+        )
     return segments
 
 
@@ -118,6 +116,8 @@ def blocks_of_segments(segments: list[Segment]) -> Iterator[tuple[int, int, int,
             yield q0, q1, k0, k0 + beyond - first, (q0 - k0) - (len(prefix) - first)
 
 
+# Custom ops, so that torch.compile sees one call for any number of keys.
+@torch.library.custom_op("trl_packing::gather_keys", mutates_args=())
 def gather_keys(tensor: Tensor, key_index: Tensor) -> Tensor:
     """Return ``tensor[key_index]``, for kernels that need the keys of each segment together.
 
@@ -127,9 +127,15 @@ def gather_keys(tensor: Tensor, key_index: Tensor) -> Tensor:
         tensor: keys or values, ``(T, heads, dim)``.
         key_index: positions in the row, ``(K,)`` int64.
     """
-    return torch.ops.trl_packing.gather_keys(tensor, key_index)
+    return tensor.index_select(0, key_index)
 
 
+@gather_keys.register_fake
+def _(tensor, key_index):
+    return tensor.new_empty(key_index.shape[0], *tensor.shape[1:])
+
+
+@torch.library.custom_op("trl_packing::sum_over_segments", mutates_args=())
 def sum_over_segments(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tensor:
     """Return the gradients of the keys of a row from those of the keys of its segments.
 
@@ -138,22 +144,6 @@ def sum_over_segments(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tenso
         key_index: positions in the row, ``(K,)`` int64.
         num_tokens: T, the tokens of the row.
     """
-    return torch.ops.trl_packing.sum_over_segments(grad, key_index, num_tokens)
-
-
-# Custom ops, so that torch.compile sees one call for any number of keys.
-@torch.library.custom_op("trl_packing::gather_keys", mutates_args=())
-def _gather_op(tensor: Tensor, key_index: Tensor) -> Tensor:
-    return tensor.index_select(0, key_index)
-
-
-@_gather_op.register_fake
-def _(tensor, key_index):
-    return tensor.new_empty(key_index.shape[0], *tensor.shape[1:])
-
-
-@torch.library.custom_op("trl_packing::sum_over_segments", mutates_args=())
-def _sum_op(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tensor:
     total = grad.new_zeros(num_tokens, *grad.shape[1:], dtype=torch.float32)
     # In parts, because a float32 copy of all keys may be many times as large as the row.
     for rows, part in zip(key_index.split(_PART), grad.split(_PART), strict=True):
@@ -161,7 +151,7 @@ def _sum_op(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tensor:
     return total.to(grad.dtype)
 
 
-@_sum_op.register_fake
+@sum_over_segments.register_fake
 def _(grad, key_index, num_tokens):
     return grad.new_empty(num_tokens, *grad.shape[1:])
 
@@ -177,7 +167,7 @@ def _autograd_backward(ctx, grad):
     return sum_over_segments(grad, key_index, ctx.num_tokens), None
 
 
-_gather_op.register_autograd(_autograd_backward, setup_context=_setup_context)
+gather_keys.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 # --- a softmax in parts: of prefixes, and of attention sinks --------------------------------------

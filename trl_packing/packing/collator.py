@@ -56,7 +56,7 @@ from trl_packing.documents.labels import (
     document_labels,
 )
 from trl_packing.documents.weights import document_weight, token_weights, weigh_tokens
-from trl_packing.packing.prefix_tree import TreeRow, share_prefixes
+from trl_packing.packing.prefix_tree import share_prefixes
 
 Document = Mapping[str, Any]
 
@@ -259,17 +259,24 @@ class PackedCollator:
             sources = source_ids[np.cumsum([0, *real], dtype=np.int64)[:-1]]
         if self.images is not None:
             batch |= self.images.tensors([*documents, *blanks], input_ids)
-        tree = self._tree_row(batch, real, sources)
-        if tree is not None:
-            batch = tree.batch
+        shared = None
+        if self.shares_prefixes and len(real) > 1 and self.images is None:
+            flat = {
+                name: x[0, : sum(real)].numpy()
+                for name, x in batch.items()
+                if torch.is_tensor(x) and x.ndim == 2
+            }
+            padding = self.pad_to_multiple_of or 1
+            shared = share_prefixes(flat, real, padding, self.pad_token_id, sources)
+            batch = batch if shared is None else shared[0]
         if not self.tensors_only:
             return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
         if type(self).__call__ is not PackedCollator.__call__:
             return PackedBatch(tensors)
-        if tree is not None:
-            return PackedBatch(tensors, tree.host)
+        if shared is not None:
+            return PackedBatch(tensors, shared[1])
         host = HostRow(
             np.cumsum([0, *lengths], dtype=np.int64),
             tensors["labels"][0].numpy() != IGNORE_INDEX,
@@ -279,17 +286,6 @@ class PackedCollator:
             num_images=0 if self.images is None else self.images.count(documents),
         )
         return PackedBatch(tensors, host)
-
-    def _tree_row(
-        self, batch: dict[str, Any], lengths: list[int], sources: np.ndarray | None
-    ) -> TreeRow | None:
-        """Return the row of `batch` with shared prefixes; None if there are none."""
-        if not self.shares_prefixes or len(lengths) < 2 or self.images is not None:
-            return None
-        real = sum(lengths)
-        flat = {k: x[:, :real] for k, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
-        padding = self.pad_to_multiple_of or 1
-        return share_prefixes(flat, lengths, padding, self.pad_token_id, sources)
 
     def _masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
         """Return the lengths of the masked documents behind a row: empty ones, then padding."""

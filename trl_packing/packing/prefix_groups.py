@@ -23,6 +23,7 @@ An order of documents may keep groups in one optimizer step:
     steps of 4         a a a c | b b d e | ...           b does not fit behind a: c comes first
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,9 @@ _MOST_KEYS = 8
 
 _SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
 _DEEPEST = 100  # documents of sets that are searched more often than that stay in sorted order
+
+# Most groups that wait for a step with room, before one is cut. Few, to keep steps random.
+_MOST_WAITING = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +108,40 @@ class PrefixGroups:
         plan = pack(np.maximum(self.tokens - common, least), room, strategy, seed)
         sizes = np.diff(self.offsets)[plan.indices]
         indices = self.documents[ranges(self.offsets[plan.indices], sizes)]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])[plan.offsets]
+        offsets = np.append(0, np.cumsum(sizes))[plan.offsets]
         tokens = self.index.computed_tokens(self.lengths, indices, offsets)
         return PackingPlan(indices, offsets, tokens, capacity)
+
+    def in_steps(self, order: np.ndarray, documents_per_step: int) -> np.ndarray:
+        """Return `order` with the documents of each group next to each other, ``(documents,)``.
+
+        A group comes where the first of its documents was drawn. It comes a little later if it does
+        not fit into what is left of a step, and it is cut if no other group fits there.
+        O(documents).
+
+        Args:
+            order: documents as drawn; some of the data set may be missing.
+            documents_per_step: documents in a step.
+        """
+        _, first, group = np.unique(self.numbers[order], return_index=True, return_inverse=True)
+        by_draw = np.lexsort((np.argsort(self.documents)[order], first[group]))
+        order, drawn = order[by_draw], first[group][by_draw]
+        waiting = deque(np.split(order, np.flatnonzero(np.diff(drawn)) + 1))
+        parts = [order[:0]]
+        while waiting:
+            room, kept = documents_per_step, list[np.ndarray]()
+            while room and waiting and len(kept) < _MOST_WAITING:
+                documents = waiting.popleft()
+                if len(documents) <= room:
+                    parts.append(documents)
+                    room -= len(documents)
+                else:
+                    kept.append(documents)
+            if room and kept:
+                parts.append(kept[0][:room])
+                kept[0] = kept[0][room:]
+            waiting.extendleft(reversed(kept))
+        return np.concatenate(parts)
 
 
 def group_documents(
@@ -216,67 +251,3 @@ def background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     with_middle = np.concatenate([before, lengths[middle : middle + 1], behind])
     shared = np.partition(with_middle, -(middle + 1))[-(middle + 1)]
     return np.where(with_middle >= shared, shared, 0)
-
-
-# --- groups in optimizer steps --------------------------------------------------------------------
-
-
-# Most groups that wait for a step with room, before one is cut. Few, to keep steps random.
-_MOST_WAITING = 64
-
-
-def keep_groups_together(
-    order: np.ndarray, groups: PrefixGroups, documents_per_step: int
-) -> np.ndarray:
-    """Return `order` with the documents of each group next to each other, ``(documents,)`` int64.
-
-    A group comes where the first of its documents was drawn. It comes a little later if it does not
-    fit into what is left of a step, and it is cut if no other group fits there. O(documents).
-
-    Args:
-        order: documents as drawn; some of the data set may be missing.
-        groups: of the data set.
-        documents_per_step: documents in a step.
-    """
-    numbers = groups.numbers[order]
-    _, first, group = np.unique(numbers, return_index=True, return_inverse=True)
-    drawn = np.argsort(np.argsort(first))[group]  # groups by the draw of their first document
-    place = np.empty(len(groups.documents), np.int64)
-    place[groups.documents] = np.arange(len(place))
-    order = order[np.lexsort((place[order], drawn))]
-    sizes = np.bincount(drawn)
-    if sizes.max(initial=1) == 1:
-        return order
-    starts = (np.cumsum(sizes) - sizes).tolist()
-    parts = _in_steps(sizes.tolist(), documents_per_step)
-    return np.concatenate([order[starts[n] + a : starts[n] + b] for n, a, b in parts])
-
-
-def _in_steps(sizes: list[int], room_of_step: int) -> list[tuple[int, int, int]]:
-    """Return parts of groups, step by step: the group, its first document and the one behind."""
-    parts: list[tuple[int, int, int]] = []
-    waiting: list[tuple[int, int, int]] = []  # parts as well, in the order of drawing
-    drawn, room = 0, room_of_step
-    while drawn < len(sizes) or waiting:
-        kept = []
-        for part in waiting:
-            if part[2] - part[1] <= room:
-                parts.append(part)
-                room -= part[2] - part[1]
-            else:
-                kept.append(part)
-        waiting = kept
-        while room and drawn < len(sizes) and len(waiting) < _MOST_WAITING:
-            size = sizes[drawn]
-            if size <= room:
-                parts.append((drawn, 0, size))
-                room -= size
-            else:
-                waiting.append((drawn, 0, size))
-            drawn += 1
-        if room and waiting:
-            number, start, stop = waiting[0]
-            parts.append((number, start, start + room))
-            waiting[0] = (number, start + room, stop)
-        room = room_of_step
-    return parts

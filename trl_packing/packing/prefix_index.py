@@ -60,12 +60,12 @@ class PrefixIndex:
                 "their own; pass the documents"
             )
         stored = documents.stored_rows(np.arange(len(documents)))
-        is_own = np.zeros(len(stored), bool)
+        is_own = None
         if "labels" in documents.columns:
             table = documents.dataset.data.select(["input_ids", "labels"])
             batches = [*map(_have_own_labels, table.to_batches(max_chunksize=_AT_ONCE))]
-            is_own = np.concatenate([is_own[:0], *batches])[stored]
-        return cls._of_rows(documents.readers["input_ids"].chunks, stored, is_own)
+            is_own = np.concatenate([np.zeros(0, bool), *batches])[stored]
+        return cls(*prefix_order(documents.readers["input_ids"].chunks, stored, is_own))
 
     @classmethod
     def of_loaded(cls, documents: Sequence[Mapping[str, Any]]) -> "PrefixIndex":
@@ -75,20 +75,7 @@ class PrefixIndex:
         offsets, empty = np.cumsum([0, *map(len, ids)]), np.zeros(0, np.int64)
         tokens = np.concatenate([empty, *ids]).astype(np.int64)
         is_own = _are_own(tokens, np.concatenate([empty, *labels]), offsets)
-        return cls._of_rows([(tokens, offsets)], np.arange(len(ids)), is_own)
-
-    @classmethod
-    def _of_rows(
-        cls, chunks: Sequence[FlatLists], stored: np.ndarray, is_own: np.ndarray
-    ) -> "PrefixIndex":
-        order, common = prefix_order(chunks, stored)
-        if is_own.any():
-            kept = np.flatnonzero(~is_own[order])
-            between = range_minima(common, kept[:-1] + 1, kept[1:] + 1)
-            common = np.zeros_like(common)
-            common[1 : len(kept)] = between
-            order = np.concatenate([order[kept], order[is_own[order]]])
-        return cls(order, common)
+        return cls(*prefix_order([(tokens, offsets)], np.arange(len(ids)), is_own))
 
     @cached_property
     def ranks(self) -> np.ndarray:
@@ -124,10 +111,9 @@ class PrefixIndex:
         row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
         documents = documents[np.argsort(row * len(self.order) + self.ranks[documents])]
         own = lengths[documents].astype(np.int64)
-        is_neighbor = row[1:] == row[:-1]
-        before, after = documents[:-1][is_neighbor], documents[1:][is_neighbor]
-        own[1:][is_neighbor] -= self.depths(lengths, before, after)
-        return np.diff(np.concatenate([[0], np.cumsum(own)])[offsets])
+        after = np.flatnonzero(row[1:] == row[:-1]) + 1
+        own[after] -= self.depths(lengths, documents[after - 1], documents[after])
+        return np.diff(np.append(0, np.cumsum(own))[offsets])
 
 
 def shared_depths(common: np.ndarray, lengths_before: np.ndarray) -> np.ndarray:
@@ -184,7 +170,9 @@ def _are_own(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) -> np
 # --- the order ------------------------------------------------------------------------------------
 
 
-def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def prefix_order(
+    chunks: Sequence[FlatLists], stored: np.ndarray, is_own: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the documents in the order of their bytes, and how many tokens neighbors share.
 
     Equal documents are in any order. The column is not copied.
@@ -192,6 +180,7 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
     Args:
         chunks: values and offsets of each chunk of a column.
         stored: the row of the column that holds each document, ``(N,)`` integers.
+        is_own: documents that share nothing and stand at the end, ``(N,)``.
 
     Returns:
         The order ``(N,)`` int64, and the common tokens ``(N,)`` int32 of each with the one before
@@ -210,6 +199,8 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
         rank = np.empty(len(strings), np.int64)
         rank[pc.sort_indices(strings).to_numpy()] = np.arange(len(strings))
         order = np.argsort(rank[stored], kind="stable")
+    if is_own is not None:
+        order = order[np.argsort(is_own[order], kind="stable")]
     rows, common = stored[order], np.zeros(len(stored), np.int32)
     lengths = np.concatenate([*(np.diff(offsets) for _, offsets in chunks), np.zeros(0, int)])[rows]
     first_row = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
@@ -217,7 +208,7 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
         at, depth, width = np.arange(start, min(start + _COMPARED, len(rows))), 0, _NARROW
         while len(at):
             # Most documents are compared with both neighbors: their tokens are read once.
-            needed = np.union1d(at - 1, at)
+            needed = np.sort(np.append(at, at[np.diff(at, prepend=-1) != 1] - 1))
             block = _block(chunks, first_row, rows[needed], depth, width)
             place = np.searchsorted(needed, at)
             left = np.minimum(lengths[at], lengths[at - 1])[:, None] - depth
@@ -225,6 +216,8 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
             ends = differs.any(1)
             common[at] = depth + np.where(ends, differs.argmax(1), width)
             at, depth, width = at[~ends], depth + width, min(2 * width, _WIDE)
+    if is_own is not None:
+        common[is_own[order]] = 0
     return order, common
 
 
@@ -239,15 +232,20 @@ def _block(
     chunks: Sequence[FlatLists], first_row: np.ndarray, rows: np.ndarray, depth: int, width: int
 ) -> np.ndarray:
     """Return tokens ``[depth, depth + width)`` of `rows`; anything behind their ends."""
-    chunk_of = np.searchsorted(first_row, rows, side="right") - 1
+    by_chunk = np.argsort(rows)
+    cuts = np.searchsorted(rows[by_chunk], first_row).tolist()
     block = np.empty((len(rows), width), chunks[0][0].dtype)
-    for chunk in np.unique(chunk_of).tolist():
-        at, (values, offsets) = np.flatnonzero(chunk_of == chunk), chunks[chunk]
-        starts = offsets[rows[at] - first_row[chunk]].astype(np.int64) + depth
+    for (values, offsets), first, start, stop in zip(
+        chunks, first_row.tolist(), cuts, cuts[1:], strict=False
+    ):
+        if start == stop:
+            continue
+        at = by_chunk[start:stop]
+        starts = offsets[rows[at] - first].astype(np.int64) + depth
         fits = starts + width <= len(values)
         if fits.any():
             block[at[fits]] = sliding_window_view(values, width)[starts[fits]]
-        for row, start in zip(at[~fits].tolist(), starts[~fits].tolist(), strict=True):
-            last = values[start:]
-            block[row, : len(last)] = last
+        if len(values):
+            behind = starts[~fits, None] + np.arange(width)
+            block[at[~fits]] = values.take(behind, mode="clip")
     return block

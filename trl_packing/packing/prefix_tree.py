@@ -25,10 +25,10 @@ A packed row of such documents is made from the row of the same documents apart:
 Loss and gradients of both rows are the same.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,24 +108,38 @@ def build_prefix_tree(
     """
     order, depths = _sort(documents, [0] * len(documents) if groups is None else groups, min_shared)
     sizes = np.fromiter(map(len, documents), np.int64, len(documents))
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    lengths = sizes[order]
-    starts = np.concatenate([[0], np.cumsum(lengths - depths)])
-    # A branch repeats its first token, which is a target where it stood first.
-    before = np.concatenate([[0], lengths[:-1]])
-    repeats = (lengths > depths) & (depths > 0) & (depths < before)
-    cu_seqlens, cu_seqlens_k, key_index = _segments(starts, depths)
-    run_of = np.argsort(order)  # of each document
+    offsets, lengths = np.append(0, np.cumsum(sizes)), sizes[order]
+    starts = np.append(0, np.cumsum(lengths - depths))
+    # The rows of each document, run by run, and those of its tokens as targets.
+    path = np.zeros(lengths.max(initial=0), np.int64)
+    target, targets = path.copy(), np.empty(offsets[-1], np.int64)
+    paths, branches, before = [], [], 0
+    runs = zip(order.tolist(), lengths.tolist(), depths.tolist(), starts.tolist(), strict=False)
+    for document, length, depth, start in runs:
+        if depth:
+            branches.append(path[depth - 1] + 1)
+        path[depth:length] = np.arange(start, start + length - depth)
+        # A branch repeats its first token, which is a target where it stood first.
+        own = depth + (0 < depth < before)
+        target[own:length] = path[own:length]
+        targets[offsets[document] : offsets[document] + length] = target[:length]
+        paths.append(path[:length].copy())
+        before = length
+    # Segments start at runs, and behind rows where a run branches.
+    cuts = np.unique(np.concatenate([starts, np.array(branches, np.int64)]))
+    run = np.searchsorted(starts, cuts[:-1], side="right") - 1
+    num_keys = depths[run] + cuts[1:] - starts[run]
+    keys = [paths[i][:number] for i, number in zip(run.tolist(), num_keys.tolist(), strict=True)]
     return PrefixTree(
         order=order,
         starts=starts,
         depths=depths,
         offsets=offsets,
         tokens=ranges(offsets[order] + depths, lengths - depths),
-        targets=_Paths(starts, depths, depths + repeats).rows(run_of, sizes),
-        cu_seqlens=cu_seqlens.astype(np.int32),
-        cu_seqlens_k=cu_seqlens_k.astype(np.int32),
-        key_index=key_index,
+        targets=targets,
+        cu_seqlens=cuts.astype(np.int32),
+        cu_seqlens_k=np.append(0, np.cumsum(num_keys)).astype(np.int32),
+        key_index=np.concatenate([*keys, path[:0]]),
         position_ids=ranges(depths, lengths - depths),
     )
 
@@ -140,196 +154,102 @@ def _sort(
     first = 8 * min_shared  # bytes
     for i, (before, document) in enumerate(pairwise(order), 1):
         if groups[document] == groups[before] and keys[document][:first] == keys[before][:first]:
-            common = common_length(documents[before], documents[document])
+            length = min(len(documents[before]), len(documents[document]))
+            differs = documents[before][:length] != documents[document][:length]
+            common = int(np.append(differs, True).argmax())
             # A document that ends has no next token to disagree about.
             depth = common if common == len(documents[before]) else common - 1
             depths[i] = depth if depth >= min_shared else 0
     return np.array(order, np.int64), depths
 
 
-def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of tokens with which both begin."""
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length
-
-
-class _Paths:
-    """The rows of each run's document, in pieces of consecutive rows.
-
-    A run stands at the end of its path, behind the first tokens of the path before it.
-
-    Args:
-        starts: rows at which the runs start, ``(N + 1,)``.
-        depths: the depth of each run's first row, ``(N,)``.
-        begins: the depth from which a run replaces the path before it, ``(N,)``.
-    """
-
-    def __init__(self, starts: np.ndarray, depths: np.ndarray, begins: np.ndarray):
-        stack: list[tuple[int, int]] = []  # depth at which a piece begins, row minus depth
-        pieces: list[tuple[int, int]] = []
-        numbers = [0]
-        for begin, shift in zip(begins.tolist(), (starts[:-1] - depths).tolist(), strict=True):
-            while stack and stack[-1][0] >= begin:
-                stack.pop()
-            if not stack or stack[-1][1] != shift:
-                stack.append((begin, shift))
-            pieces += stack
-            numbers.append(len(pieces))
-        self.begins, self.shifts = np.array(pieces, np.int64).reshape(-1, 2).T
-        self.first = np.array(numbers)  # piece of each run
-
-    def rows(self, runs: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the rows of the first `lengths` tokens of the paths of `runs`, one by one."""
-        numbers = self.first[runs + 1] - self.first[runs]
-        at = ranges(self.first[runs], numbers)
-        ends = np.append(self.begins[1:], 0)
-        ends[self.first[1:] - 1] = np.iinfo(np.int64).max
-        begins = self.begins[at]
-        sizes = np.maximum(np.minimum(ends[at], np.repeat(lengths, numbers)) - begins, 0)
-        return ranges(self.shifts[at] + begins, sizes)
-
-    def row(self, runs: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """Return the row at a depth of the path of each of `runs`."""
-        run_of = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
-        scale = 1 + max(self.begins.max(initial=0), depths.max(initial=0))
-        at = np.searchsorted(run_of * scale + self.begins, runs * scale + depths, side="right") - 1
-        return self.shifts[at] + depths
-
-
-def _segments(starts: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return boundaries of segments and of their keys, and the rows of the keys.
-
-    Segments start at runs, and behind rows where a run branches.
-    """
-    paths = _Paths(starts, depths, depths)
-    inner = np.flatnonzero(depths)
-    cuts = np.unique(np.concatenate([starts, paths.row(inner, depths[inner] - 1) + 1]))
-    runs = np.searchsorted(starts, cuts[:-1], side="right") - 1
-    sizes = depths[runs] + cuts[1:] - starts[runs]
-    return cuts, np.concatenate([[0], np.cumsum(sizes)]), paths.rows(runs, sizes)
-
-
 # --- rows -------------------------------------------------------------------------------------
 
 
-class TreeRow(NamedTuple):
-    """Tensors of a row with shared prefixes by name, and its numbers."""
-
-    batch: dict[str, Any]
-    host: HostRow
-
-
 def share_prefixes(
-    batch: dict[str, Any],
+    flat: Mapping[str, np.ndarray],
     lengths: Sequence[int],
     padding: int,
     pad_token_id: int,
     sources: np.ndarray | None = None,
-) -> TreeRow | None:
-    """Return the row of `batch` with its common prefixes once; None if there are none.
+) -> tuple[dict[str, Any], HostRow] | None:
+    """Return the batch of a row with common prefixes once, and its numbers; None without any.
 
     Args:
-        batch: a row of documents, and no padding: `input_ids`, `labels` and maybe `loss_weights`,
-            ``(1, T)``.
+        flat: `input_ids`, `labels` and maybe `loss_weights` of the documents, ``(T,)`` each.
         lengths: tokens of each document, all above 0.
         padding: T' is a multiple of it.
         pad_token_id: token id of the padding.
         sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
     """
-    tree = tree_of_row(batch, lengths)
+    tree = tree_of_row(flat, lengths)
     if tree is None:
         return None
-    flat, tail = _flat(batch), -int(tree.starts[-1]) % padding
-    row = _row(tree, flat, lengths, tail, pad_token_id)
-    if sources is None:
-        return row
-    of_tokens = np.repeat(sources, lengths)
-    by_source = _targets_by_source(tree, flat, of_tokens)
-    return TreeRow(row.batch | by_source, replace(row.host, sources=sources))
+    ids, labels = tree.place(flat["input_ids"]), tree.place(flat["labels"])
+    tail = -len(ids) % padding
+    counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
+    weights = tree.sum_targets(flat[TOKEN_WEIGHTS]) if TOKEN_WEIGHTS in flat else counts
+    # A document with labels of its own shares nothing, so its labels are on its path.
+    labels = np.where(labels == IGNORE_INDEX, ids, labels)
+    labels = np.where(counts > 0, labels, IGNORE_INDEX)
+    is_trained = np.append(counts > 0, np.zeros(tail, bool))
+    values = {  # each with that of the padding
+        "input_ids": (ids, np.full(tail, pad_token_id)),
+        "labels": (labels, np.full(tail, IGNORE_INDEX)),
+        TOKEN_WEIGHTS: (weights.astype(np.float32), np.zeros(tail)),
+        TARGET_COUNTS: (counts.astype(np.int64), np.zeros(tail)),
+        "position_ids": (tree.position_ids, np.arange(tail)),
+    }
+    batch: dict[str, Any] = {
+        name: torch.from_numpy(np.append(real, behind.astype(real.dtype)))[None]
+        for name, (real, behind) in values.items()
+    }
+    # Padding is a segment of its own.
+    segments, keys = np.diff(tree.cu_seqlens), np.diff(tree.cu_seqlens_k)
+    behind = np.full(int(tail > 0), tail)
+    bounds = [np.append(ends, ends[-1:] + behind) for ends in (tree.cu_seqlens, tree.cu_seqlens_k)]
+    queries = torch.tensor([*segments.tolist(), *behind.tolist()])
+    longest, most_keys = int(queries.max()), max(int(keys.max()), tail)
+    batch |= {
+        "cu_seq_lens_q": torch.from_numpy(bounds[0].astype(np.int32)),
+        "cu_seq_lens_k": torch.from_numpy(bounds[1].astype(np.int32)),
+        "key_index": torch.from_numpy(np.append(tree.key_index, len(ids) + np.arange(tail))),
+        "max_length_q": longest,
+        "max_length_k": most_keys,
+        "seq_idx": document_ids_from_lengths(queries).to(torch.int32)[None],
+        "use_cache": False,
+    }
+    if sources is not None:
+        batch |= _targets_by_source(tree, flat, np.repeat(sources, lengths))
+    numbers = TreeNumbers(
+        np.asarray(lengths, np.int64), int(counts.sum()), most_keys, keys.astype(np.int64)
+    )
+    boundaries = bounds[0].astype(np.int64)
+    return batch, HostRow(boundaries, is_trained, tail, longest, numbers, sources)
 
 
-def tree_of_row(batch: dict[str, Any], lengths: Sequence[int]) -> PrefixTree | None:
-    """Return the tree of the documents of `batch`; arguments and None as of `share_prefixes`."""
-    flat, bounds = _flat(batch), np.cumsum([0, *lengths])
-    ids = [flat["input_ids"][a:b] for a, b in pairwise(bounds.tolist())]
-    groups = _groups(flat, bounds[:-1])
+def tree_of_row(flat: Mapping[str, np.ndarray], lengths: Sequence[int]) -> PrefixTree | None:
+    """Return the tree of the documents of a row; arguments and None as of `share_prefixes`."""
+    starts, labels = np.cumsum([0, *lengths])[:-1], flat["labels"]
+    ids = np.split(flat["input_ids"], starts[1:])
+    # A document with labels of its own is a group of its own.
+    is_plain = (labels == flat["input_ids"]) | (labels == IGNORE_INDEX)
+    may_share = np.logical_and.reduceat(is_plain, starts)
+    groups = np.where(may_share, 0, -1 - np.arange(len(starts))).tolist()
     # A quick look: rows without common prefixes end here.
     begins = {(group, x[:MIN_SHARED].tobytes()) for group, x in zip(groups, ids, strict=True)}
     if len(begins) == len(ids):
         return None
     tree = build_prefix_tree(ids, groups=groups, min_shared=MIN_SHARED)
-    return None if tree.starts[-1] == bounds[-1] else tree
-
-
-def _flat(batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the tensors of a row that have a value for each token, ``(T,)``."""
-    return {name: x[0].numpy() for name, x in batch.items() if torch.is_tensor(x) and x.ndim == 2}
-
-
-def _groups(flat: dict[str, np.ndarray], starts: np.ndarray) -> list[int]:
-    """Return a number for each document; documents with the same number may share."""
-    labels = flat["labels"]
-    is_plain = (labels == flat["input_ids"]) | (labels == IGNORE_INDEX)
-    may_share = np.logical_and.reduceat(is_plain, starts)
-    return np.where(may_share, 0, -1 - np.arange(len(starts))).tolist()
-
-
-def _row(
-    tree: PrefixTree, flat: dict[str, np.ndarray], lengths: Sequence[int], tail: int, pad: int
-) -> TreeRow:
-    counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
-    ids = tree.place(flat["input_ids"])
-    # A document with labels of its own shares nothing, so its labels are on its path.
-    labels = np.where(counts > 0, tree.place(flat["labels"]), IGNORE_INDEX)
-    labels = np.where((counts > 0) & (labels == IGNORE_INDEX), ids, labels)
-    weights = flat.get(TOKEN_WEIGHTS)
-    sums = counts if weights is None else tree.sum_targets(weights)
-    values = {  # each with that of the padding
-        "input_ids": (ids, np.full(tail, pad)),
-        "labels": (labels, np.full(tail, IGNORE_INDEX)),
-        TOKEN_WEIGHTS: (sums.astype(np.float32), np.zeros(tail)),
-        TARGET_COUNTS: (counts.astype(np.int64), np.zeros(tail)),
-        "position_ids": (tree.position_ids, np.arange(tail)),
-    }
-    batch: dict[str, Any] = {
-        name: torch.from_numpy(np.concatenate([real, behind.astype(real.dtype)]))[None]
-        for name, (real, behind) in values.items()
-    }
-    cu_seqlens, cu_seqlens_k, key_index = tree.cu_seqlens, tree.cu_seqlens_k, tree.key_index
-    if tail:
-        total = len(ids) + tail
-        cu_seqlens = np.append(cu_seqlens, np.int32(total))
-        cu_seqlens_k = np.append(cu_seqlens_k, np.int32(len(key_index) + tail))
-        key_index = np.append(key_index, np.arange(len(ids), total))
-    segments = torch.from_numpy(np.diff(cu_seqlens).astype(np.int64))
-    longest, most_keys = int(segments.max()), int(np.diff(cu_seqlens_k).max())
-    batch |= {
-        "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
-        "cu_seq_lens_k": torch.from_numpy(cu_seqlens_k),
-        "key_index": torch.from_numpy(key_index),
-        "max_length_q": longest,
-        "max_length_k": most_keys,
-        "seq_idx": document_ids_from_lengths(segments).to(torch.int32)[None],
-        "use_cache": False,
-    }
-    keys = np.diff(tree.cu_seqlens_k).astype(np.int64)
-    documents = np.asarray(lengths, np.int64)
-    numbers = TreeNumbers(documents, int(counts.sum()), most_keys, keys)
-    is_trained = batch["labels"][0].numpy() != IGNORE_INDEX
-    return TreeRow(batch, HostRow(cu_seqlens.astype(np.int64), is_trained, tail, longest, numbers))
+    return tree if tree.depths.any() else None
 
 
 def _targets_by_source(
-    tree: PrefixTree, flat: dict[str, np.ndarray], sources: np.ndarray
+    tree: PrefixTree, flat: Mapping[str, np.ndarray], sources: np.ndarray
 ) -> dict[str, torch.Tensor]:
     """Return the K targets of each source: documents of several may train one position.
 
-    Args:
-        tree: the row.
-        flat: the tokens of its documents, ``(T,)`` each.
-        sources: of each token, ``(T,)`` int64.
+    `sources` are those of the tokens of documents, ``(T,)`` int64.
     """
     trained = np.flatnonzero(flat["labels"] != IGNORE_INDEX)
     number = 1 + int(sources.max())

@@ -34,7 +34,7 @@ from trl_packing.packing.epoch import (
     with_more_bins,
 )
 from trl_packing.packing.patch_bins import ImageLoads, PatchBins
-from trl_packing.packing.prefix_groups import PrefixGroups, keep_groups_together
+from trl_packing.packing.prefix_groups import PrefixGroups
 
 
 @dataclass(eq=False, repr=False)
@@ -372,7 +372,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.stages is not None:
             order = in_stages(order, self.stages)
         if groups is not None:
-            order = keep_groups_together(order, groups, per_step)
+            order = groups.in_steps(order, per_step)
         elif not self.divide_by_cost:
             per_batch = max(per_step // self._slots, 1)
             return order, padded_batches(order, per_batch, self.num_ranks)

@@ -298,7 +298,7 @@ class PackedEpoch:
         ]
         real = [d for d in found if d.number is not None]
         if self.collator.shares_prefixes:
-            tokens = {k: x[:, : real[-1].stop] for k, x in apart.items() if x.ndim == 2}
+            tokens = {k: x[0, : real[-1].stop].numpy() for k, x in apart.items() if x.ndim == 2}
             tree = tree_of_row(tokens, [d.stop - d.start for d in real])
             if tree is not None:
                 in_order = tuple(real[place] for place in tree.order)

@@ -31,7 +31,7 @@ from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight
 from trl_packing.packing.bins import pack
 from trl_packing.packing.collator import named_token_weights
-from trl_packing.packing.prefix_groups import PrefixGroups, group_documents, keep_groups_together
+from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 
 _WINDOW_BATCHES = 64  # size of a window in micro-batches, if documents are not packed
@@ -176,9 +176,7 @@ class PackedStream(IterableDataset):
             if settings.prefix_group_size is not None:
                 groups = self._groups(documents)
                 order = np.arange(len(documents))
-                bins = np.split(
-                    keep_groups_together(order, groups, settings.bins_per_batch), order[1:]
-                )
+                bins = np.split(groups.in_steps(order, settings.bins_per_batch), order[1:])
             cuts = [*range(0, len(bins), settings.bins_per_batch), len(bins)]
         else:
             bins = self._bins(window)
