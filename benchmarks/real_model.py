@@ -32,6 +32,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from machine import provenance, publish, table
@@ -127,7 +128,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def build(arguments: argparse.Namespace, folder: str) -> Any:
     """Return the trainer of `arguments.run`."""
-    from trl_packing.recipes.recipe_data import DataArguments, load_documents
+    from trl_packing.recipes.recipe_data import DataArguments, load_data
 
     from trl import SFTConfig, SFTTrainer
 
@@ -145,7 +146,8 @@ def build(arguments: argparse.Namespace, folder: str) -> Any:
         prompt_column=arguments.prompt_column or None,
         completion_column=arguments.completion_column or None,
     )
-    rows = load_documents(data, has_chat_template=True).train.take(arguments.documents)
+    named = PackedSFTConfig(folder, bf16=False)
+    rows = load_data(data, named, SimpleNamespace(chat_template="any"))[0].take(arguments.documents)
     args = classes[0](
         output_dir=folder,
         max_length=arguments.max_length,

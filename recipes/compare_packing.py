@@ -46,27 +46,24 @@ paper's "packing is for large data sets".
 import copy
 import sys
 import time
-import warnings
-from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from trl_packing.recipes.recipe_data import DataArguments, load_documents
-from trl_packing.recipes.recipe_run import parse as parse_run
+from trl_packing.recipes.recipe_data import DataArguments, load_data
 from trl_packing.recipes.sft_packed import DEMO_ARGUMENTS, load_model
+from trl_packing.recipes.sft_packed import parse as parse_run
 
 from accelerate import PartialState
-from datasets import Dataset, disable_progress_bars
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from datasets import Dataset
+from transformers import TrainerCallback, set_seed
+from transformers.hf_argparser import HfArg
 from trl import ModelConfig, SFTTrainer, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.prepared import records_of
 from trl_packing.tools.options import exits_in_one_line
-
-warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 DEMO = {
     **{k: v for k, v in DEMO_ARGUMENTS.items() if k not in ("num_samples", "warmup_steps")},
@@ -78,44 +75,30 @@ DEMO = {
     "learning_rate": 1e-3,
     "warmup_steps": 0.1,  # share of all steps
 }
+# Values that settings of the padded run decide.
+MAX_LENGTH, PADDED_STEP = "max_length", "documents of a padded step"
 # name -> (trainer, changes of the config)
 Runs = dict[str, tuple[type[SFTTrainer], dict[str, Any]]]
 RUNS: Runs = {
-    "padding to max": (SFTTrainer, {"packing": False, "pads_to_max": True}),
+    "padding to max": (SFTTrainer, {"packing": False, "pad_to_multiple_of": MAX_LENGTH}),
     "padding to longest": (SFTTrainer, {"packing": False}),
     "random, no mask": (SFTTrainer, {"packing": True, "packing_strategy": "wrapped"}),
     "random": (PackedSFTTrainer, {"packing": True, "packing_strategy": "wrapped"}),
     "greedy": (PackedSFTTrainer, {"packing": True, "packing_strategy": "greedy"}),
     "this project": (PackedSFTTrainer, {"packing": True, "packing_strategy": "bfd"}),
-    "... in padded steps": (PackedSFTTrainer, {"packing": True, "keeps_steps": True}),
+    "... in padded steps": (PackedSFTTrainer, {"packing": True, "documents_per_step": PADDED_STEP}),
 }
-SCALES: dict[str, Callable[[float], float]] = {
-    "sqrt": lambda ratio: ratio**0.5,
-    "linear": lambda ratio: ratio,
-    "none": lambda ratio: 1.0,
-}
+POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}  # of the ratio of documents in a step
 
 
 @dataclass
 class CompareArguments(DataArguments):
     """The data, and the options of the comparison."""
 
-    num_documents: int | None = field(
-        default=None, metadata={"help": "Documents drawn from the training split; default: all."}
+    num_documents: int | None = HfArg(default=None, help="Documents to draw; default: all.")
+    scale_learning_rate: Literal["sqrt", "linear", "none"] = HfArg(
+        default="sqrt", help="Scaling of the learning rate with the documents of a step."
     )
-    scale_learning_rate: str = field(
-        default="sqrt",
-        metadata={
-            "help": "Scaling of the learning rate with the documents of a step.",
-            "choices": list(SCALES),
-        },
-    )
-
-
-class Data(NamedTuple):
-    train: Dataset
-    test: Dataset
-    tokenizer: Any
 
 
 class Result(NamedTuple):
@@ -132,116 +115,88 @@ class Result(NamedTuple):
 
 def main(argv: list[str] | None = None) -> dict[str, Result]:
     """Train each line of the table; print and return the results."""
-    data_args, args, model_args = parse(argv, DEMO)
-    results = compare(RUNS, data_args, args, model_args)
+    results = compare(RUNS, *parse(argv, DEMO))
     PartialState().print(table(results))
     return results
 
 
-def parse(
-    argv: list[str] | None, demo: dict[str, Any]
-) -> tuple[CompareArguments, PackedSFTConfig, ModelConfig]:
+def parse(argv: list[str] | None, demo: dict[str, Any]) -> Any:
     """Return TRL's three groups of arguments; `demo`'s if neither model nor data set is given."""
     fixed = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    found = parse_run(argv, CompareArguments, ModelConfig, demo=demo, **fixed)
-    if found[0].datasets:
-        raise ValueError("a comparison trains one data set; name it with --dataset_name")
-    if found[2].model_name_or_path is None:
-        disable_progress_bars()
-    return found
+    return parse_run(argv, CompareArguments, demo=demo, **fixed)
 
 
 def compare(
     runs: Runs, data_args: CompareArguments, args: PackedSFTConfig, model_args: ModelConfig
 ) -> dict[str, Result]:
     """Return the results of all runs; their own output goes to stderr."""
+    power = POWERS[data_args.scale_learning_rate]
     results: dict[str, Result] = {}
     with redirect_stdout(sys.stderr):
-        data = load_data(data_args, args, model_args)
-        for name in runs:
-            results[name] = run(name, runs, data_args, args, model_args, data)
+        data = load(data_args, args, model_args)
+        for name, (trainer_class, changes) in runs.items():
+            results[name] = run(trainer_class, changes, name, args, model_args, data, power)
             PartialState().print(f"{name}: {results[name].seconds:.1f} s")
     return results
 
 
-def load_data(data_args: CompareArguments, args: PackedSFTConfig, model_args: ModelConfig) -> Data:
-    """Return training and held-out documents, tokenized once for all runs."""
-    model, tokenizer = load_model(copy.deepcopy(args), model_args)
-    loaded = load_documents(
-        data_args,
-        prompt_template=args.prompt_template,
-        needs_test=True,
-        has_chat_template=bool(tokenizer.chat_template),
-        text_field=args.dataset_text_field,
-        seed=args.seed,
-    )
-    args.prompt_template = None  # already applied
-    train = loaded.train
-    if not isinstance(train, Dataset) or not isinstance(loaded.test, Dataset):
-        raise ValueError(
-            "a comparison needs data sets with a length; leave --dataset_streaming out"
-        )
+def load(
+    data_args: CompareArguments, args: PackedSFTConfig, model_args: ModelConfig
+) -> tuple[Dataset, Dataset, Any]:
+    """Return training and held-out documents, tokenized once for all runs, and the tokenizer."""
+    unpacked = copy.deepcopy(args)
+    unpacked.packing = False
+    model, tokenizer = load_model(unpacked, model_args)
+    train, test = load_data(data_args, unpacked, tokenizer, needs_test=True)
+    args.prompt_template = None  # applied
+    if not isinstance(train, Dataset) or not isinstance(test, Dataset):
+        raise ValueError("a comparison trains one data set with a length: name it as dataset_name")
     if not records_of(train):  # prepared documents were shuffled before
         train = train.shuffle(seed=args.seed)
     if data_args.num_documents is not None:
-        train = train.select(range(min(data_args.num_documents, len(train))))
-    unpacked = copy.deepcopy(args)
-    unpacked.packing = False
-    trainer = PackedSFTTrainer(
-        model, unpacked, train_dataset=train, eval_dataset=loaded.test, processing_class=tokenizer
-    )
-    columns = ["input_ids", "labels"]
-    return Data(
-        trainer.train_dataset.select_columns(columns),
-        trainer.eval_dataset.select_columns(columns),
-        tokenizer,
-    )
+        train = train.take(min(data_args.num_documents, len(train)))
+    built = PackedSFTTrainer(model, unpacked, None, train, test, tokenizer)
+    sets = (built.train_dataset, built.eval_dataset)
+    return *(documents.select_columns(["input_ids", "labels"]) for documents in sets), tokenizer
 
 
 def run(
+    trainer_class: type[SFTTrainer],
+    changes: dict[str, Any],
     name: str,
-    runs: Runs,
-    data_args: CompareArguments,
     args: PackedSFTConfig,
     model_args: ModelConfig,
-    data: Data,
+    data: tuple[Dataset, Dataset, Any],
+    power: float,
 ) -> Result:
-    """Train a new model as `runs[name]` says, and evaluate it."""
-    trainer_class, changes = runs[name]
-    args, changes = copy.deepcopy(args), dict(changes)
+    """Train a new model with `changes`, and evaluate it."""
+    train, test, tokenizer = data
+    args = copy.deepcopy(args)
     args.output_dir = str(Path(args.output_dir) / name.replace(" ", "_").replace(",", ""))
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    if changes.pop("pads_to_max", False):
-        args.pad_to_multiple_of = args.max_length
-    if changes.pop("keeps_steps", False):
-        args.documents_per_step = per_step
+    decided = {MAX_LENGTH: args.max_length, PADDED_STEP: per_step}
     for setting, value in changes.items():
-        setattr(args, setting, value)
+        setattr(args, setting, decided.get(value, value))
     set_seed(args.seed)
     model, _ = load_model(args, model_args)
-    watch = Watch()
-    trainer = trainer_class(
-        model,
-        args,
-        train_dataset=data.train,
-        processing_class=data.tokenizer,
-        peft_config=get_peft_config(model_args),
-        callbacks=[watch],
-    )
-    trainer.remove_callback(PrinterCallback)
-    batches = len(trainer.get_train_dataloader())
-    steps = -(-batches // args.gradient_accumulation_steps)
-    documents = len(data.train) / steps
-    ratio = documents / per_step if args.packing else 1.0
-    trainer.args.learning_rate *= SCALES[data_args.scale_learning_rate](ratio)
+    watch, peft = Watch(), get_peft_config(model_args)
+    options: Any = {"processing_class": tokenizer, "peft_config": peft, "callbacks": [watch]}
+    trainer = trainer_class(model, args, train_dataset=train, **options)
+    steps = -(-len(trainer.get_train_dataloader()) // args.gradient_accumulation_steps)
+    documents = len(train) / steps
+    if args.packing:
+        trainer.args.learning_rate *= (documents / per_step) ** power
     trainer.train()
+    alone = copy.deepcopy(args)
+    alone.packing, alone.documents_per_step, alone.pad_to_multiple_of = False, None, None
+    evaluator = PackedSFTTrainer(trainer.model, alone, None, test, test, tokenizer)
     return Result(
         trainer.state.global_step,
         documents,
         trainer.args.learning_rate,
         watch.seconds,
-        fill_of(trainer, data),
-        eval_loss(trainer.model, args, data),
+        fill_of(trainer, train),
+        evaluator.evaluate()["eval_loss"],  # the mean of all trained tokens, each document alone
         [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     )
 
@@ -253,53 +208,32 @@ class Watch(TrainerCallback):
     seconds = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.began = time.perf_counter() if self.began is None else self.began
+        self.began = self.began or time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.began is not None:
-            self.seconds = time.perf_counter() - self.began
+        self.seconds = time.perf_counter() - (self.began or 0)
 
 
-def fill_of(trainer: SFTTrainer, data: Data) -> float:
+def fill_of(trainer: SFTTrainer, train: Dataset) -> float:
     """Return the share of an epoch's rows that holds tokens instead of padding or unused space."""
     report = getattr(trainer, "packing_report", None)
-    if report is not None and report.utilization is not None:
-        return report.utilization
-    if report is not None:  # documents in flat rows
-        return 1.0
+    if report is not None:
+        return report.utilization or 1.0  # None: documents in flat rows
     cells = sum(batch["input_ids"].numel() for batch in trainer.get_train_dataloader())
-    tokens = sum(map(len, data.train["input_ids"]))
-    return tokens / trainer.args.world_size / cells
-
-
-def eval_loss(model: Any, args: PackedSFTConfig, data: Data) -> float:
-    """Return the mean loss of all trained tokens of the held-out documents, each alone."""
-    args = copy.deepcopy(args)
-    args.packing, args.documents_per_step, args.pad_to_multiple_of = False, None, None
-    evaluator = PackedSFTTrainer(
-        model,
-        args,
-        train_dataset=data.test,
-        eval_dataset=data.test,
-        processing_class=data.tokenizer,
-    )
-    return evaluator.evaluate()["eval_loss"]
+    return sum(map(len, train["input_ids"])) / trainer.args.world_size / cells
 
 
 def table(results: dict[str, Result]) -> str:
     """Return the results as lines; speed-up compares with the first run."""
-    (_, first), *_ = results.items()
-    width = max(map(len, results))
-    lines = [
-        f"{'':<{width}}  steps  docs/step       lr  seconds  speed-up    fill  eval loss",
-        *(
+    first, width = next(iter(results.values())), max(map(len, results))
+    lines = [f"\n{'':<{width}}  steps  docs/step       lr  seconds  speed-up    fill  eval loss"]
+    for name, r in results.items():
+        lines.append(
             f"{name:<{width}}  {r.steps:>5,}  {r.documents_per_step:>9.1f}  "
             f"{r.learning_rate:>7.1e}  {r.seconds:>7.1f}  {first.seconds / r.seconds:>7.1f}×  "
             f"{r.fill:>6.1%}  {r.eval_loss:>9.4f}"
-            for name, r in results.items()
-        ),
-    ]
-    return "\n" + "\n".join(lines)
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

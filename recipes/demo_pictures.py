@@ -64,14 +64,9 @@ def demo_rows(number: int, *, pictures: Sequence[int] = (0, 1, 1, 2), seed: int 
 
 def exchanged(rows: Dataset) -> Dataset:
     """Return rows with the pictures of the next row each."""
-    rows_in_order = list(rows)
-    others = [*rows_in_order[1:], rows_in_order[0]]
-    return Dataset.from_list(
-        [
-            row | {"images": other["images"]}
-            for row, other in zip(rows_in_order, others, strict=True)
-        ]
-    )
+    pictures = [row["images"] for row in rows]
+    others = [*pictures[1:], pictures[0]]
+    return Dataset.from_list([r | {"images": o} for r, o in zip(rows, others, strict=True)])
 
 
 def demo_model(seed: int) -> tuple[Any, Any]:
@@ -92,16 +87,9 @@ def demo_model(seed: int) -> tuple[Any, Any]:
     set_seed(seed)
     text = {"model_type": "llama", "vocab_size": len(tokenizer), **DEMO_MODEL}
     text |= {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
-    tower = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": TILE,
-        "patch_size": PATCH,
-        "projection_dim": 64,
-    }
+    tower = {"model_type": "clip_vision_model", "image_size": TILE, "patch_size": PATCH}
+    tower |= {"hidden_size": 64, "intermediate_size": 128}
+    tower |= {"num_hidden_layers": 3, "num_attention_heads": 2}
     config = LlavaNextConfig(
         text_config=text | {"tie_word_embeddings": False},
         vision_config=tower,

@@ -43,13 +43,13 @@ Expected output (the demo, a minute on a busy CPU core):
 import random
 
 from trl_packing.recipes.make_demo_data import ITEMS
-from trl_packing.recipes.recipe_run import Arguments, finish, parse
+from trl_packing.recipes.recipe_run import Arguments, finish, parse, show
 from trl_packing.recipes.sft_packed import load_model
 
 from datasets import Dataset
 from trl import ModelConfig
 
-from trl_packing import PackedSFTTrainer, show_document
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.options import exits_in_one_line
 
 DEMO = {"max_length": 512, "learning_rate": 2e-3, "logging_steps": 10, "num_train_epochs": 1}
@@ -92,10 +92,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     trainer = PackedSFTTrainer(
         model=model, args=training_args, train_dataset=rows, processing_class=tokenizer
     )
-    say = trainer.accelerator.print
-    say("\nTrained tokens are between ⟦ and ⟧.")
-    for document in trainer.train_dataset.select(range(2)):
-        say(show_document(document, trainer.processing_class))
+    show(trainer, 2)
     trainer.train(training_args.resume_from_checkpoint)
     finish(trainer)
     return trainer

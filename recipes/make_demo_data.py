@@ -20,11 +20,10 @@ No held-out prompt occurs in the training set, so the model cannot answer from m
 
 # ruff: noqa: SIM905  (word lists are easier to read as text)
 
-import argparse
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -69,16 +68,12 @@ def date(rng: random.Random) -> Document:
     }
 
 
-KINDS: list[tuple[Callable[[random.Random], Document], float]] = [(order, 0.75), (date, 0.25)]
-
-
-def make_documents(num_documents: int, seed: int) -> list[Document]:
+def make_documents(number: int, seed: int) -> list[Document]:
     """Return documents of mixed kinds and lengths, no two with the same prompt."""
     rng = random.Random(seed)
-    makers, weights = zip(*KINDS, strict=True)
     documents: dict[str, Document] = {}
-    while len(documents) < num_documents:
-        (make,) = rng.choices(makers, weights)
+    while len(documents) < number:
+        (make,) = rng.choices([order, date], [0.75, 0.25])
         document = make(rng)
         documents.setdefault(document["prompt"], document)
     return list(documents.values())
@@ -112,29 +107,16 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def write_jsonl(path: Path, documents: Iterable[Document]) -> None:
-    path.write_text("".join(json.dumps(d) + "\n" for d in documents), encoding="utf-8")
-
-
 def main(out: Path) -> None:
     documents = make_documents(NUM_TRAIN + NUM_TEST, SEED)
     train, test = documents[:NUM_TRAIN], documents[NUM_TRAIN:]
     (out / "data").mkdir(parents=True, exist_ok=True)
-    write_jsonl(out / "data" / "train.jsonl", train)
-    write_jsonl(out / "data" / "test.jsonl", test)
-    tokenizer = train_tokenizer(d["prompt"] + d["completion"] for d in train)
-    tokenizer.save_pretrained(out / "tokenizer")
-
-    texts = [d["prompt"] + d["completion"] + tokenizer.eos_token for d in train]
-    lengths = sorted(len(ids) for ids in tokenizer(texts)["input_ids"])
-    print(
-        f"wrote {out}: {len(train)} + {len(test)} documents, {len(tokenizer)} tokens in the"
-        f" vocabulary, {sum(lengths):,} tokens to train on; a document has {lengths[0]} to"
-        f" {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}"
-    )
+    for name, rows in (("train", train), ("test", test)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (out / "data" / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    train_tokenizer(d["prompt"] + d["completion"] for d in train).save_pretrained(out / "tokenizer")
+    print(f"wrote {out}: {len(train)} + {len(test)} documents")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "demo")
-    main(parser.parse_args().out)
+    main(Path(__file__).parent / "demo")

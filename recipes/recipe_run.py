@@ -6,6 +6,7 @@ trainer.train(training_args.resume_from_checkpoint)
 finish(trainer)
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,10 @@ import torch
 from datasets import Dataset
 from transformers.hf_argparser import HfArg
 from trl import TrlParser
+from trl.models import unwrap_model_for_generation
 
-from trl_packing import PackedSFTConfig, load_rows
-from trl_packing.tools.options import (
-    check_names,
-    check_values,
-    read_config,
-    short_usage_errors,
-)
+from trl_packing import PackedSFTConfig, load_rows, show_document
+from trl_packing.tools.options import check_names, read_config, short_usage_errors
 
 
 @dataclass
@@ -30,9 +27,7 @@ class Arguments:
     """The model and the data."""
 
     model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
-    dataset_name: str | None = HfArg(
-        default=None, help="Hub id, a .json, .jsonl or .parquet file, or a folder."
-    )
+    dataset_name: str | None = HfArg(default=None, help="Hub id, a file, or a folder.")
     dataset_config: str | None = HfArg(default=None, help="Subset, if the data set has several.")
     dataset_train_split: str = HfArg(default="train", help="Split, or part of it: 'train[:1000]'.")
 
@@ -65,47 +60,85 @@ def parse(
     words = sys.argv[1:] if argv is None else list(argv)
     kinds = (arguments, PackedSFTConfig, *more)
     parser = TrlParser(kinds, usage=f"{Path(sys.argv[0]).name} [--config FILE] [--OPTION VALUE]")
-    check_names(words, {action.dest for action in parser._actions} | {"config", *_negated(parser)})
-    _check_config(words, kinds)
+    known = {word.lstrip("-").replace("-", "_") for word in parser._option_string_actions}
+    check_names(words, {"config", *known})
+    if "--config" in words:
+        _check_config("".join(words[words.index("--config") + 1 :][:1]), known, kinds)
     if not torch.accelerator.is_available():
         # TRL's defaults assume a GPU. With use_cpu, accelerate joins the processes of torchrun.
         defaults |= {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
-    parser.set_defaults(**defaults)
     of_own = {"--config", "--model_name_or_path", "--dataset_name", "--datasets"}
     is_demo = demo is not None and of_own.isdisjoint(word.partition("=")[0] for word in words)
-    parser.set_defaults(**(demo or {} if is_demo else {}))
+    parser.set_defaults(**{**defaults, **(demo or {} if is_demo else {})})
     with short_usage_errors():
-        own, *others = parser.parse_args_and_config(words)
-    model = next(group for group in (own, *others) if hasattr(group, "model_name_or_path"))
-    names_data = own.dataset_name or getattr(own, "datasets", None)
+        found = parser.parse_args_and_config(words)
+    model = next(group for group in found if hasattr(group, "model_name_or_path"))
+    names_data = found[0].dataset_name or getattr(found[0], "datasets", None)
     if not is_demo and not (model.model_name_or_path and names_data):
         raise ValueError(
             "name the model and the data: --model_name_or_path NAME --dataset_name NAME"
         )
-    return own, *others
+    return found
 
 
-def _negated(parser: TrlParser) -> set[str]:
-    return {word.removeprefix("--") for word in parser._option_string_actions if "--no_" in word}
-
-
-def _check_config(words: list[str], kinds: tuple[type, ...]) -> None:
-    """Raise ValueError for a YAML file with a wrong key, or a value of a wrong form."""
-    if "--config" not in words:
-        return
-    path = "".join(words[words.index("--config") + 1 :][:1])
+def _check_config(path: str, known: set[str], kinds: tuple[type, ...]) -> None:
+    """Raise ValueError for a YAML file with a wrong key, or several values where one must be."""
     config = read_config(Path(path))
+    check_names([f"--{name}" for name in config], {"env", *known})
     # The parser writes its own types into the fields.
-    types = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
-    check_values(config, types, path)
-    for name in config:
-        if name not in types and name != "env":
-            check_names([f"--{name}"], types)
-            raise ValueError(f"--config {path}: {name!r} is no option of this recipe")
+    types = {name: str(hint) for kind in kinds for name, hint in get_type_hints(kind).items()}
+    for name, value in config.items():
+        is_single = not re.search("list|dict|Any", types.get(name, "Any"))
+        if is_single and isinstance(value, (list, dict)):
+            raise ValueError(f"--config {path}: {name}={value!r} must be one value")
 
 
-def finish(trainer: Any, kind: str = "model") -> None:
+def load_part(kind: Any, model: str, **options: Any) -> Any:
+    """Return the tokenizer or processor of a model. Raises ValueError, naming the model."""
+    try:
+        return kind.from_pretrained(model, **options)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot load the model {model}: {error}") from error
+
+
+def show(trainer: Any, number: int = 1) -> None:
+    """Print the first documents, with their trained tokens marked."""
+    trainer.accelerator.print("\nTrained tokens are between ⟦ and ⟧.")
+    for document in trainer.train_dataset.select(range(number)):
+        trainer.accelerator.print(show_document(document, trainer.processing_class))
+
+
+def prompt_length(document: Any) -> int:
+    """Return the number of tokens before the first trained one."""
+    return next(i for i, label in enumerate(document["labels"]) if label != -100)
+
+
+def answers(trainer: Any, documents: list[Any], longest: int) -> list[str]:
+    """Return the model's greedy answers, of at most `longest` tokens, to the prompts of documents.
+
+    Every rank computes all of them, so that no rank waits.
+    """
+    prompts = [{"input_ids": each["input_ids"][: prompt_length(each)]} for each in documents]
+    if not all(prompt["input_ids"] for prompt in prompts):
+        raise ValueError("only documents with a prompt that is not trained can be answered")
+    tokenizer, size = trainer.processing_class, trainer.args.eval_batch_size
+    if not prompts:  # ZeRO-3 would gather the whole model
+        return []
+    written: list[str] = []
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        model.eval()
+        for at in range(0, len(prompts), size):
+            batch = tokenizer.pad(prompts[at : at + size], padding_side="left", return_tensors="pt")
+            tokens = model.generate(
+                **batch.to(model.device), do_sample=False, max_new_tokens=longest
+            )
+            completions = tokens[:, batch["input_ids"].shape[1] :]
+            written += tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return written
+
+
+def finish(trainer: Any, what: str = "The model is") -> None:
     """Save what was trained, say where it is, and end the run."""
     trainer.save_model()  # gathers the weights of a sharded model
-    trainer.accelerator.print(f"The {kind} is in {trainer.args.output_dir}.")
+    trainer.accelerator.print(f"{what} in {trainer.args.output_dir}.")
     trainer.accelerator.end_training()

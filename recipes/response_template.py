@@ -42,9 +42,9 @@ minutes on a busy CPU core):
     The model is in outputs/response_template.
 """
 
-from trl_packing.recipes.recipe_run import Arguments, finish, parse
+from trl_packing.recipes.recipe_run import Arguments, finish, parse, show
 
-from trl_packing import PackedSFTTrainer, show_document
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.options import exits_in_one_line
 
 
@@ -61,9 +61,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     trainer = PackedSFTTrainer(
         model=arguments.model_name_or_path, args=training_args, train_dataset=rows
     )
-    say = trainer.accelerator.print
-    say("\nTrained tokens are between ⟦ and ⟧.")
-    say(show_document(trainer.train_dataset[0], trainer.processing_class))
+    show(trainer)
     trainer.train(training_args.resume_from_checkpoint)
     finish(trainer)
     return trainer

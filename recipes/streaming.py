@@ -33,14 +33,13 @@ Expected output (SmolLM2-135M-Instruct, four files of 100 conversations, three s
 
 from dataclasses import dataclass
 
+from trl_packing.recipes.recipe_data import SourceConfig, read
 from trl_packing.recipes.recipe_run import Arguments as RunArguments
 from trl_packing.recipes.recipe_run import finish, parse
 
-from datasets import load_dataset
 from transformers.hf_argparser import HfArg
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.data.prepared import is_prepared
 from trl_packing.tools.options import exits_in_one_line
 
 
@@ -58,17 +57,8 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     """Print how the stream is divided, train, save the model, and return the trainer."""
     arguments, training_args = parse(argv, Arguments, output_dir="outputs/streaming")
 
-    if is_prepared(arguments.dataset_name):
-        raise ValueError(
-            f"{arguments.dataset_name} holds prepared data, which need no streaming: train them "
-            "with another recipe, such as sft_packed.py"
-        )
-    stream = load_dataset(
-        arguments.dataset_name,
-        arguments.dataset_config,
-        split=arguments.dataset_train_split,
-        streaming=True,
-    )
+    place = {"name": arguments.dataset_config, "split": arguments.dataset_train_split}
+    stream = read(SourceConfig(arguments.dataset_name, **place), streaming=True)
     if arguments.shuffle_buffer:
         stream = stream.shuffle(seed=training_args.seed, buffer_size=arguments.shuffle_buffer)
     trainer = PackedSFTTrainer(

@@ -41,30 +41,11 @@ up to 768 tokens, six steps of one bin at a learning rate of 2e-4, five minutes 
     The model is in outputs/tool_calling.
 """
 
-from trl_packing.recipes.recipe_run import Arguments, finish, parse
+from trl_packing.recipes.recipe_run import Arguments, answers, finish, parse, show
 
-import torch
-from trl.models import unwrap_model_for_generation
-
-from trl_packing import PackedSFTTrainer, show_document
+from trl_packing import PackedSFTTrainer
 from trl_packing.data.prepared import is_prepared
 from trl_packing.tools.options import exits_in_one_line
-
-
-def first_answer(trainer: PackedSFTTrainer) -> str:
-    """Return the model's first reply in the held-out conversation."""
-    document = trainer.eval_dataset[0]
-    start = next(i for i, label in enumerate(document["labels"]) if label != -100)
-    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
-        model.eval()
-        prompt = torch.tensor([document["input_ids"][:start]], device=model.device)
-        written = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=64,
-        )
-    return trainer.processing_class.decode(written[0, start:])
 
 
 @exits_in_one_line
@@ -85,12 +66,12 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         train_dataset=train,
         eval_dataset=held_out,
     )
+    show(trainer)
     say = trainer.accelerator.print
-    say("\nTrained tokens are between ⟦ and ⟧.")
-    say(show_document(trainer.train_dataset[0], trainer.processing_class))
-    say(f"\nbefore  {first_answer(trainer)!r}")
+    asked = [trainer.eval_dataset[0]]
+    say(f"\nbefore  {answers(trainer, asked, 64)[0]!r}")
     trainer.train(training_args.resume_from_checkpoint)
-    say(f"\nafter   {first_answer(trainer)!r}")
+    say(f"\nafter   {answers(trainer, asked, 64)[0]!r}")
     finish(trainer)
     return trainer
 

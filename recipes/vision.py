@@ -35,15 +35,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_packing.recipes.recipe_data import KEPT_COLUMNS, SourceArguments, load_named
-from trl_packing.recipes.recipe_run import Arguments as RunArguments
-from trl_packing.recipes.recipe_run import finish, parse
+from trl_packing.recipes.recipe_data import DataArguments, load_data
+from trl_packing.recipes.recipe_run import finish, load_part, parse
 
-from datasets import Dataset
 from transformers import AutoProcessor
 from transformers.hf_argparser import HfArg
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.options import exits_in_one_line
 
 DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
@@ -52,42 +50,30 @@ LANGUAGE_MODEL = r".*\.(language_model|text_model)\..*_proj"  # its matrices
 
 
 @dataclass
-class Arguments(SourceArguments, RunArguments):
+class Arguments(DataArguments):
     """The model and the data; without them, the demo's."""
 
-    image_folder: str | None = HfArg(default=None, help="Folder of the paths of images.")
+    model_name_or_path: str | None = HfArg(default=None, help="Hub id, or a folder with a model.")
+    image_folder: str = HfArg(default="", help="Folder of the paths of images.")
     max_pixels: int | None = HfArg(default=None, help="Scale images down (Qwen-VL, GLM-4V).")
     lora_r: int = HfArg(default=0, help="Rank of an adapter, with alpha twice it; 0: all weights.")
     train_tower: bool = HfArg(default=False, help="Adapt the tower and the projector, too.")
 
 
-def in_folder(rows: Dataset, folder: str) -> Dataset:
+def in_folder(rows: Any, folder: str) -> Any:
     """Return rows whose paths of images are read from `folder`; rows without images as they are."""
+    if isinstance(rows, dict):
+        return {name: in_folder(of_source, folder) for name, of_source in rows.items()}
     column = next((name for name in ("images", "image") if name in rows.column_names), None)
-    if column is None:
+    if column is None or not folder:
         return rows
 
     def moved(path: Any) -> Any:
         if isinstance(path, list):
             return [moved(each) for each in path]
-        return str(Path(folder, path)) if isinstance(path, str) else path
+        return path and str(Path(folder, path))
 
     return rows.map(lambda row: {column: moved(row[column])})
-
-
-def load(arguments: Arguments, training_args: PackedSFTConfig) -> Any:
-    """Return the rows of `dataset_name`, or of each of `datasets`, which also set the mixture."""
-    folder = arguments.image_folder
-    if not arguments.datasets:
-        rows = arguments.rows()
-        return in_folder(rows, folder) if folder else rows
-    if arguments.dataset_name:
-        raise ValueError("dataset_name and datasets both name the data; give one")
-    sources, mixture = load_named(arguments, training_args, kept=(*KEPT_COLUMNS, "images", "image"))
-    if mixture and training_args.mixture:
-        raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
-    training_args.mixture = training_args.mixture or mixture
-    return {name: in_folder(rows, folder) if folder else rows for name, rows in sources.items()}
 
 
 @exits_in_one_line
@@ -103,9 +89,10 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
 
         rows, (model, processor) = demo_rows(600), demo_model(training_args.seed)
     else:
-        rows = load(arguments, training_args)
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
-        processor = AutoProcessor.from_pretrained(model, **pixels)
+        processor = load_part(AutoProcessor, model, **pixels)
+        rows, _ = load_data(arguments, training_args, processor, kept=("images", "image"))
+        rows = in_folder(rows, arguments.image_folder)
     adapter, rank = None, arguments.lora_r
     if rank:
         from peft import LoraConfig

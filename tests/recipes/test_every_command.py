@@ -103,7 +103,6 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
         pytest.importorskip("bitsandbytes")
     for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.prepared"):
         monkeypatch.setattr(f"{name}.load_dataset", hub)
-    monkeypatch.setattr(module("streaming"), "load_dataset", hub)
     monkeypatch.chdir(ROOT)
     trained = []
     train = PackedSFTTrainer.train

@@ -32,7 +32,7 @@ def test_a_refusal_is_one_line_without_a_traceback(recipe, tmp_path, monkeypatch
         (["--config", str(tmp_path / "nothing.yaml")], "nothing.yaml"),
         (["--config", str(tmp_path / "bad.yaml")], "bad.yaml"),
         (["--config", str(tmp_path / "unknown.yaml")], "lerning_rate"),
-        ([], "nothing.jsonl"),
+        ([], "nothing"),
     ):
         with pytest.raises(SystemExit) as refusal:
             module(recipe).main([*given, *options])
