@@ -2,11 +2,10 @@
 
 import json
 
-import pytest
 from architectures.tiny_step import tiny_documents
 from harness import make_trainer
 
-from trl_packing.isolation.guard import Checked, Refusal, brief
+from trl_packing.isolation.guard import Checked, brief
 
 
 def checked_line(trainer) -> str:
@@ -30,14 +29,7 @@ def test_the_numbers_are_those_of_the_check(tmp_path, capsys):
     assert written["evidence"]["leak"] == evidence.leak
 
 
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        (None, "nothing (train() checks before its first step)"),
-        (Refusal("KeyError: x"), "rows are padded, as in TRL: the model refuses packed ones"),
-    ],
-)
-def test_no_result_is_not_isolated(result, words):
-    checked = Checked.from_result(result, isolation_check="error", pads=result is not None)
-    assert str(checked).startswith(words)
-    assert checked.verdict != "isolated"
+def test_a_refusal_is_not_isolated():
+    checked = Checked("refused", "rows are padded, as in TRL", error="KeyError: x")
+    words = "rows are padded, as in TRL: the model refuses packed ones (KeyError: x)"
+    assert str(checked) == words

@@ -26,10 +26,9 @@ def test_isolated_documents_pass_on_every_rank(wrapper, case, found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_leak_is_seen_and_located_on_every_rank(wrapper, found):
+def test_a_leak_is_seen_on_every_rank(wrapper, found):
     for rank in found:
         assert rank[f"{wrapper} mamba model"]["verdict"] == "leaks"
-        assert rank[f"{wrapper} mamba model"]["first_layer"] == "backbone.layers.0"
 
 
 @pytest.mark.slow

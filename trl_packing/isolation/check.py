@@ -17,35 +17,37 @@
 B leaks if the difference is above 4 × noise. Below, B is isolated if the difference is at most 1 %
 of the leak, or if the share is at most 1 % (or the share that rounding has by chance), or if B
 stays identical to the last bit when A's tokens change. Otherwise the check is inconclusive.
+
+`probes.py` makes the rows: of text, and of documents that share a prefix; `vision/guard.py` those
+with images. All of them are measured here.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.install import try_backward, use_native_attention
-from trl_packing.attention.model_facts import (
-    layer_values,
-    length_constants,
-    native_implementation,
-    requires,
-    rope_thresholds,
-    text_config,
-    unwrap_model,
-)
-from trl_packing.attention.state import all_reduce_max_if_sharded, preserve_state, restore_state
-from trl_packing.data.limits import learned_positions
+from trl_packing.attention.model_facts import requires, unwrap_model
+from trl_packing.attention.state import preserve_state, restore_state
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
+from trl_packing.isolation.probes import (
+    MIN_TOKENS,
+    SHORT,
+    Document,
+    Probe,
+    Row,
+    prefix_probes,
+    probes,
+    random_tokens,
+)
 from trl_packing.loss.next_token import next_token_loss, score_targets
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.prefix_tree import build_prefix_tree
 
 NOISE_FACTOR = 4.0
 LEAK_SHARE = 0.01
@@ -56,8 +58,7 @@ VERDICTS = {
     "inconclusive": "isolation could not be shown",
 }
 
-# Parts of a check in which a model may raise an error.
-PACKED, ALONE, COLLATOR, NOT_FINITE = "packed row", "document alone", "collator", "not finite"
+NOT_FINITE = "not finite"  # the verdict on a model that no backend can train
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,6 @@ class IsolationReport:
         model: the class of the model.
         attention: its attention.
         mode: "training" or "evaluation".
-        first_layer: the first layer that shows the leak, if there is one.
         gradient_difference: the largest difference of the loss's gradients, relative to the largest
             gradient, if requested.
     """
@@ -87,7 +87,6 @@ class IsolationReport:
     model: str
     attention: str
     mode: str
-    first_layer: str = ""
     gradient_difference: float | None = None
 
     def __bool__(self) -> bool:
@@ -99,12 +98,19 @@ class IsolationReport:
         return NOISE_FACTOR * self.noise
 
     def __str__(self) -> str:
-        where = f", first in {self.first_layer}" if self.first_layer else ""
         return (
             f"{VERDICTS[self.verdict]}: {self.model}, {self.attention}, {self.mode} mode, "
-            f"{self.probe}: differs by {self.difference:.2g}{where} (rounding allows "
-            f"{self.allowed:.2g}, a leak would be {self.leak:.2g})"
+            f"{self.probe}: differs by {self.difference:.2g} (rounding allows {self.allowed:.2g}, "
+            f"a leak would be {self.leak:.2g})"
         )
+
+
+class CannotRun(ValueError):
+    """An error that is no fault of the backend: `verdict` is "refused" or `NOT_FINITE`."""
+
+    def __init__(self, message: str, verdict: str = "refused"):
+        super().__init__(message)
+        self.verdict = verdict
 
 
 @dataclass(frozen=True)
@@ -112,30 +118,20 @@ class Refusal:
     """An exception that a model raised against packed documents. It is false, as a leak is.
 
     Attributes:
-        error: type and first line of the exception.
-        stage: what was running. Another backend helps only after a packed call of the model.
+        error: type and first line of the exception, or a sentence.
+        verdict: "refused" or "not finite", beside the verdicts of an `IsolationReport`.
+        by_backend: whether a packed call raised it, so that another backend may help.
     """
 
     error: str
-    stage: str = PACKED
-
-    @property
-    def verdict(self) -> str:
-        """ "refused" or "not finite", beside the verdicts of an `IsolationReport`."""
-        return NOT_FINITE if self.stage == NOT_FINITE else "refused"
+    verdict: str = "refused"
+    by_backend: bool = True
 
     def __bool__(self) -> bool:
         return False
 
     def __str__(self) -> str:
         return self.error
-
-    @classmethod
-    def from_error(cls, error: Exception) -> "Refusal":
-        """Return the refusal that `error` is."""
-        first_line, *_ = [*str(error).splitlines(), ""]
-        stage = getattr(error, "isolation_stage", PACKED)
-        return cls(f"{type(error).__name__}: {first_line}", stage)
 
 
 CheckResult = IsolationReport | Refusal
@@ -151,20 +147,26 @@ def attempt(check: Callable[[], IsolationReport]) -> CheckResult:
         return check()
     except torch.OutOfMemoryError:
         raise
+    except CannotRun as error:
+        return Refusal(str(error), error.verdict, by_backend=False)
     except Exception as error:
-        return Refusal.from_error(error)
+        return Refusal(_in_a_line(error))
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextmanager
-def _stage(name: str) -> Iterator[None]:
+def _no_fault_of_the_backend(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
-        error.isolation_stage = name  # type: ignore[attr-defined]
+    except torch.OutOfMemoryError:
         raise
+    except Exception as error:
+        raise CannotRun(f"{what}: {_in_a_line(error)}") from error
 
 
-@torch.no_grad()
 def check_isolation(
     model: nn.Module,
     documents: Sequence[Sequence[int] | np.ndarray] = (),
@@ -201,14 +203,13 @@ def check_isolation(
     Raises:
         Exception: any error that the model raises against a packed batch.
     """
-    inner = unwrap_model(model)
     return check_probes(
         model,
-        probes(inner, documents, max_length, thorough),
+        probes(unwrap_model(model), documents, max_length, thorough),
+        collator=collator or PackedCollator(),
         training=training,
         attention=attention,
         fused_head=fused_head,
-        collator=collator or PackedCollator(),
         gradients=gradients,
     )
 
@@ -233,7 +234,7 @@ def check_prefixes(
 @torch.no_grad()
 def check_probes(
     model: nn.Module,
-    made: "Sequence[Probe]",
+    made: Sequence[Probe],
     *,
     collator: PackedCollator,
     training: bool | None = None,
@@ -252,8 +253,7 @@ def check_probes(
     """
     inner = unwrap_model(model)
     implementation = getattr(getattr(inner, "config", None), "_attn_implementation", None)
-    backward = try_backward(inner, training=training)
-    with backward as faults, preserve_state(model, training):
+    with try_backward(inner, training=training) as faults, preserve_state(model, training):
         reports = []
         for probe in made:
             measured = _measure(model, inner, probe, fused_head, collator)
@@ -269,11 +269,6 @@ def check_probes(
         report, probe = min(
             reports, key=lambda pair: (worst_first.index(pair[0].verdict), -pair[0].difference)
         )
-        leaks = report.verdict == "leaks"
-        # Ranks of a sharded model wait for each other in every forward: all search, or none.
-        if all_reduce_max_if_sharded(int(leaks), model):
-            layer = _first_leaking_layer(model, inner, probe, collator)
-            report = replace(report, first_layer=layer if leaks else "")
         if gradients:
             compared, others = ([probe], ()) if apart is None else (made, apart)
             errors = [_gradient_difference(model, inner, p, collator, others) for p in compared]
@@ -291,61 +286,64 @@ def check_fused_head(model: nn.Module) -> bool:
     (BERT's transform, RecurrentGemma's soft-cap) would train on another loss, unpacked too.
     """
     inner = unwrap_model(model)
-    document = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
+    ids = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
     with preserve_state(model, training=True):
-        batch = _ordinary_batch(inner, torch.from_numpy(document)[None])
+        batch = _alone_batch(inner, None, {"input_ids": ids})
 
         def native(rounded: bool) -> Tensor:
-            logits = _logits_at(model, inner, batch, np.arange(-len(document), -1))
-            return _score_logits(logits, document[1:], rounded)
+            logits = _logits_at(model, inner, batch, np.arange(-len(ids), -1))
+            return _score_logits(logits, ids[1:], rounded)
 
         expected, moved = _two_roundings(inner, native)
         if not bool(expected.isfinite().all()):
             return True  # nothing to compare: the check says so
-        noise = _largest_difference(moved, expected)
         labels = batch["input_ids"].clone()
         labels[:, 0] = IGNORE_INDEX  # prompt tuning would predict it from a virtual token
         try:
-            output = model(**batch, labels=labels, fused_lm_head=True)
+            fused = _fused_scores(model, batch, labels)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # no backbone (llama4), no number of experts (dbrx), ...
             return False
-        fused = torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
     resolution = torch.finfo(next(inner.parameters()).dtype).eps * float(expected.abs().max())
-    return _largest_difference(fused, expected) <= NOISE_FACTOR * max(noise, resolution)
+    return _furthest([fused], expected) <= NOISE_FACTOR * max(
+        _furthest([moved], expected), resolution
+    )
 
 
 # --- the forwards that are compared: alone, packed and contaminated -------------------------------
 
 
 def _measure(
-    model: nn.Module, inner: nn.Module, probe: "Probe", fused_head: bool, collate: PackedCollator
+    model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Run a probe; return the results for B alone, packed and contaminated.
 
     Results are ``(positions of B, values)`` float32: logits, or log-probabilities and entropies if
     packed rows are scored through TRL's fused LM head.
     """
-    ids = np.asarray(probe.document["input_ids"], np.int64)
+    ids, name = np.asarray(probe.document["input_ids"], np.int64), type(inner).__name__
     # The last position of B predicts nothing.
-    kept = probe.at < len(ids) - 1 if fused_head else np.ones(len(probe.at), bool)
+    kept = probe.at < len(ids) - int(fused_head)
     at = probe.at[kept]
 
     def alone(rounded: bool = False, rows: int = 1, **others: Any) -> Tensor:
         batch = _alone_batch(inner, collate, probe.document, rows, **others)
         # Some ropes remember the longest document they have seen.
-        with _stage(ALONE), restore_state(inner), use_native_attention(inner):
+        with (
+            _no_fault_of_the_backend(f"{name} cannot run a document even alone, unpacked"),
+            restore_state(inner),
+            use_native_attention(inner),
+        ):
             outputs = _logits_at(model, inner, batch, at - len(ids))
         if fused_head:
             outputs = _score_logits(outputs, ids[at + 1], rounded)
-        with _stage(NOT_FINITE):
-            if not bool(outputs.isfinite().all()):
-                raise ValueError(
-                    f"the logits of {type(inner).__name__} are not finite (NaN or infinity) for a "
-                    "document alone, unpacked: it cannot be trained; check its weights, and the "
-                    "dtype it is loaded in"
-                )
+        if not bool(outputs.isfinite().all()):
+            raise CannotRun(
+                f"the logits of {name} are not finite (NaN or infinity) for a document alone, "
+                "unpacked: it cannot be trained; check its weights, and the dtype it is loaded in",
+                NOT_FINITE,
+            )
         return outputs
 
     def in_row(row: Row) -> Tensor:
@@ -358,15 +356,13 @@ def _measure(
                 return _logits_at(model, inner, batch, here)
             chosen = torch.full_like(labels, IGNORE_INDEX)
             chosen[:, here + 1] = labels[:, here + 1]
-            output = model(**batch, labels=chosen, fused_lm_head=True)
-            return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
+            return _fused_scores(model, batch, chosen)
 
     layouts = _two_roundings(inner, alone)
     if probe.name == SHORT:
         mask = torch.ones(1, len(ids), dtype=torch.int64)
         layouts += [alone(rows=2), alone(attention_mask=mask)]
-    packed = [in_row(row) for row in probe.packed]
-    return layouts, packed, [in_row(row) for row in probe.contaminated]
+    return layouts, [*map(in_row, probe.packed)], [*map(in_row, probe.contaminated)]
 
 
 def _verdict(
@@ -381,34 +377,39 @@ def _verdict(
         eps: of the dtype of the model.
     """
     alone = layouts[0]
-    resolution = eps * float(alone.abs().max())
-    leak = max(_largest_difference(x, alone) for x in contaminated)
-    noise = max(resolution, *(_largest_difference(x, alone) for x in layouts))
-    difference = max(_largest_difference(x, alone) for x in packed)
-    same_bits = (
-        len(contaminated) > 1
-        and torch.equal(packed[0], packed[1])
-        and not torch.equal(contaminated[0], contaminated[1])
-    )
+    noise = max(eps * float(alone.abs().max()), _furthest(layouts, alone))
+    difference, leak = _furthest(packed, alone), _furthest(contaminated, alone)
     rounding = max(float((x - alone).norm()) for x in layouts)
 
     def share_is_small(moved: Tensor, leaked: Tensor) -> bool:
-        length = float((leaked * leaked).sum())
-        share = abs(float((moved * leaked).sum())) / length if length else 1.0
+        if not (length := float((leaked * leaked).sum())):
+            return False
         # Rounding errors of a random direction have this share by chance.
-        chance = rounding / (length * len(leaked)) ** 0.5 if length else 0.0
-        return share <= max(LEAK_SHARE, 2 * chance)
+        chance = rounding / (length * len(leaked)) ** 0.5
+        return abs(float((moved * leaked).sum())) / length <= max(LEAK_SHARE, 2 * chance)
 
-    shares_are_small = all(
-        share_is_small(x - alone, c - alone) for x, c in zip(packed, contaminated, strict=False)
-    )
+    pairs = [(p - alone, c - alone) for p, c in zip(packed, contaminated, strict=False)]
     if not difference <= NOISE_FACTOR * noise:  # true for NaN as well
         verdict = "leaks"
-    elif difference <= LEAK_SHARE * leak or shares_are_small or same_bits:
+    elif (
+        difference <= LEAK_SHARE * leak
+        or all(share_is_small(*pair) for pair in pairs)
+        or (len(pairs) > 1 and _is_same(packed) and not _is_same(contaminated))
+    ):
         verdict = "isolated"
     else:
         verdict = "inconclusive"
     return verdict, difference, noise, leak
+
+
+def _furthest(results: Iterable[Tensor], alone: Tensor) -> float:
+    """Return the largest |result − alone|; it is NaN if any of them is."""
+    return float(np.max([float((x - alone).abs().max()) for x in results]))
+
+
+def _is_same(results: Sequence[Tensor]) -> bool:
+    """Return whether the tokens of A change no bit."""
+    return torch.equal(results[0], results[1])
 
 
 @contextmanager
@@ -431,33 +432,25 @@ def round_differently(model: nn.Module) -> Iterator[None]:
         step = max(torch.finfo(output.dtype).eps / 2, terms**0.5 * torch.finfo(torch.float32).eps)
         return output * (1 - step + 2 * step * up).to(output.dtype)
 
-    leaves = (m for m in model.modules() if next(m.children(), None) is None)
-    with _hooks(leaves, nn.Module.register_forward_hook, move):
+    with ExitStack() as stack:
+        for module in model.modules():
+            if next(module.children(), None) is None:
+                stack.callback(module.register_forward_hook(move).remove)
         yield
 
 
 def _two_roundings(model: nn.Module, run: Callable[[bool], Any]) -> list[Any]:
     """Return `run(False)`, and `run(True)` while the outputs of modules are rounded differently.
 
-    Args:
-        model: as in `round_differently`.
-        run: takes whether it rounds its own scores differently, too (`_score_logits`).
+    `run` takes whether it rounds its own scores differently, too (`_score_logits`).
     """
     plain = run(False)
     with round_differently(model):
         return [plain, run(True)]
 
 
-def _ordinary_batch(model: nn.Module, ids: Tensor, **others: Any) -> dict[str, Any]:
-    """Return a batch without packing: rows of `ids`, one document each."""
-    batch = {"input_ids": ids, "use_cache": False, **others}
-    if requires(model, "position_ids"):
-        batch["position_ids"] = torch.arange(ids.shape[1]).expand(ids.shape)
-    return _on(model, batch)
-
-
 def _alone_batch(
-    model: nn.Module, collate: Any, document: "Document", rows: int = 1, **others: Any
+    model: nn.Module, collate: Any, document: Document, rows: int = 1, **others: Any
 ) -> dict[str, Any]:
     """Return the batch of a document without packing; with images, positions are the model's."""
     ids = np.asarray(document["input_ids"], np.int64)
@@ -465,14 +458,18 @@ def _alone_batch(
         others |= collate.images.tensors([document], [ids])
         others.pop("position_ids", None)
         others["attention_mask"] = torch.ones(1, len(ids), dtype=torch.int64)
-    return _ordinary_batch(model, torch.from_numpy(ids)[None].repeat(rows, 1), **others)
+    tensor = torch.from_numpy(ids)[None].repeat(rows, 1)
+    batch = {"input_ids": tensor, "use_cache": False, **others}
+    if requires(model, "position_ids"):
+        batch["position_ids"] = torch.arange(len(ids)).expand(tensor.shape)
+    return _on(model, batch)
 
 
 def _collate(
-    model: nn.Module, collate: PackedCollator, documents: "Sequence[Document]"
+    model: nn.Module, collate: PackedCollator, documents: Sequence[Document]
 ) -> dict[str, Any]:
     """Return a packed row of `documents` with its labels, on the device of `model`."""
-    with _stage(COLLATOR):
+    with _no_fault_of_the_backend("the data collator makes no packed row"):
         batch = collate([dict(document) for document in documents])
     for name in (TOKEN_WEIGHTS, TARGET_COUNTS):  # the loss reads them, the model does not
         batch.pop(name, None)
@@ -482,6 +479,12 @@ def _collate(
 def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+
+def _fused_scores(model: nn.Module, batch: dict[str, Any], labels: Tensor) -> Tensor:
+    """Return log-probability and entropy of the trained `labels` by the fused head, ``(N, 2)``."""
+    output = model(**batch, labels=labels, fused_lm_head=True)
+    return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
 
 
 def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
@@ -522,100 +525,40 @@ def _logits_at(model: nn.Module, inner: Any, batch: dict[str, Any], rows: np.nda
             return (inputs[0][:, rows], *inputs[1:])
         return None
 
-    heads = [head] if isinstance(head, nn.Module) else []
-    with _hooks(heads, nn.Module.register_forward_pre_hook, keep):
-        output = model(**batch)
-    logits = output if torch.is_tensor(output) else getattr(output, "logits", None)
-    logits = output[0] if logits is None else logits
+    with ExitStack() as stack:
+        if isinstance(head, nn.Module):
+            stack.callback(head.register_forward_pre_hook(keep).remove)
+        logits = _logits_of(model(**batch))
     return (logits if kept else logits[:, rows])[0].float()
 
 
-def _largest_difference(a: Tensor, b: Tensor) -> float:
-    """Return max |a − b|."""
-    return float((a - b).abs().max())
+def _logits_of(output: Any) -> Tensor:
+    if torch.is_tensor(output):
+        return output
+    logits: Tensor | None = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
 
 
-# --- details of a leak ----------------------------------------------------------------------------
-
-
-def _first_leaking_layer(
-    model: nn.Module, inner: nn.Module, probe: "Probe", collate: PackedCollator
-) -> str:
-    """Return the name of the first layer whose output for B differs beyond rounding, or "".
-
-    It is looked for where B is the last document of a row of text.
-    """
-    documents = probe.packed[0].documents
-    if documents[-1] is not probe.document or "images" in probe.document:
-        return ""
-    ordinary = _alone_batch(inner, collate, probe.document)
-    with use_native_attention(inner):
-        alone, rounded = _two_roundings(inner, lambda _: _layer_outputs(model, inner, ordinary))
-    batch = _collate(inner, collate, documents)
-    size, end = (sum(len(d["input_ids"]) for d in row) for row in (documents[-1:], documents))
-    tail = batch.pop("labels").shape[1] - end
-    packed = _layer_outputs(model, inner, batch)
-    for name, expected in alone.items():
-        found = packed.get(name)
-        if found is None or found.shape[1] < end:
-            continue  # the layer does not see the row as a whole
-        # Counted from the end: prompt tuning prepends virtual tokens.
-        at = found.shape[1] - tail - size
-        difference = _largest_difference(found[:, at : at + size], expected[:, -size:])
-        if not difference <= NOISE_FACTOR * max(_largest_difference(rounded[name], expected), 1e-6):
-            return name
-    return ""
-
-
-def _layer_outputs(model: nn.Module, inner: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the output of each of the model's layers, ``(rows, T, hidden)`` float32, by name."""
-    outputs: dict[str, Tensor] = {}
-    stacks = [(n, m) for n, m in inner.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
-    names = {layer: f"{name}.{i}" for name, layers in stacks[:1] for i, layer in enumerate(layers)}
-
-    def keep(layer: nn.Module, _inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if torch.is_tensor(hidden) and hidden.dim() == 3:
-            outputs[names[layer]] = hidden.float()
-
-    with _hooks(names, nn.Module.register_forward_hook, keep), restore_state(inner):
-        model(**batch)
-    return outputs
-
-
-@contextmanager
-def _hooks(modules: Iterable[nn.Module], register: Callable[..., Any], hook: Any) -> Iterator[None]:
-    """Register `hook` on modules inside the block."""
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(register(module, hook).remove)
-        yield
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def _gradient_difference(
     model: nn.Module,
     inner: nn.Module,
-    probe: "Probe",
+    probe: Probe,
     collate: PackedCollator,
-    apart: Iterable[nn.Parameter] = (),
+    apart: Iterable[nn.Parameter],
 ) -> float:
     """Return the largest difference of the gradients of B's loss, packed and alone.
 
-    It is relative to the largest gradient.
-
-    Args:
-        model: the model as a training step calls it.
-        inner: the model inside its wrappers.
-        probe: its first row is packed, in which B alone is trained.
-        collate: makes the row.
-        apart: parameters that are compared relative to the largest gradient among them.
+    B alone is trained in the first row of `probe`. Differences are relative to the largest
+    gradient; those of the parameters `apart`, to the largest among them.
     """
-    alone = _alone_batch(inner, collate, probe.document)
     row = [
         d if d is probe.document else {**d, "labels": np.full_like(d["input_ids"], IGNORE_INDEX)}
         for d in probe.packed[0].documents
     ]
-    packed = _collate(inner, collate, row)
+    alone, packed = _alone_batch(inner, collate, probe.document), _collate(inner, collate, row)
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
@@ -625,7 +568,7 @@ def _gradient_difference(
         side, zero = id(parameter) in ids, parameter.new_zeros(())
         gradient = expected.get(name, zero)
         sizes[side].append(float(gradient.abs().max()))
-        errors[side].append(_largest_difference(gradient, found.get(name, zero)))
+        errors[side].append(_furthest([found.get(name, zero)], gradient))
     # np.max, unlike max, keeps a difference that is no number.
     return max(float(np.max(e)) / (max(n) or 1.0) for e, n in zip(errors, sizes, strict=True))
 
@@ -637,224 +580,7 @@ def _loss_gradients(
     """Return the gradients of the loss by parameter; those that it does not reach are left out."""
     trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
     with restore_state(inner):
-        output = model(**batch)
-        logits = output if torch.is_tensor(output) else output.logits
-        loss = next_token_loss(logits, labels)
+        loss = next_token_loss(_logits_of(model(**batch)), labels)
         # Inside the block, whose end writes buffers that the backward may read.
         found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
     return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
-
-
-# --- probes: a document B, and packed rows that hold it -------------------------------------------
-
-
-# Probes are as long as the data. Some rope variants depend on the longest position of the batch,
-# so a short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
-
-SHORT = "short documents"
-
-# Shorter documents show little of attention: the first token attends only to itself.
-MIN_TOKENS = 17
-_ROOM = 40  # tokens of the longest document in a short probe
-_EAGER_BYTES = 4 * 2**30  # for the attention scores of a document alone
-
-
-# The check compares this many of the first positions of B, where a leak is strongest, and of the
-# last ones.
-_POSITIONS = 32
-
-Document = Mapping[str, Any]  # `input_ids` ``(T,)`` int64, and `images` in a run with images
-
-
-class Row(NamedTuple):
-    """A packed row, and the positions in it that are compared, ``(P,)``."""
-
-    documents: Sequence[Document]
-    at: np.ndarray
-
-
-class Probe(NamedTuple):
-    """A document B, and rows in which its outputs must be those of B alone.
-
-    Attributes:
-        name: what the report calls it.
-        document: B.
-        at: positions of B that are compared, ``(P,)``.
-        packed: rows that hold B as one of their documents.
-        contaminated: the first of these rows as one document: the effect of a full leak.
-    """
-
-    name: str
-    document: Document
-    at: np.ndarray
-    packed: list[Row]
-    contaminated: list[Row]
-
-
-def probes(
-    model: nn.Module,
-    documents: Sequence[Sequence[int] | np.ndarray],
-    max_length: int,
-    thorough: bool = False,
-) -> list[Probe]:
-    """Return the probes for a run on `documents`.
-
-    Args:
-        model: the model to probe.
-        documents: token ids ``(T,)`` of documents of the run. Without them, probes cross every
-            length constant of the model below `max_length`.
-        max_length: in tokens.
-        thorough: add documents of similar length beside each other, which padded rows put into one
-            forward. Sparse attention that selects keys by an index fails there, on some contents.
-    """
-    rng = np.random.default_rng(0)
-    draw, positions = random_tokens(model, rng), learned_positions(model) or max_length + _ROOM
-    few, most_room = min(MIN_TOKENS, positions // 2), min(_ROOM, positions)
-    # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
-    # B; and as many tokens as B, which share a forward of equal lengths.
-    before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
-    made = [_behind(SHORT, before, draw(few), most_room)]
-    given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
-    if given and len(given[-1]) > 1:
-        longest = given[-1]
-        # As short as the data's shortest document: a model that treats rows with the longest
-        # document differently shows it on a document at the other side of a threshold.
-        least = max(few, len(given[0]))
-        other = next((d for d in given if len(d) >= least), longest)[:least]
-    else:
-        reach = [c for c in length_constants(model) if c < max_length]
-        if given or not reach:
-            return made
-        # Beyond a threshold of rope there must be room for two different lengths.
-        beyond = max(reach) // 4 + 23 if max(reach) in rope_thresholds(model) else 7
-        longest, other = draw(max(reach) + beyond), draw(19)
-    size = len(longest)
-    # In the contaminated layout, B continues the document before it and needs room.
-    room = max(size, most_room)
-    alone = min(max(room - 13, room // 2), longest_alone(model))
-    other, most = other[:alone], longest[:alone]
-    made.append(_behind(f"after {size:,} tokens", [[longest]], other, room))
-    # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
-    shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
-    before = [[draw(len(most)), draw(13)]]
-    made.append(_behind(f"of {len(shorter):,} tokens", before, shorter, room))
-    if thorough:
-        made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
-    return made
-
-
-def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
-    """Return a probe of a document behind others.
-
-    Args:
-        name: of the probe.
-        before: token ids of the documents before it, in each row.
-        ids: its own.
-        room: most tokens of a contaminated row, within the positions that the model has learned.
-    """
-    document, at = {"input_ids": ids}, _at_both_ends(np.arange(len(ids)))
-    rows = [[*({"input_ids": x} for x in others), document] for others in before]
-    whole = [np.concatenate([*others, ids])[-room:] for others in before]
-    return Probe(
-        name,
-        document,
-        at,
-        [Row(row, sum(map(len, x)) + at) for row, x in zip(rows, before, strict=True)],
-        [Row([{"input_ids": x}], len(x) - len(ids) + at) for x in whole[: 1 + (name == SHORT)]],
-    )
-
-
-def _at_both_ends(positions: np.ndarray) -> np.ndarray:
-    return np.unique(np.concatenate([positions[:_POSITIONS], positions[-_POSITIONS:]]))
-
-
-def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Probe]:
-    """Return probes of documents that share a prefix, for rows that compute it once.
-
-        alone          [P · B]            without packing: the reference
-        shared         [P · B, P · C]     in one row, computed as P, B, C; also with another C
-        contaminated   [P · C · B]        as one document
-
-    Args:
-        model: reads the tokens.
-        documents: of the run; the longest is cut into a prefix and a branch.
-    """
-    draw = random_tokens(model, np.random.default_rng(0))
-    prefix, branch = draw(29), draw(17)
-    rows = [[draw(11), draw(5)], [draw(11), draw(5)], [draw(23)]]
-    made = [_sharing("short documents that share a prefix", prefix, branch, rows)]
-    longest = max((np.asarray(d, np.int64) for d in documents), key=len, default=np.zeros(0))
-    longest = longest[: longest_alone(model)]
-    half = len(longest) // 2
-    if half > 40:
-        rows = [[draw(half // 2)], [draw(half // 2)]]
-        name = f"documents that share {half:,} tokens"
-        made.append(_sharing(name, longest[:half], longest[half:], rows))
-    return made
-
-
-def _sharing(
-    name: str, prefix: np.ndarray, branch: np.ndarray, siblings: list[list[np.ndarray]]
-) -> Probe:
-    ids = np.concatenate([prefix, branch])
-    # Positions that predict the tokens of the branch behind its first. Windows that reach across
-    # the fork end soon behind it.
-    at = _at_both_ends(np.arange(len(prefix), len(ids) - 1))
-    document, packed, contaminated = {"input_ids": ids}, [], []
-    for branches in siblings:
-        others = [np.concatenate([prefix, other]) for other in branches]
-        places = build_prefix_tree([ids, *others]).targets[at + 1] - 1
-        packed.append(Row([document, *({"input_ids": x} for x in others)], places))
-        whole = np.concatenate([prefix, *branches, branch])
-        contaminated.append(Row([{"input_ids": whole}], at + len(whole) - len(ids)))
-    return Probe(name, document, at, packed, contaminated[:2])
-
-
-def longest_alone(model: Any) -> int:
-    """Return the tokens of the longest document that the model's native attention runs alone.
-
-    Eager attention holds the scores of every head, T × T: gpt-oss would need 79 GiB for 16K tokens,
-    which its packed rows do not.
-    """
-    if native_implementation(model) != "eager":
-        return sys.maxsize
-    parameter, bound = next(model.parameters()), _EAGER_BYTES
-    if parameter.is_cuda:
-        bound = min(bound, torch.cuda.mem_get_info(parameter.device)[0] // 2)
-    heads = max(layer_values(text_config(model), "num_attention_heads"), default=1)
-    cell = parameter.element_size() + 4  # the scores, and their softmax in float32
-    return max(_ROOM, int((bound / (heads * cell)) ** 0.5))
-
-
-def _alike(draw: Callable[[int], np.ndarray], length: int, room: int) -> list[Probe]:
-    """Return a probe for each of four documents that fill one padded forward."""
-    documents = [draw(max(2, length * percent // 100)) for percent in (100, 88, 84, 80)]
-    filler = draw(length // 2)  # a padded forward has at most as many cells as the row has tokens
-    made = []
-    for document in documents:
-        others = [filler, *(other for other in documents if other is not document)]
-        name = f"of {len(document):,} tokens among similar ones"
-        made.append(_behind(name, [others], document, room))
-    return made
-
-
-def random_tokens(model: Any, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
-    """Return a function that draws a number of tokens which `model` can read and predict.
-
-    It draws fewer tokens where the model has learned fewer positions.
-    """
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    size = getattr(embeddings, "num_embeddings", None) or next(
-        (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
-    )
-    # Vision-language models raise an error for an image token without an image.
-    fields = vars(getattr(model, "config", None) or nn.Identity())
-    named = [v for k, v in fields.items() if k.endswith(("token_id", "token_index"))]
-    special = [i for v in named for i in (v if isinstance(v, (list, tuple)) else [v])]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
-    size = min(size, getattr(head, "out_features", None) or size)
-    usable = np.setdiff1d(np.arange(size), [i for i in special if isinstance(i, int)])
-    usable = usable if len(usable) > 1 else np.arange(size)
-    most = learned_positions(model)
-    return lambda length: rng.choice(usable, min(length, most or length)).astype(np.int64)

@@ -20,6 +20,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -36,32 +37,24 @@ from trl_packing.attention.backends import (
     resolve_attention,
 )
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.model_facts import (
-    length_constants,
-    rope_thresholds,
-    unwrap_peft,
-)
+from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
 from trl_packing.attention.state import all_reduce_max, announce_head
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.isolation.check import (
-    ALONE,
-    COLLATOR,
     NOT_FINITE,
-    PACKED,
     VERDICTS,
     CheckResult,
     IsolationReport,
-    Probe,
     Refusal,
     attempt,
     check_fused_head,
     check_isolation,
     check_probes,
-    probes,
 )
+from trl_packing.isolation.probes import Probe, probes
 from trl_packing.loss.lm_head import use_native_head
 from trl_packing.packing.collator import PackedCollator
 
@@ -107,8 +100,7 @@ class IsolationGuard:
         packing_requested: whether packed or padding-free rows were requested. If not, and no
             backend is exact, rows are padded, so that existing TRL code keeps running.
         is_ours: whether `PackedSFTTrainer` runs the model: through TRL's fused LM head, and with
-            all ranks at the same backend. Documents that passed in training are then left out of
-            the check in evaluation, and the other way around.
+            all ranks at the same backend.
 
     Attributes:
         limits: ids and lengths that the model can read.
@@ -146,9 +138,15 @@ class IsolationGuard:
     def checked(self) -> "Checked":
         """The result of the check for training (else for evaluation) on the backend in use."""
         result = self._results.get(True, self._results.get(False))
+        if result is None:
+            is_off = self._isolation_check == "off"
+            return Checked(reason="isolation_check='off'" if is_off else _NOT_YET)
         # Among the backends of "auto", padded rows are used after a failure only as in `_accept`.
         pads = self._requested == "auto" and self.attention.backend == "padded" and not result
-        return Checked.from_result(result, isolation_check=self._isolation_check, pads=pads)
+        reason = _PADDED if pads else _WENT_ON.get(result.verdict, "")
+        if isinstance(result, Refusal):
+            return Checked(result.verdict, reason, error=result.error)
+        return Checked(result.verdict, reason, result)
 
     @property
     def checks(self) -> bool:
@@ -186,7 +184,13 @@ class IsolationGuard:
         if not self.checks:
             return []
         if not isinstance(dataset, IterableDataset):
-            return _of_table(dataset)
+            packed = is_packed(dataset)
+            documents = ArrowDocuments(dataset, ["input_ids", *[SEQ_LENGTHS] * packed])
+            lengths = documents.lengths()
+            if packed:
+                lengths = np.array([row[SEQ_LENGTHS].max() for row in documents])
+            rows = [documents[i] for i in representative_documents(lengths)]
+            return [document for row in rows for document in _documents_of_row(row)]
         first = list(islice(dataset, _OF_STREAM))
         if not first:
             raise ValueError(NOTHING_TO_TRAIN)
@@ -263,15 +267,11 @@ class IsolationGuard:
             "collator": collator or PackedCollator(),
         }
         try:
-            result = None
-            passed_else = self.covers(documents, training=not training, precision=precision)
-            if self._is_ours and is_selected and passed_else:
-                choice, result = self._first_exact(choices[:1], [], wrapped, options)
-            if not result:
-                choice, result = self._first_exact(choices, documents, wrapped, options)
+            choice, result = self._first_exact(choices, documents, wrapped, options)
             choice = choice if result else self._accept(choice, result)
-        except BaseException:
-            if not is_selected:  # the first of `choices` is installed, and was not checked
+        except BaseException:  # not exact, out of memory, interrupted
+            install_first(self.model, choices)
+            if not is_selected:  # the first of `choices` was not checked
                 self.forget_checks()
                 self._precision = None
             raise
@@ -291,8 +291,7 @@ class IsolationGuard:
         if self._head_is_checked:
             return
         # All ranks or none: the two heads do not gather the same parameters in the same order.
-        differs = int(not check_fused_head(wrapped))
-        if all_reduce_max(differs):
+        if all_reduce_max(int(not check_fused_head(wrapped))):
             self._logger.warning(
                 f"TRL's fused LM head computes another loss than {type(self.base_model).__name__},"
                 " whose head is more than a matrix: training on the model's own logits"
@@ -305,9 +304,8 @@ class IsolationGuard:
         self.passed, self._results = [], {}
 
     def probes(self, documents: Sequence[np.ndarray], *, thorough: bool) -> list[Probe]:
-        """Return the probes of the check on these documents, as `isolation.check.probes` does."""
-        reach = 0 if self._is_ours else REACH
-        return probes(self.base_model, documents, reach, thorough)
+        """Return the probes of the check on these documents, as `isolation.probes` makes them."""
+        return probes(self.base_model, documents, 0 if self._is_ours else REACH, thorough)
 
     def _resolve(self, precision: Precision) -> list[AttentionChoice]:
         choice = resolve_attention(
@@ -330,88 +328,71 @@ class IsolationGuard:
     ) -> tuple[AttentionChoice, CheckResult]:
         """Install the first of `choices` that is exact; return it and its result.
 
-        If none is, or a check breaks off (out of memory, interrupted), the first is installed: the
-        backend whose check broke off may leak. The reason of the installed backend says how faster
-        ones failed. A result that is false is that of the first one.
+        If none is, the first that can be installed is, with the result of the first whose packed
+        calls failed. The reason of the installed backend says how the others did.
         """
         failed: list[CheckResult] = []
 
-        def check() -> IsolationReport:
+        def check(choice: AttentionChoice) -> IsolationReport:
             install_attention(self.model, choice)
             made = self.probes(documents, thorough=bool(failed))
             model = self.model if wrapped is None else wrapped
             return check_probes(model, made, attention=str(choice), **options)
 
-        try:
-            for choice in choices:
-                result = attempt(check)
-                if self._is_ours:
-                    result = worst_of_ranks(result)
-                if result:
-                    return _with_reason(choice, choices, failed), result
-                failed.append(result)
-                if result.verdict == NOT_FINITE:
-                    break  # without packing, and by any backend
-        except BaseException:
-            install_first(self.model, choices)
-            raise
-        installed, *_ = install_first(self.model, choices)
-        first = failed[0]
-        if isinstance(first, Refusal) and len({getattr(f, "stage", None) for f in failed}) > 1:
-            first = replace(first, stage=PACKED)  # not all backends failed before a packed call
-        return _with_reason(installed, choices, failed if len(failed) > 1 else []), first
+        for choice in choices:
+            result = attempt(partial(check, choice))
+            if self._is_ours:
+                result = worst_of_ranks(result)
+            if result or result.verdict == NOT_FINITE:  # without packing, and by any backend
+                break
+            failed.append(result)
+        reasons = [f"{c.backend} {_in_short(f)}" for c, f in zip(choices, failed, strict=False)]
+        if not result:
+            choice, *_ = install_first(self.model, choices)
+            by_backend = (f for f in failed if getattr(f, "by_backend", True))
+            result = next(by_backend, result)
+        # The failure of a single backend is what the refusal says itself.
+        tells = len(failed) > 1 or bool(result and failed)
+        return replace(choice, reason="; ".join(reasons)) if tells else choice, result
 
     def _accept(self, choice: AttentionChoice, result: CheckResult) -> AttentionChoice:
         """Return the backend to run although none is exact.
 
+        Args:
+            choice: is installed. Its reason lists the failures of all backends, unless the user
+                has named it.
+            result: its failure.
+
         Raises:
             NotIsolated: none may be run.
         """
-        named = self._requested != "auto"
+        named, name = self._requested != "auto", type(self.base_model).__name__
         fails = result.verdict in ("leaks", "refused")
         if fails and not self._packing_requested and not named:
-            self._logger.warning(f"{result}: rows are padded, as in TRL")
-            padded = AttentionChoice(
-                "padded", None, "nothing is exact on this model", choice.native
-            )
+            self._logger.warning(f"{result}: {_PADDED}")
+            reason = "nothing is exact on this model"
+            padded = AttentionChoice("padded", None, reason, choice.native)
             install_attention(self.model, padded)
             return padded
-        message = self._why_not_exact(choice, result, named=named)
-        if isinstance(result, Refusal) or (fails and self._isolation_check == "error"):
-            raise NotIsolated(message)
-        self._logger.warning(message)
-        return choice
-
-    def _why_not_exact(self, choice: AttentionChoice, result: CheckResult, *, named: bool) -> str:
-        """Return why the model cannot train packed documents with `choice`, and a remedy that fits.
-
-        Args:
-            choice: the backend that was checked first. Its reason lists the failures of all
-                backends, unless it is `named`.
-            result: its failure.
-            named: whether the user chose the backend. If not, all of them were checked.
-        """
-        name = type(self.base_model).__name__
-        padded = "" if choice.backend in PADDED else " (attention='padded' fits most models)"
-        auto = f"Set attention='auto', which takes the fastest exact backend{padded}"
+        remedy = f"No other backend is exact either ({choice.reason})"
+        if named:
+            fits = "" if choice.backend in PADDED else " (attention='padded' fits most models)"
+            remedy = f"Set attention='auto', which takes the fastest exact backend{fits}"
         if isinstance(result, Refusal):
-            if result.stage == ALONE:
-                return f"{name} cannot run a document even alone, unpacked: {result}"
-            if result.stage == NOT_FINITE:
-                return str(result).removeprefix("ValueError: ")
-            if result.stage == COLLATOR:
-                return f"the data collator makes no packed row: {result}"
-            if named:
-                return f"{name} cannot run packed documents by {choice}: {result}. {auto}"
-            return f"{name} cannot run packed documents by any backend: {choice.reason}"
-        if result.verdict == "inconclusive":
-            return f"{result}; the run goes on (trl-packing verify --dtype float32 sees more)"
-        remedy = auto if named else f"No other backend is exact either ({choice.reason})"
+            by = str(choice) if named else "any backend"
+            packed = f"{name} cannot run packed documents by {by}: {result}. {remedy}"
+            raise NotIsolated(packed if result.by_backend else str(result))
         if rope_thresholds(self.base_model):
             remedy += (
                 ", or keep documents on one side of the model's length threshold with max_length"
             )
-        return f"{result}. {remedy}; isolation_check='warn' trains all the same"
+        message = f"{result}. {remedy}; {_WENT_ON['leaks']}"
+        if not fails:
+            message = f"{result}; the run goes on ({_WENT_ON['inconclusive']})"
+        elif self._isolation_check == "error":
+            raise NotIsolated(message)
+        self._logger.warning(message)
+        return choice
 
 
 # --- documents that represent a data set ----------------------------------------------------------
@@ -435,17 +416,6 @@ def representative_documents(lengths: np.ndarray) -> list[int]:
     """
     order = np.argsort(lengths, kind="stable")
     return sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
-
-
-def _of_table(dataset: Any) -> list[np.ndarray]:
-    """Return representative documents of a stored data set, whose rows may hold several each."""
-    packed = is_packed(dataset)
-    documents = ArrowDocuments(dataset, ["input_ids", *[SEQ_LENGTHS] * packed])
-    lengths = documents.lengths()
-    if packed:
-        lengths = np.array([row[SEQ_LENGTHS].max() for row in documents])
-    chosen = representative_documents(lengths)
-    return [document for i in chosen for document in _documents_of_row(documents[i])]
 
 
 def _documents_of_row(row: Any) -> list[np.ndarray]:
@@ -473,17 +443,16 @@ def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[
     Raises:
         Exception: the error of the last choice, if none can be installed.
     """
-    for number, choice in enumerate(choices):
-        try:
-            install_attention(model, choice)
-        except Exception as error:
-            if choice is choices[-1]:
-                raise
-            failed = f"{choice.backend} {_in_short(Refusal.from_error(error))}"
-            logger.warning(f"{failed}: trying {choices[number + 1].backend}")
-        else:
-            return list(choices[number:])
-    raise ValueError("no attention backend was given to install")
+    first, *others = choices
+    try:
+        install_attention(model, first)
+    except Exception as error:
+        if not others:
+            raise
+        failed = f"{first.backend} refused ({type(error).__name__}: {error})"
+        logger.warning(f"{failed}: trying {others[0].backend}")
+        return install_first(model, others)
+    return list(choices)
 
 
 def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> CheckResult:
@@ -500,14 +469,6 @@ def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> 
     return attempt(check)
 
 
-def _with_reason(
-    choice: AttentionChoice, choices: Sequence[AttentionChoice], failed: Sequence[CheckResult]
-) -> AttentionChoice:
-    """Return `choice` with the failures of the first of `choices` as its reason."""
-    reasons = [f"{c.backend} {_in_short(f)}" for c, f in zip(choices, failed, strict=False)]
-    return replace(choice, reason="; ".join(reasons)) if reasons else choice
-
-
 def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
         return f"refused ({result.error[:80]})"
@@ -516,7 +477,7 @@ def _in_short(result: CheckResult) -> str:
     return f"leaks by {result.difference:.2g}{where}" if leaks else f"{result.verdict}{where}"
 
 
-_VERDICTS = ("isolated", "inconclusive", "leaks", "refused", NOT_FINITE)
+_FROM_BEST = ("isolated", "inconclusive", "leaks", "refused", NOT_FINITE)
 
 # Seconds that a rank whose forward raised waits for the others. They may hang in that forward,
 # where a sharded model gathers its weights, until the timeout of the process group.
@@ -529,10 +490,9 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
     Raises:
         RuntimeError: this rank's forward raised, and the others do not answer.
     """
-    mine = _VERDICTS.index(result.verdict)
     patience = _PATIENCE if isinstance(result, Refusal) else None
     try:
-        worst = all_reduce_max(mine, patience=patience)
+        worst = all_reduce_max(_FROM_BEST.index(result.verdict), patience=patience)
     except RuntimeError as error:
         if patience is None:
             raise
@@ -540,23 +500,23 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
             f"the isolation check raised {result} on this rank, and the others do not answer: they "
             "wait for it in a forward of the sharded model"
         ) from error
-    if worst == mine:
+    verdict = _FROM_BEST[worst]
+    if verdict == result.verdict:
         return result
-    if isinstance(result, Refusal) or _VERDICTS[worst] in ("refused", NOT_FINITE):
-        stage = NOT_FINITE if _VERDICTS[worst] == NOT_FINITE else PACKED
-        return Refusal("another rank refuses it, and says why", stage)
-    return replace(result, verdict=_VERDICTS[worst], probe="on another rank than this")
+    if isinstance(result, Refusal) or verdict not in VERDICTS:
+        return Refusal("another rank refuses it, and says why", verdict)
+    return replace(result, verdict=verdict, probe="on another rank than this")
 
 
 # --- the verdict on a run, for its report ---------------------------------------------------------
 
 
-NO_MODEL = "a preview loads no model; trl-packing verify checks one"
 _NOT_YET = "train() checks before its first step"
-_OFF = "isolation_check='off'"
 _PADDED = "rows are padded, as in TRL"
-_WARNED = "isolation_check='warn' trains all the same"
-_INCONCLUSIVE = "trl-packing verify --dtype float32 sees more"
+_WENT_ON = {  # why a run goes on that is not shown to be isolated
+    "leaks": "isolation_check='warn' trains all the same",
+    "inconclusive": "trl-packing verify --dtype float32 sees more",
+}
 
 
 @dataclass(frozen=True)
@@ -573,27 +533,9 @@ class Checked:
     """
 
     verdict: str = "not checked"
-    reason: str = NO_MODEL
+    reason: str = "a preview loads no model; trl-packing verify checks one"
     evidence: IsolationReport | None = None
     error: str = ""
-
-    @classmethod
-    def from_result(
-        cls, result: CheckResult | None, *, isolation_check: str, pads: bool
-    ) -> "Checked":
-        """Return the words and numbers for the last check of a run.
-
-        Args:
-            result: of the check; None if there was none.
-            isolation_check: the setting.
-            pads: whether rows are padded because of `result`.
-        """
-        if result is None:
-            return cls(reason=_OFF if isolation_check == "off" else _NOT_YET)
-        if isinstance(result, Refusal):
-            return cls(result.verdict, _PADDED, error=result.error)
-        reasons = {"isolated": "", "leaks": _WARNED, "inconclusive": _INCONCLUSIVE}
-        return cls(result.verdict, _PADDED if pads else reasons[result.verdict], result)
 
     def __str__(self) -> str:
         if self.error:
@@ -618,6 +560,5 @@ def brief(number: float) -> str:
         ('0', '7e-4', '0.25', '20')
     """
     if number and abs(number) < 0.01:
-        digits, exponent = f"{number:.0e}".split("e")
-        return f"{digits}e{int(exponent)}"
+        return f"{number:.0e}".replace("e-0", "e-")
     return f"{number:.2g}" if abs(number) < 100 else f"{number:,.0f}"

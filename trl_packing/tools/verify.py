@@ -25,9 +25,9 @@ from trl_packing.isolation.check import (
     Refusal,
     attempt,
     check_prefixes,
-    random_tokens,
 )
 from trl_packing.isolation.guard import check_backend, with_fallbacks
+from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import (
@@ -78,12 +78,11 @@ class BackendResult:
         if isinstance(self.result, Refusal):
             return f"{name:14} refused: {self.result}"
         found, gradients = self.result, self.result.gradient_difference
-        first = f", first in {found.first_layer}" if found.first_layer else ""
         further = f"\n{'':14} gradients {gradients:.1e}" if gradients is not None else ""
         return (
             f"{name:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
             f"rounding {found.noise:.1e},\n{'':14} a leak {found.leak:.1e} "
-            f"({found.probe}){first}{further}"
+            f"({found.probe}){further}"
         )
 
 

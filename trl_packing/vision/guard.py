@@ -23,16 +23,9 @@ from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.model_facts import text_config, unwrap_model
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
-from trl_packing.isolation.check import (
-    CheckResult,
-    Document,
-    IsolationReport,
-    Probe,
-    Row,
-    check_probes,
-    random_tokens,
-)
+from trl_packing.isolation.check import CheckResult, IsolationReport, check_probes
 from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.probes import Document, Probe, Row, random_tokens
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.batch import parameters_of_images
 from trl_packing.vision.documents import images_of

@@ -36,7 +36,6 @@ def checked(name: str, attention: str, wrap) -> dict:
     report = check_isolation(model, training=True)
     return {
         "verdict": report.verdict,
-        "first_layer": report.first_layer,
         "buffers_kept": all(map(torch.equal, before, model.buffers())),
     }
 

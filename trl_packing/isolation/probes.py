@@ -1,0 +1,228 @@
+"""Probes: a document B, and packed rows that hold it.
+
+They are as long as the data. Some rope variants depend on the longest position of the batch, so a
+short probe passes on a model that a long document contaminates (by 5.0, Phi-3 longrope).
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from trl_packing.attention.model_facts import (
+    layer_values,
+    length_constants,
+    native_implementation,
+    rope_thresholds,
+    text_config,
+)
+from trl_packing.data.limits import learned_positions
+from trl_packing.packing.prefix_tree import build_prefix_tree
+
+SHORT = "short documents"
+
+# Shorter documents show little of attention: the first token attends only to itself.
+MIN_TOKENS = 17
+_ROOM = 40  # tokens of the longest document in a short probe
+_EAGER_BYTES = 4 * 2**30  # for the attention scores of a document alone
+
+# The check compares this many of the first positions of B, where a leak is strongest, and of the
+# last ones.
+_POSITIONS = 32
+
+Document = Mapping[str, Any]  # `input_ids` ``(T,)`` int64, and `images` in a run with images
+Draw = Callable[[int], np.ndarray]
+
+
+class Row(NamedTuple):
+    """A packed row, and the positions in it that are compared, ``(P,)``."""
+
+    documents: Sequence[Document]
+    at: np.ndarray
+
+
+class Probe(NamedTuple):
+    """A document B, and rows in which its outputs must be those of B alone.
+
+    Attributes:
+        name: what the report calls it.
+        document: B.
+        at: positions of B that are compared, ``(P,)``.
+        packed: rows that hold B as one of their documents.
+        contaminated: the first of these rows as one document: the effect of a full leak.
+    """
+
+    name: str
+    document: Document
+    at: np.ndarray
+    packed: list[Row]
+    contaminated: list[Row]
+
+
+def probes(
+    model: nn.Module,
+    documents: Sequence[Sequence[int] | np.ndarray],
+    max_length: int,
+    thorough: bool = False,
+) -> list[Probe]:
+    """Return the probes for a run on `documents`.
+
+    Args:
+        model: the model to probe.
+        documents: token ids ``(T,)`` of documents of the run. Without them, probes cross every
+            length constant of the model below `max_length`.
+        max_length: in tokens.
+        thorough: add documents of similar length beside each other, which padded rows put into one
+            forward. Sparse attention that selects keys by an index fails there, on some contents.
+    """
+    draw = random_tokens(model, np.random.default_rng(0))
+    positions = learned_positions(model) or max_length + _ROOM
+    few, most_room = min(MIN_TOKENS, positions // 2), min(_ROOM, positions)
+    # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
+    # B; and as many tokens as B, which share a forward of equal lengths.
+    before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
+    made = [_behind(SHORT, before, draw(few), most_room)]
+    given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
+    if given and len(given[-1]) > 1:
+        longest = given[-1]
+        # As short as the data's shortest document: a model that treats rows with the longest
+        # document differently shows it on a document at the other side of a threshold.
+        least = max(few, len(given[0]))
+        other = next((d for d in given if len(d) >= least), longest)[:least]
+    else:
+        reach = max((c for c in length_constants(model) if c < max_length), default=0)
+        if given or not reach:
+            return made
+        # Beyond a threshold of rope there must be room for two different lengths.
+        longest = draw(reach + (reach // 4 + 23 if reach in rope_thresholds(model) else 7))
+        other = draw(19)
+    # In the contaminated layout, B continues the document before it and needs room.
+    room = max(len(longest), most_room)
+    alone = min(max(room - 13, room // 2), longest_alone(model))
+    most = longest[:alone]
+    made.append(_behind(f"after {len(longest):,} tokens", [[longest]], other[:alone], room))
+    # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
+    shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
+    before = [[draw(len(most)), draw(13)]]
+    made.append(_behind(f"of {len(shorter):,} tokens", before, shorter, room))
+    if thorough:
+        made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
+    return made
+
+
+def _alike(draw: Draw, length: int, room: int) -> list[Probe]:
+    """Return a probe for each of four documents that fill one padded forward."""
+    documents = [draw(max(2, length * percent // 100)) for percent in (100, 88, 84, 80)]
+    filler = draw(length // 2)  # a padded forward has at most as many cells as the row has tokens
+    made = []
+    for document in documents:
+        others = [filler, *(other for other in documents if other is not document)]
+        name = f"of {len(document):,} tokens among similar ones"
+        made.append(_behind(name, [others], document, room))
+    return made
+
+
+def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
+    """Return a probe of a document behind others.
+
+    Args:
+        name: of the probe.
+        before: token ids of the documents before it, in each row.
+        ids: its own.
+        room: most tokens of a contaminated row, within the positions that the model has learned.
+    """
+    document, at = {"input_ids": ids}, _at_both_ends(np.arange(len(ids)))
+    packed = [
+        Row([*({"input_ids": x} for x in others), document], sum(map(len, others)) + at)
+        for others in before
+    ]
+    whole = [np.concatenate([*others, ids])[-room:] for others in before[: 1 + (name == SHORT)]]
+    contaminated = [Row([{"input_ids": x}], len(x) - len(ids) + at) for x in whole]
+    return Probe(name, document, at, packed, contaminated)
+
+
+def _at_both_ends(positions: np.ndarray) -> np.ndarray:
+    return np.unique(np.concatenate([positions[:_POSITIONS], positions[-_POSITIONS:]]))
+
+
+def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Probe]:
+    """Return probes of documents that share a prefix, for rows that compute it once.
+
+        alone          [P · B]            without packing: the reference
+        shared         [P · B, P · C]     in one row, computed as P, B, C; also with another C
+        contaminated   [P · C · B]        as one document
+
+    Args:
+        model: reads the tokens.
+        documents: of the run; the longest is cut into a prefix and a branch.
+    """
+    draw = random_tokens(model, np.random.default_rng(0))
+    prefix, branch = draw(29), draw(17)
+    rows = [[draw(11), draw(5)], [draw(11), draw(5)], [draw(23)]]
+    made = [_sharing("short documents that share a prefix", prefix, branch, rows)]
+    longest = max((np.asarray(d, np.int64) for d in documents), key=len, default=np.zeros(0))
+    longest = longest[: longest_alone(model)]
+    half = len(longest) // 2
+    if half > 40:
+        rows = [[draw(half // 2)], [draw(half // 2)]]
+        name = f"documents that share {half:,} tokens"
+        made.append(_sharing(name, longest[:half], longest[half:], rows))
+    return made
+
+
+def _sharing(
+    name: str, prefix: np.ndarray, branch: np.ndarray, siblings: list[list[np.ndarray]]
+) -> Probe:
+    ids = np.concatenate([prefix, branch])
+    # Positions that predict the tokens of the branch behind its first. Windows that reach across
+    # the fork end soon behind it.
+    at = _at_both_ends(np.arange(len(prefix), len(ids) - 1))
+    document, packed, contaminated = {"input_ids": ids}, [], []
+    for branches in siblings:
+        others = [np.concatenate([prefix, other]) for other in branches]
+        places = build_prefix_tree([ids, *others]).targets[at + 1] - 1
+        packed.append(Row([document, *({"input_ids": x} for x in others)], places))
+        whole = np.concatenate([prefix, *branches, branch])
+        contaminated.append(Row([{"input_ids": whole}], at + len(whole) - len(ids)))
+    return Probe(name, document, at, packed, contaminated[:2])
+
+
+def longest_alone(model: Any) -> int:
+    """Return the tokens of the longest document that the model's native attention runs alone.
+
+    Eager attention holds the scores of every head, T × T: gpt-oss would need 79 GiB for 16K tokens,
+    which its packed rows do not.
+    """
+    if native_implementation(model) != "eager":
+        return sys.maxsize
+    parameter, bound = next(model.parameters()), _EAGER_BYTES
+    if parameter.is_cuda:
+        bound = min(bound, torch.cuda.mem_get_info(parameter.device)[0] // 2)
+    heads = max(layer_values(text_config(model), "num_attention_heads"), default=1)
+    cell = parameter.element_size() + 4  # the scores, and their softmax in float32
+    return max(_ROOM, int((bound / (heads * cell)) ** 0.5))
+
+
+def random_tokens(model: Any, rng: np.random.Generator) -> Draw:
+    """Return a function that draws a number of tokens which `model` can read and predict.
+
+    It draws fewer tokens where the model has learned fewer positions.
+    """
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    size = getattr(embeddings, "num_embeddings", None) or next(
+        (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
+    )
+    # Vision-language models raise an error for an image token without an image.
+    fields = vars(getattr(model, "config", None) or nn.Identity())
+    named = [v for k, v in fields.items() if k.endswith(("token_id", "token_index"))]
+    special = [i for v in named for i in (v if isinstance(v, (list, tuple)) else [v])]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
+    size = min(size, getattr(head, "out_features", None) or size)
+    usable = np.setdiff1d(np.arange(size), [i for i in special if isinstance(i, int)])
+    usable = usable if len(usable) > 1 else np.arange(size)
+    most = learned_positions(model)
+    return lambda length: rng.choice(usable, min(length, most or length)).astype(np.int64)
