@@ -89,24 +89,30 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         collator: the user's, which may use weights by itself; None without one.
 
     Raises:
-        ValueError: a setting or weights would be ignored there.
+        ValueError: a setting, weights or preparation would be ignored there.
     """
     check_is_one_set(train, reason)
-    options = PackingOptions.of(args)
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if value != option.default and option.name not in _ON_ANY_PATH:
-            raise ValueError(
-                f"{option.name}={value!r}, but {reason}, which takes TRL's path, where it does "
-                f"nothing; leave {option.name} out"
-            )
+    options, columns = PackingOptions.of(args), set()
     if collator is None:
         sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        check_nothing_is_weighted([train, *sets], reason)
-    for record in records_of(train):
+        columns = {column for dataset in [train, *sets] for column in columns_of(dataset)}
+    ignored = [
+        (f"{option.name}={getattr(options, option.name)!r}", f"leave {option.name} out")
+        for option in fields(options)
+        if getattr(options, option.name) != option.default and option.name not in _ON_ANY_PATH
+    ]
+    ignored += [
+        (f"a data set has {column!r}", f"drop it: dataset.remove_columns({column!r})")
+        for column in WEIGHT_COLUMNS
+        if column in columns
+    ]
+    ignored += [
+        (f"{record.folder} holds documents for packed runs", "pass the rows they were made from")
+        for record in records_of(train)
+    ]
+    for what, way_out in ignored:
         raise ValueError(
-            f"{record.folder} holds documents for packed runs, but {reason}, which takes TRL's "
-            "path; pass the rows that they were prepared from"
+            f"{what}, but {reason}, which takes TRL's path, where it does nothing; {way_out}"
         )
     if packs_by_default(args):
         args.packing = False
@@ -143,27 +149,25 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
 
 def check_arguments(args: Any, train_dataset: Any) -> None:
     """Raise ValueError for settings that packing cannot serve with this training set."""
-    records = records_of(train_dataset)
+    if isinstance(args, SFTConfig):
+        check_options(args)
+        Overflow.from_args(args, args.packing)
+    records, curriculum = records_of(train_dataset), PackingOptions.of(args).curriculum
     if getattr(args, "assistant_only_loss", False) and records:
         raise ValueError(
             "assistant_only_loss=True needs conversations, but the train dataset is prepared; "
             "leave it out, and prepare the data with train_on='assistant'"
         )
-    if isinstance(args, SFTConfig):
-        check_options(args)
-        Overflow.from_args(args, args.packing)
-    curriculum = PackingOptions.of(args).curriculum
-    column = curriculum and column_of(curriculum)
-    if records and column not in (None, LENGTH, *(train_dataset.column_names or ())):
+    named = {LENGTH, *(train_dataset.column_names or ())} if records else set()
+    if curriculum is not None and records and column_of(curriculum) not in named:
         raise ValueError(
             f"curriculum={curriculum!r}, but {records[0].folder} was prepared without this column; "
             f"run `trl-packing prepare` again with curriculum={curriculum!r}"
         )
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(
-            f"curriculum={curriculum!r} needs to know all documents before the first step, and a "
-            "stream tells them only by being read; load the training set as a Dataset, or sort "
-            "the files of the stream and leave curriculum out"
+            f"curriculum={curriculum!r} needs to know all documents before the first step; load "
+            "the stream as a Dataset, or sort its files and leave curriculum out"
         )
     # On a single process the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
@@ -187,20 +191,9 @@ def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
 
 
 def check_ranks_and_padding(
-    args: SFTConfig,
-    options: PackingOptions,
-    *,
-    balances_experts: bool,
-    pad_to_multiple_of: int | None,
+    args: SFTConfig, options: PackingOptions, balances_experts: bool, pad_to_multiple_of: int | None
 ) -> None:
-    """Raise ValueError for settings that padded rows, or unequal ranks, cannot serve.
-
-    Args:
-        args: the settings of the run.
-        options: the settings of packing.
-        balances_experts: whether the loss has a term for the balance of experts.
-        pad_to_multiple_of: of rows.
-    """
+    """Raise ValueError for settings that padded rows, or unequal ranks, cannot serve."""
     settings = {"pad_to_multiple_of": pad_to_multiple_of, "static_shapes": options.static_shapes}
     for name, value in settings.items():
         if balances_experts and value:
@@ -215,24 +208,12 @@ def check_ranks_and_padding(
         )
 
 
-def check_nothing_is_weighted(datasets: Iterable[Any], reason: str) -> None:
-    """Raise ValueError for weights that TRL's path would silently ignore, for this reason."""
-    columns = {column for dataset in datasets for column in columns_of(dataset)}
-    for column in WEIGHT_COLUMNS:
-        if column in columns:
-            raise ValueError(
-                f"the data set has {column!r}, but {reason}, which takes TRL's path, where "
-                f"weights do nothing; drop the column: dataset.remove_columns({column!r})"
-            )
-
-
 def check_weights_and_sources(
     train_dataset: Any, eval_datasets: list[Any], options: PackingOptions, compute_loss_func: Any
 ) -> None:
     """Raise ValueError for weights that no loss can use, and for sources that are not there."""
-    if compute_loss_func is not None:
-        for dataset in [train_dataset, *eval_datasets]:
-            check_weights_can_be_used(compute_loss_func, columns_of(dataset))
+    for dataset in [train_dataset, *eval_datasets] if compute_loss_func is not None else ():
+        check_weights_can_be_used(compute_loss_func, columns_of(dataset))
     for dataset in eval_datasets:
         if options.source_column is not None and dataset is not None:
             Sources.of(dataset, options.source_column)  # refuses missing ones
@@ -245,18 +226,16 @@ def check_nothing_is_skipped(
 ) -> None:
     """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
     skipped = {
-        "the check that prepared data fit this run; leave it out (they are not prepared again)": (
-            any(records_of(dataset) for dataset in datasets)
-        ),
-        "the labels that DataCollatorForCompletionOnlyLM finds; leave it out (a tokenized data set "
-        "is not tokenized again)": completion_only is not None,
-        "append_eos=True; leave one of them out (a tokenized data set is not tokenized again)": (
-            options.append_eos
-        ),
+        "the check that prepared data fit this run": any(map(records_of, datasets)),
+        "the labels that DataCollatorForCompletionOnlyLM finds": completion_only is not None,
+        "append_eos=True": options.append_eos,
     }
-    for words, is_skipped in skipped.items():
+    for what, is_skipped in skipped.items():
         if is_skipped:
-            raise ValueError(f"skip_prepare_dataset=True skips {words}")
+            raise ValueError(
+                f"skip_prepare_dataset=True skips {what}; leave it out (tokenized or prepared data "
+                "are not tokenized again)"
+            )
 
 
 def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
@@ -279,23 +258,16 @@ def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> N
             f"data_collator was set to a {type(collator).__name__} on a built trainer, whose rows "
             "are packed by its own. To train on answers alone, set train_on='assistant' or "
             "response_template in the config (labels of a data set are kept); to change batches, "
-            "pass a subclass of PackedCollator to the constructor, or any other collator for TRL's "
-            "padded rows"
+            "pass a subclass of PackedCollator, or a padding collator, to the constructor"
         )
-    if dataset is None:
-        return
-    if not isinstance(dataset, (Dataset, IterableDataset)):
-        raise ValueError(
-            f"train_dataset was set to a {type(dataset).__name__} on a built trainer; set a "
-            "Dataset or an IterableDataset of `datasets`, or pass it to the constructor"
-        )
-    reason = reason_for_trl_path(dataset, None)
-    if ours.images is None and {*IMAGE_COLUMNS} & {*columns_of(dataset)}:
+    is_set = isinstance(dataset, (Dataset, IterableDataset))
+    reason = reason_for_trl_path(dataset, None) if is_set else "it is no Dataset of `datasets`"
+    if is_set and ours.images is None and {*IMAGE_COLUMNS} & {*columns_of(dataset)}:
         reason = "the data set has images"
-    if reason:
+    if reason and dataset is not None:
         raise ValueError(
-            f"train_dataset was set on a built trainer, but {reason}: pass it to the constructor, "
-            "which takes TRL's path for it"
+            f"train_dataset was set to a {type(dataset).__name__} on a built trainer, but "
+            f"{reason}: pass it to the constructor"
         )
 
 

@@ -31,14 +31,6 @@ logger = get_logger(__name__)
 
 MARK = "being_written"
 
-_JSON_THAT_IS_READ = (
-    TRAINER_STATE_NAME,
-    "config.json",
-    "adapter_config.json",
-    "*.index.json",
-    "stream_*.json",
-)
-
 
 @contextmanager
 def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
@@ -99,41 +91,41 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
     """
     if asked is True:
         whole, skipped = last_whole_checkpoint(Path(trainer.args.output_dir))
-        names = ", ".join(checkpoint.name for checkpoint in skipped)
-        if skipped and whole is None:
-            raise ValueError(
-                f"no checkpoint in {trainer.args.output_dir} is whole: {names} was being written "
-                "when its run stopped; start without resume_from_checkpoint"
-            )
-        if skipped:
-            logger.warning(f"{names} is half-written: resuming from {whole}")
-        asked = asked if whole is None else str(whole)
-    if isinstance(asked, (str, Path)):
-        if (Path(asked) / MARK).exists():
-            raise ValueError(
-                f"resume_from_checkpoint={str(asked)!r} is half-written (it has a file {MARK!r}): "
-                "its run was stopped while saving; name an earlier one, or True for the last whole "
-                "one"
-            )
-        check_readable(Path(asked))
-        if not trainer.is_deepspeed_enabled:  # it stops by itself without its optimizer files
-            check_optimizer(Path(asked), save_only_model=trainer.args.save_only_model)
-    return asked
+        if whole is not None and skipped:
+            logger.warning(f"{skipped[0].name} is half-written: resuming from {whole}")
+        asked = whole or (skipped[0] if skipped else True)
+    if not isinstance(asked, (str, Path)):
+        return asked
+    checkpoint = Path(asked)
+    if (checkpoint / MARK).exists():
+        raise _refused(checkpoint, f"is half-written (it has a file {MARK!r})")
+    check_readable(checkpoint)
+    if not trainer.is_deepspeed_enabled:  # it stops by itself without its optimizer files
+        check_optimizer(checkpoint, save_only_model=trainer.args.save_only_model)
+    return str(asked)
+
+
+def _refused(checkpoint: Path, problem: str) -> ValueError:
+    """Return the error of a checkpoint with a problem, which names other whole ones beside it."""
+    beside = [each for each in _checkpoints(checkpoint.parent) if not (each / MARK).exists()]
+    names = [each.name for each in beside if each.name != checkpoint.name]
+    others = f" ({', '.join(names[-3:])})" if names else ""
+    return ValueError(
+        f"{checkpoint} {problem}; resume from another checkpoint{others}, or start without "
+        "resume_from_checkpoint"
+    )
 
 
 def check_readable(checkpoint: Path) -> None:
     """Raise ValueError naming a damaged file of `checkpoint`; tensors are not read."""
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
-        raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r} has no {TRAINER_STATE_NAME}, so it is no "
-            f"checkpoint of a training; name one{_others(checkpoint)}"
-        )
+        raise _refused(checkpoint, f"has no {TRAINER_STATE_NAME}, so it is no checkpoint of a run")
     for path in sorted(each for each in checkpoint.iterdir() if each.is_file()):
         try:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
                     continue
-            if any(path.match(name) for name in _JSON_THAT_IS_READ):
+            if path.suffix == ".json":
                 json.loads(path.read_text(encoding="utf-8"))
             if path.suffix in (".bin", ".npz", ".pt", ".pth") and path.name != "training_args.bin":
                 with path.open("rb") as file:
@@ -141,10 +133,8 @@ def check_readable(checkpoint: Path) -> None:
                 if is_archive and not zipfile.is_zipfile(path):
                     raise ValueError("its end is missing")
         except (SafetensorError, OSError, ValueError) as problem:
-            raise ValueError(
-                f"{path} is damaged ({problem}): it was cut short when it was written or copied. "
-                f"Copy it again, or resume from another checkpoint{_others(checkpoint)}"
-            ) from problem
+            cut_short = f"has a damaged {path.name} ({problem}), cut short when it was written"
+            raise _refused(checkpoint, cut_short) from problem
 
 
 def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
@@ -156,28 +146,16 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
     files = [path.name for path in checkpoint.iterdir()]
     missing = [] if any("optimizer" in name for name in files) else ["optimizer.pt"]
     missing += [] if "scheduler.pt" in files else ["scheduler.pt"]
-    if not missing:
-        return
-    words = " and no ".join(missing)
-    # `save_only_model` leaves out the states of random generators too.
-    if save_only_model or (len(missing) == 2 and not list(checkpoint.glob("rng_state*.pth"))):
-        logger.warning(
-            f"{checkpoint} has no {words}, as save_only_model=True saves it: the optimizer and the "
-            "learning rate's schedule restart"
-        )
-        return
-    raise ValueError(
-        f"{checkpoint} has no {words}: the optimizer and the learning rate's schedule would "
-        f"restart. Resume from another checkpoint{_others(checkpoint)}, or set "
-        "save_only_model=True to continue with new ones"
+    problem = (
+        f"has no {' and no '.join(missing)}: the optimizer and the learning rate's schedule would "
+        "restart (save_only_model=True allows it)"
     )
-
-
-def _others(checkpoint: Path) -> str:
-    """Return the other whole checkpoints beside `checkpoint`, in words."""
-    beside = [each for each in _checkpoints(checkpoint.parent) if not (each / MARK).exists()]
-    names = [each.name for each in beside if each.name != checkpoint.name]
-    return f" ({', '.join(names[-3:])})" if names else ""
+    # `save_only_model` leaves out the states of random generators too.
+    is_model_alone = len(missing) == 2 and not list(checkpoint.glob("rng_state*.pth"))
+    if missing and not (save_only_model or is_model_alone):
+        raise _refused(checkpoint, problem)
+    if missing:
+        logger.warning(f"{checkpoint} {problem}")
 
 
 @torch.no_grad()
