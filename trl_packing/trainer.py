@@ -5,8 +5,8 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
     _run_data      the data sets, prepared when TRL asks for it           training/run_data.py
     _guard         the fastest attention that keeps documents apart       isolation/guard.py
     _sampling      the documents of each micro-batch                      training/sampling.py
-    _collators     rows: packed, or padded where logits are requested     training/collators.py
     _loaders       data loaders of training, evaluation and streams       training/loaders.py
+                   rows: packed, or padded where logits are requested     training/collators.py
     _isolation     the check before the first step and evaluations        training/loaders.py
     _step_loss     one weighted mean of a step, and of an evaluation set  loss/step_loss.py
     _meter         tokens per second, utilization, MFU                    training/metrics.py
@@ -18,8 +18,8 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
 before anything else exists. `tests/seams.py` lists the overridden methods with their parameters.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,6 +48,7 @@ from trl_packing.attention.state import (
     forget_evaluation_wrapper,
     gather_full_state_dict,
     keep_outputs_precise,
+    temporarily,
 )
 from trl_packing.config import PackingOptions
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
@@ -58,6 +59,7 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (
     check_arguments,
     check_loss_options,
+    check_set_afterwards,
     generation_config_of,
     hide_packing,
     leave_packing,
@@ -145,7 +147,7 @@ class PackedSFTTrainer(SFTTrainer):
         RuntimeError: documents leak into each other; raised by `train` and `evaluate`.
     """
 
-    _collators: RunCollators | None = None  # until the packed run is built
+    _run_report: RunReport | None = None  # until the packed run is built
     model_accepts_loss_kwargs: bool
     train_dataset: Any
 
@@ -242,8 +244,6 @@ class PackedSFTTrainer(SFTTrainer):
         ours = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
         collator = self._images.add_to(ours if collator is None else collator, self)
         collators = RunCollators(self, guard, self._sampling, options, collator, rows)
-        self._collators = collators
-        samples_bins = type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler
         sharing = PrefixSharing(self, collators, loss_is_ours=self._loss_is_ours)
         self._run_report = report = RunReport(
             self,
@@ -251,7 +251,7 @@ class PackedSFTTrainer(SFTTrainer):
             data.counts,
             sharing,
             self._epochs,
-            samples_bins=samples_bins,
+            samples_bins=type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler,
             before_first_step=self._before_first_step,
             so_far=meter.so_far,
         )
@@ -269,7 +269,7 @@ class PackedSFTTrainer(SFTTrainer):
     @property
     def packing_report(self) -> PackingReport:
         """Documents, bins and steps of an epoch; None on TRL's path."""
-        return self._run_report.current if self._collators else None  # type: ignore[return-value]
+        return self._run_report.current if self._run_report else None  # type: ignore[return-value]
 
     def _path_in_words(self) -> str:
         if self._trl_path:
@@ -328,7 +328,7 @@ class PackedSFTTrainer(SFTTrainer):
             return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
 
         self._sampling.follow(self)
-        self._loaders.check_collator()
+        check_set_afterwards(self.data_collator, self._loaders.collators.packed, self.train_dataset)
         if is_training:
             return self._loaders.train(by_trl, dataset, sampler_fn)
         return self._loaders.evaluate(by_trl, dataset, sampler_fn, dataloader_key or "test")
@@ -396,21 +396,11 @@ class PackedSFTTrainer(SFTTrainer):
         """Run an epoch, and measure each of its steps before it is trained."""
         skipped = kwargs["steps_trained_in_current_epoch"]
         self._epochs.begin_epoch(epoch, epochs_trained=kwargs["epochs_trained"], skipped=skipped)
-        with self._measuring_steps():
+        measured = partial(self._measured, self.get_batch_samples)  # which may be a user's
+        with ExitStack() as stack:
+            stack.callback(self._step_loss.forget)
+            stack.enter_context(temporarily(self, get_batch_samples=measured))
             super()._run_epoch(epoch=epoch, **kwargs)
-
-    @contextmanager
-    def _measuring_steps(self) -> Iterator[None]:
-        """Measure each step as `get_batch_samples` returns it, which may be a user's."""
-        of_user = vars(self).get("get_batch_samples")
-        self.get_batch_samples: Any = partial(self._measured, self.get_batch_samples)
-        try:
-            yield
-        finally:
-            del self.get_batch_samples
-            if of_user is not None:
-                self.get_batch_samples = of_user
-            self._step_loss.forget()
 
     def _measured(
         self, read: Callable[..., Any], epoch_iterator: Any, num_batches: int, device: Any
@@ -520,7 +510,7 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Report the mean over all trained tokens, not the mean of micro-batch means."""
-        sources = self._loaders.sources_of(dataloader)
+        sources = self._loaders.sources.get(dataloader)
         with self._attention_in_use(), use_current_row(None):
             with self._step_loss.evaluating(sources) as sums:
                 output = super().evaluation_loop(AnnouncedBatches(dataloader), *args, **kwargs)

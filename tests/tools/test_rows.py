@@ -142,7 +142,9 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     trainer = PackedSFTTrainer(
         str(path), run.args, train_dataset=make(), processing_class=tiny_tokenizer(chat=True)
     )
-    trainer._collators.packed.shares_prefixes = "shared" in name  # after the check of a model
+    trainer._loaders.collators.packed.shares_prefixes = (
+        "shared" in name
+    )  # after the check of a model
     loader, epoch = trainer.get_train_dataloader(), PackedEpoch.of(run)
     for number in (0, 1):
         loader.batch_sampler.set_epoch(number)

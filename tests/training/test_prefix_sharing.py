@@ -405,7 +405,7 @@ class RowsApart(PackedSFTTrainer):
 
     def _before_first_step(self):
         super()._before_first_step()
-        self._collators.packed.shares_prefixes = False
+        self._loaders.collators.packed.shares_prefixes = False
 
 
 def grouped(folder, **options) -> PackedSFTTrainer:

@@ -102,7 +102,7 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         if getattr(options, option.name) != option.default and option.name not in _ON_ANY_PATH
     ]
     ignored += [
-        (f"a data set has {column!r}", f"drop it: dataset.remove_columns({column!r})")
+        (f"a data set has {column!r}", f"drop the column: dataset.remove_columns({column!r})")
         for column in WEIGHT_COLUMNS
         if column in columns
     ]

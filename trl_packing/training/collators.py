@@ -4,6 +4,7 @@ training, evaluation          one flat row of documents          PackedCollator
 evaluation that asks logits   a padded row for each document     TRL's, with weights
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -21,57 +22,45 @@ from trl_packing.training.sampling import Sampling
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class RunCollators:
     """Makes the collators of a run, and sets `data_collator` of its trainer.
 
-    Args:
+    Attributes:
         trainer: has TRL's padded collator as `data_collator`.
         guard: knows the model and the attention in use.
         sampling: knows the size of a micro-batch.
         options: settings of packing.
-        collator: the user's, or a default one. Rows are made by a copy of it.
+        packed: the user's collator, or a default one; then a copy of it, which makes the rows.
         pad_to_multiple_of: of rows; None leaves their length as it is.
-
-    Attributes:
         padded: TRL's collator.
-        packed: ours.
 
     Raises:
         ValueError: the collator has another `loss_weighting` than the config, or shares prefixes
             although the config does not.
     """
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        guard: IsolationGuard,
-        sampling: Sampling,
-        options: PackingOptions,
-        collator: PackedCollator,
-        pad_to_multiple_of: int | None,
-    ):
-        weighting = options.loss_weighting
-        if collator.shares_prefixes and options.prefix_sharing == "off":
+    trainer: SFTTrainer
+    guard: IsolationGuard
+    sampling: Sampling
+    options: PackingOptions
+    packed: PackedCollator
+    pad_to_multiple_of: int | None
+
+    def __post_init__(self) -> None:
+        given, weighting = self.packed, self.options.loss_weighting
+        shares = given.shares_prefixes and self.options.prefix_sharing == "off"
+        if shares or given.loss_weighting not in ("token", weighting):
             raise ValueError(
-                "the data_collator has shares_prefixes=True, which is exact on some models only; "
-                "set prefix_sharing='bin' in the config, which checks yours"
+                f"the data_collator has loss_weighting={given.loss_weighting!r} and shares_prefixes"
+                f"={given.shares_prefixes}; set loss_weighting and prefix_sharing='bin' in the "
+                "config, which evaluation reads too, and which has the model checked"
             )
-        if collator.loss_weighting not in ("token", weighting):
-            raise ValueError(
-                f"the data_collator has loss_weighting={collator.loss_weighting!r}, but the config "
-                f"has {weighting!r}; set it in the config, which evaluation reads too"
-            )
-        self.trainer = trainer
-        self.guard = guard
-        self.sampling = sampling
-        self.options = options
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.padded = trainer.data_collator
+        self.padded = self.trainer.data_collator
         # No prefixes are shared until `PrefixSharing` has decided.
-        self.packed = collator.replaced(
+        self.packed = self.trainer.data_collator = given.replaced(
             loss_weighting=weighting, tensors_only=True, shares_prefixes=False
         )
-        trainer.data_collator = self.packed
         self._shares_in_evaluation = False
         self.hold_shapes()
 
@@ -92,7 +81,7 @@ class RunCollators:
 
     def for_probes(self) -> PackedCollator:
         """Return the collator of the isolation check: probes fill one bin or two."""
-        shaped = self.packed if self.packed.static_shapes is None else self._with_shapes(bins=1)
+        shaped = self.packed if self.packed.static_shapes is None else self._with_shapes(1)
         return shaped.replaced(shares_prefixes=False)  # `PrefixSharing` has a check of its own
 
     # --- shared prefixes ----------------------------------------------------------------------
@@ -122,36 +111,33 @@ class RunCollators:
         """Give every training micro-batch one shape, if the config asks for it."""
         if not self.options.static_shapes:
             return
-        most, longest, dataset = None, None, self.trainer.train_dataset
+        of_epoch, dataset = {}, self.trainer.train_dataset
         if isinstance(dataset, Dataset) and not is_packed(dataset):
             documents = documents_of(dataset, self.trainer.compute_loss_func)
             sampler = self.sampling.for_training(documents)
-            most, longest = sampler.most_documents(), int(sampler.lengths.max())
-        shaped = self._with_shapes(self.sampling.batch_size, most, longest)
-        self.packed = self.trainer.data_collator = shaped
+            of_epoch["most_documents"] = sampler.most_documents()
+            of_epoch["longest"] = int(sampler.lengths.max())
+        self.packed = self._with_shapes(self.sampling.batch_size, **of_epoch)
+        self.trainer.data_collator = self.packed
         self.drop_shapes_of_padded_rows()
 
-    def _with_shapes(
-        self, bins: int, most_documents: int | None = None, longest: int | None = None
-    ) -> PackedCollator:
+    def _with_shapes(self, bins: int, **of_epoch: int) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
         shapes = StaticShapes.for_model(
             self.guard.base_model,
             capacity=self.trainer.args.max_length,
             bins=bins,
-            most_documents=most_documents,
-            longest=longest,
             pad_to_multiple_of=self.pad_to_multiple_of,
+            **of_epoch,
         )
         return self.packed.replaced(static_shapes=shapes)
 
     def drop_shapes_of_padded_rows(self) -> None:
         """Hold no shape where the attention in use pads rows: their shapes follow the documents."""
-        if self.packed.static_shapes is None or self.guard.attention.backend not in PADDED:
-            return
-        logger.warning_once(
-            f"static_shapes=True does nothing here: {type(self.guard.base_model).__name__} runs by "
-            f"{self.guard.attention}, whose shapes follow the documents"
-        )
-        # In place, because the data loader already holds the collator.
-        self.packed.static_shapes = None
+        if self.packed.static_shapes is not None and self.guard.attention.backend in PADDED:
+            logger.warning_once(
+                f"static_shapes=True does nothing here: {type(self.guard.base_model).__name__} "
+                f"runs by {self.guard.attention}, whose shapes follow the documents"
+            )
+            # In place, because the data loader already holds the collator.
+            self.packed.static_shapes = None

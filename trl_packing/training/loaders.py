@@ -14,6 +14,7 @@ The check may switch to a slower attention. Then it decides whether rows share p
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +38,7 @@ from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.training.arguments import check_set_afterwards, check_some_weights
+from trl_packing.training.arguments import check_some_weights
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.metrics import ThroughputMeter, stream_sources, training_sources
@@ -55,13 +56,7 @@ logger = get_logger(__name__)
 ByTrl = Callable[[Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
-_DRAWN_BY_OURS = (
-    "static_shapes",
-    "documents_per_step",
-    "curriculum",
-    "mixture",
-    "mixture_temperature",
-)
+_OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture", "mixture_temperature")
 
 
 def make_model_ready(guard: IsolationGuard, args: Any) -> None:
@@ -79,41 +74,29 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
     restore_implementation(guard.base_model)
 
 
+@dataclass(eq=False)
 class RunIsolation:
     """Checks the documents of a run by its guard, and decides whether they share prefixes.
 
-    Args:
+    Attributes:
         trainer: its model, training set and arguments are read.
         collators: make the rows, and know the guard.
         report: knows whether the planned epoch holds groups, and is made again if it must not.
         sharing: decides whether rows share prefixes.
     """
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        collators: RunCollators,
-        report: RunReport,
-        sharing: PrefixSharing,
-    ):
-        self.trainer = trainer
-        self.guard = collators.guard
-        self.collators = collators
-        self.report = report
-        self.sharing = sharing
+    trainer: SFTTrainer
+    collators: RunCollators
+    report: RunReport
+    sharing: PrefixSharing
+
+    def __post_init__(self) -> None:
+        self.guard = self.collators.guard
         self._trains_groups = False
         self._settled: set[bool] = set()  # modes that were checked for a user's own loop
         settle_first(self.guard.model, self.settle)
 
-    def ensure(
-        self,
-        model: Any,
-        dataset: Any,
-        *,
-        training: bool,
-        planned: bool = True,
-        padded: bool = False,
-    ) -> None:
+    def ensure(self, model: Any, dataset: Any, *, training: bool, planned: bool = True) -> None:
         """Stop, or switch to a slower attention, before anything is computed on leaking documents.
 
         Args:
@@ -121,12 +104,9 @@ class RunIsolation:
             dataset: the documents to check it on.
             training: the mode of the model.
             planned: whether the epoch is planned already, maybe in groups.
-            padded: whether each document has a row of its own, so that none can leak.
         """
         guard = self.guard
         guard.check_head(model)
-        if padded:
-            return
         is_first = training and planned and guard.checks and not guard.passed
         if is_first and self.trainer.is_world_process_zero():  # the progress bar stands still
             print("\nchecking that no document of a packed row affects another ...", flush=True)
@@ -205,46 +185,36 @@ class RunIsolation:
             self.report.plan()
 
 
+@dataclass(eq=False)
 class PackedLoaders:
     """Makes the data loaders of a run.
 
-    Args:
+    Attributes:
         trainer: its data sets, accelerator and arguments are read, and its `data_collator` is
             replaced while one of its loaders is made.
         isolation: checks documents before an evaluation, and groups before they are planned.
         epochs: is told the sampler or stream of each training.
         data: prepares a set that is trained or predicted later.
         meter: is told the sources of the training set.
-
-    Attributes:
+        sources: of evaluation sets whose losses are told apart, by their loaders.
         room: tokens that fit into a micro-batch of bins; None where nothing is packed.
     """
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        isolation: RunIsolation,
-        epochs: ResumedEpochs,
-        data: RunData,
-        meter: ThroughputMeter,
-    ):
-        self.trainer = trainer
-        self.isolation = isolation
-        self.collators = collators = isolation.collators
-        self.report = isolation.report  # made again where a user's sampler draws documents
-        self.guard = collators.guard
-        self.sampling = collators.sampling
-        self.options = collators.options
-        self.epochs = epochs
-        self.data = data
-        self.meter = meter
+    trainer: SFTTrainer
+    isolation: RunIsolation
+    epochs: ResumedEpochs
+    data: RunData
+    meter: ThroughputMeter
+
+    def __post_init__(self) -> None:
+        self.collators = self.isolation.collators
+        self.sampling, self.options = self.collators.sampling, self.collators.options
+        self.sources: WeakKeyDictionary[Any, Sources | None] = WeakKeyDictionary()
         self.room: int | None = None
         self._has_weights = False
-        self._planned = trainer.train_dataset  # the one of the report
-        # Of evaluation sets whose losses are told apart, by their loaders, which may persist.
-        self._sources: WeakKeyDictionary[Any, Sources | None] = WeakKeyDictionary()
-        if trainer.args.world_size == 1:  # accelerate would cut boundaries as if they were rows
-            loading = trainer.accelerator.dataloader_config
+        self._planned = self.trainer.train_dataset  # the one of the report
+        if self.trainer.args.world_size == 1:  # accelerate would cut boundaries as if rows
+            loading = self.trainer.accelerator.dataloader_config
             loading.split_batches = loading.dispatch_batches = False
 
     @property
@@ -267,46 +237,44 @@ class PackedLoaders:
         self.meter.follow_sources(stream_sources(dataset, options) if is_stream else names)
         self.isolation.decide_on_groups()
         if is_stream:
-            capacity = trainer.args.max_length if sampling.packing else None
-            self.room = capacity and capacity * sampling.batch_size
-            stream = self._stream(dataset, sampling.packing, sampling.batch_size, training=True)
+            self.room = trainer.args.max_length * sampling.batch_size if sampling.packing else None
+            stream = self._stream(dataset, training=True)
             self.epochs.follow_stream(stream)
             return self._loader_of(stream)
         ids = None if sources is None else sources.ids
         documents = documents_of(dataset, trainer.compute_loss_func, ids)
         dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
         drawn: Any = dataloader.batch_sampler
-        sampler = getattr(drawn, "batch_sampler", None)
-        planned = sampler or drawn  # a single rank has no wrapper
-        self.room = None
-        if isinstance(planned, PackedBatchSampler):
-            self.room = planned.tokens_per_batch
+        planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
+        is_ours = isinstance(planned, PackedBatchSampler)
+        self.room = planned.tokens_per_batch if is_ours else None
+        if is_ours:
             self.epochs.follow(planned, documents)
-        if isinstance(sampler, PackedBatchSampler):
+        if is_ours and planned is not drawn:
             # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
             # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
-            drawn.set_epoch = sampler.set_epoch
-        if not self.report.samples_bins:
-            if not isinstance(planned, PackedBatchSampler):
+            drawn.set_epoch = planned.set_epoch
+        if not self.isolation.report.samples_bins:
+            if not is_ours:
                 self._check_user_sampler()
-            self.report.plan(planned, len(dataloader))
+            self.isolation.report.plan(planned, len(dataloader))
         return dataloader
 
     def _planned_for(self, dataset: Any) -> Any:
         """Return the documents of the training set; plan another set or batch size anew."""
-        is_new = dataset is not self._planned
+        report, is_new = self.isolation.report, dataset is not self._planned
         if is_new:
             self.trainer.train_dataset = self._planned = self.data.prepare_again(dataset)
         # `auto_find_batch_size` changes the size of micro-batches.
-        if is_new or self.report.batch_size != self.sampling.batch_size:
+        if is_new or report.batch_size != self.sampling.batch_size:
             self.collators.hold_shapes()
-            self.report.plan()
+            report.plan()
         return self._planned
 
     def _check_user_sampler(self) -> None:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
         drawn = f"_get_train_sampler of {type(self.trainer).__name__} draws documents, not bins"
-        for name in _DRAWN_BY_OURS:
+        for name in _OF_BINS:
             if value := getattr(self.options, name):
                 raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
         if self.sampling.packing:
@@ -326,21 +294,24 @@ class PackedLoaders:
             sampler_of: TRL's or a user's method.
             name: of the set.
         """
-        trainer, options, is_test = self.trainer, self.options, name == "test"
+        trainer, isolation, is_test = self.trainer, self.isolation, name == "test"
         if trainer._skip_prepare_dataset:  # TRL knows only its own collator
             self.data.check_nothing_is_skipped([dataset])
             trainer._reject_skip_prepare_without_labels({name: dataset}, self.collators.padded)
         elif is_test:
             dataset = self.data.prepare_later(dataset, name)
-        # Callers that ask for logits expect a row for each document.
+        # Callers that ask for logits expect a row for each document, of which none can leak.
         padded = trainer.compute_metrics is not None
         if is_test:
             padded = not trainer.args.prediction_loss_only
-        limits = self.guard.limits
-        with use_attention(trainer.model, self.guard.attention):
-            limits.check(dataset, name)
-            self.isolation.ensure(trainer.model, dataset, training=False, padded=padded)
-        is_stream, column = isinstance(dataset, IterableDataset), options.source_column
+        limits = isolation.guard.limits
+        limits.check(dataset, name)
+        with use_attention(trainer.model, isolation.guard.attention):
+            if padded:
+                isolation.guard.check_head(trainer.model)
+            else:
+                isolation.ensure(trainer.model, dataset, training=False)
+        is_stream, column = isinstance(dataset, IterableDataset), self.options.source_column
         if padded and is_stream:  # the reader of packed streams checks the limits itself
             dataset = dataset.map(limits.checked, with_indices=True)
         if padded and SEQ_LENGTHS in columns_of(dataset):
@@ -349,28 +320,22 @@ class PackedLoaders:
             column = None
         sources = None if column is None else Sources.of(dataset, column)
         collator = self.collators.for_evaluation(padded=padded)
-        if is_stream and padded:
-            rows = dataset.select_columns(training_columns(dataset))
-            dataloader = self._by_trl(by_trl, rows, sampler_of, collator)
-        elif is_stream:
-            size = trainer.args.eval_batch_size
+        if is_stream and not padded:
             with temporarily(trainer, data_collator=collator):
-                stream = self._stream(dataset, self.sampling.eval_packing, size, training=False)
-            dataloader = self._loader_of(stream)
+                dataloader = self._loader_of(self._stream(dataset, training=False))
         else:
-            ids = None if sources is None else sources.ids
-            documents = documents_of(dataset, trainer.compute_loss_func, ids)
-            if not is_test:  # a prediction needs no loss
-                check_some_weight(documents)
+            if is_stream:
+                rows = dataset.select_columns(training_columns(dataset))
+            else:
+                ids = None if sources is None else sources.ids
+                rows = documents_of(dataset, trainer.compute_loss_func, ids)
+            if not (is_stream or is_test):  # a prediction needs no loss
+                check_some_weight(rows)
             if not padded and type(trainer)._get_eval_sampler is SFTTrainer._get_eval_sampler:
                 sampler_of = self.sampling.for_evaluation
-            dataloader = self._by_trl(by_trl, documents, sampler_of, collator)
-        self._sources[dataloader] = sources
+            dataloader = self._by_trl(by_trl, rows, sampler_of, collator)
+        self.sources[dataloader] = sources
         return dataloader
-
-    def sources_of(self, dataloader: Any) -> Sources | None:
-        """Return the sources of the evaluation set of a loader, where they are told apart."""
-        return self._sources.get(dataloader)
 
     def report_losses(self, dataloader: Any) -> None:
         """Say what an evaluation stream has lost when it was read."""
@@ -380,38 +345,31 @@ class PackedLoaders:
 
     # --- loaders ------------------------------------------------------------------------------
 
-    def check_collator(self) -> None:
-        """Raise ValueError for what a user has set on the built trainer and cannot be packed."""
-        trainer = self.trainer
-        check_set_afterwards(trainer.data_collator, self.collators.packed, trainer.train_dataset)
-
     def _by_trl(self, by_trl: ByTrl, rows: Any, sampler_of: Any, collator: Any) -> DataLoader:
         # Columns are chosen already: TRL would remove weights.
-        trainer = self.trainer
         with (
-            temporarily(trainer, data_collator=collator),
-            temporarily(trainer.args, remove_unused_columns=False),
+            temporarily(self.trainer, data_collator=collator),
+            temporarily(self.trainer.args, remove_unused_columns=False),
         ):
             return by_trl(rows, sampler_of)
 
-    def _stream(
-        self, dataset: IterableDataset, packing: bool, batch_size: int, *, training: bool
-    ) -> StreamBatches:
-        args, (ranks, rank) = self.trainer.args, self.sampling.ranks
+    def _stream(self, dataset: IterableDataset, *, training: bool) -> StreamBatches:
+        args, sampling, (ranks, rank) = self.trainer.args, self.sampling, self.sampling.ranks
+        packing = sampling.packing if training else sampling.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
-        groups = self.sampling.draws_groups(training)
+        groups = sampling.draws_groups(training)
         sources = (stream_sources(dataset, self.options) or None) if training else None
-        named = [] if sources is None else [SOURCE]
         if args.dataloader_num_workers > 1:
             logger.warning_once(
                 f"dataloader_num_workers={args.dataloader_num_workers}, but one worker of a rank "
                 "reads a stream, so that a run can be resumed within it"
             )
+        columns = training_columns(dataset, *([] if sources is None else [SOURCE]))
         return StreamBatches(
-            dataset.select_columns(training_columns(dataset, *named)),
+            dataset.select_columns(columns),
             StreamSettings(
                 args.max_length if packing else None,
-                bins_per_batch=batch_size,
+                bins_per_batch=sampling.batch_size if training else args.eval_batch_size,
                 num_ranks=ranks,
                 strategy=find_strategy(args.packing_strategy).packs_as,
                 seed=packing_seed(args) if shuffles else None,
@@ -420,14 +378,14 @@ class PackedLoaders:
             ),
             self.trainer.data_collator,
             rank=rank,
-            accumulation=self.sampling.accumulation if training else 1,
+            accumulation=sampling.accumulation if training else 1,
             num_workers=args.dataloader_num_workers,
             global_step=lambda: self.trainer.state.global_step if training else 0,
             loading={
                 "pin_memory": args.dataloader_pin_memory,
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
-            limits=self.guard.limits,
+            limits=self.isolation.guard.limits,
             sources=sources,
         )
 
@@ -440,9 +398,5 @@ class PackedLoaders:
             device=accelerator.device if accelerator.device_placement else None,
             _non_blocking=accelerator.non_blocking,
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=lambda batch: batch,
         )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch

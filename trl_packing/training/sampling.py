@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -33,16 +34,11 @@ from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
 from trl_packing.training.mixture import Mixture, mixture_of
 
-_MOST_INDEXES = 8  # data sets whose common prefixes are kept
-
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
-_ARGS_OF_PLAN = (
-    "gradient_accumulation_steps",
-    "max_length",
-    "packing_strategy",
-    "dataloader_drop_last",
+_SETTINGS_OF_PLAN = (
+    *("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last"),
+    *("documents_per_step", "prefix_group_size", "curriculum", "max_patches"),
 )
-_OPTIONS_OF_PLAN = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches")
 
 
 @dataclass(eq=False)
@@ -73,7 +69,7 @@ class Sampling:
     draws_groups: Callable[[bool], bool] = lambda training: False
     image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
     mixture: Mixture | None = None
-    _indexes: dict[int, tuple[Dataset, PrefixIndex]] = field(default_factory=dict)
+    _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
     def follow(self, trainer: SFTTrainer) -> None:
         """Take the settings, ranks and sizes that `trainer` has now."""
@@ -247,12 +243,9 @@ class Sampling:
     def prefix_index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the common prefixes of a data set, found once; errors as `groups`."""
         dataset = documents.dataset
-        if id(dataset) not in self._indexes:
-            if len(self._indexes) == _MOST_INDEXES:
-                self._indexes.clear()
-            # The data set is held beside its index, because the key is its `id`.
-            self._indexes[id(dataset)] = dataset, _prefix_index(dataset)
-        return self._indexes[id(dataset)][1]
+        if dataset not in self._indexes:
+            self._indexes[dataset] = _prefix_index(dataset)
+        return self._indexes[dataset]
 
     def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
         """Return the loads of the images of a data set, with the limit of bins."""
@@ -271,9 +264,9 @@ class Sampling:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
-        overflow = Overflow.from_args(self.args, self.packing)
-        named = {name: getattr(self.args, name) for name in _ARGS_OF_PLAN}
-        named |= {name: getattr(self.options, name) for name in _OPTIONS_OF_PLAN}
+        args, options = self.args, self.options
+        overflow = Overflow.from_args(args, self.packing)
+        named = {n: getattr(options, n, getattr(args, n, None)) for n in _SETTINGS_OF_PLAN}
         if not self.draws_groups(True):
             named["prefix_group_size"] = None
         return named | {
@@ -283,8 +276,8 @@ class Sampling:
             "overlap_tokens": overflow.overlap,
             "packing": self.packing,
             "mixture": None if self.mixture is None else self.mixture.settings(),
-            "train_sampling_strategy": str(self.args.train_sampling_strategy),
-            "seed": packing_seed(self.args),
+            "train_sampling_strategy": str(args.train_sampling_strategy),
+            "seed": packing_seed(args),
         }
 
 
