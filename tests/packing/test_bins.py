@@ -210,7 +210,7 @@ def test_a_plan_is_indexed_like_a_list():
         (([[1, 2], [3, 4]], 4), "got 2 dimension"),
         ((iter([1]), 4), "one integer per document"),
         ((pa.array([1, None]), 4), "one integer per document"),
-        (([1, 0, 2], 4), "document 1 has 0 tokens but needs at least 1; drop empty documents"),
+        (([1, 0, 2], 4), "document 1 has 0 tokens .*drop empty documents"),
         (([1, -2], 4), "document 1 has -2 tokens"),
         (
             ([1, 9, 900], 8),

@@ -203,9 +203,3 @@ def test_steps_hold_their_number_of_documents_and_whole_groups(per_step):
     assert np.mean(np.array(steps_of) > 1) < (0.2 if per_step == 7 else 0.05)
     assert all(batch for step in steps_in(sampler) for batch in step)
     assert len(sampler) == sum(len(step) for step in steps_in(sampler))
-
-
-def test_rows_that_were_packed_before_have_no_groups():
-    groups = grouped([[7] * 30] * 3)
-    with pytest.raises(ValueError, match="rows and groups exclude each other"):
-        PackedBatchSampler(groups.lengths, rows=True, groups=groups)

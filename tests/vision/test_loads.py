@@ -8,7 +8,7 @@ from helpers.vision import image_dataset, noise
 from helpers.vision import vision_trainer as trainer_of
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packing.packing.patch_bins import ImageLoads
+from trl_packing.packing.sampler import ImageLoads
 from trl_packing.training.columns import documents_of
 from trl_packing.training.report import ImageCounts
 from trl_packing.vision import support

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.packing.remixing import Limit, random_order_within, remix, stable_argsort
+from trl_packing.packing.remixing import random_order_within, remix, stable_argsort
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def pack(
             f"capacity must be a positive integer, got {capacity!r}; "
             "set max_length to the tokens that a row may hold"
         )
-    sizes = checked_lengths(lengths, int(capacity))
+    capacity = int(capacity)
+    sizes = checked_lengths(lengths, capacity)
     rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
     order = np.arange(len(sizes), dtype=_smallest_integer(len(sizes)))
     if chosen.order_dependent:
@@ -160,10 +161,15 @@ def pack(
     if chosen.packs_as == "bfd":
         bin_of = _best_fit_decreasing(in_order, capacity)
         if rng is not None:
-            remix([(in_order, capacity)], bin_of, rng)
-    else:
-        bin_of = next_fit([(in_order, capacity)])
-    return plan_of_bins(order, bin_of, sizes, int(capacity), rng)
+            remix(in_order, bin_of, capacity, rng)
+    else:  # a bin that starts at a document ends before the first one that exceeds it
+        ends = np.append(0, np.cumsum(in_order, dtype=np.int64))
+        bin_of = numbered_by_jumps(np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1)
+    num_bins = int(bin_of.max()) + 1
+    if rng is not None:  # a step takes neighboring bins, which must be a fair sample
+        bin_of = rng.permutation(num_bins).astype(bin_of.dtype)[bin_of]
+    counts = np.bincount(bin_of, minlength=num_bins)
+    return plan_of(order[stable_argsort(bin_of, num_bins)], counts, sizes, capacity)
 
 
 def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
@@ -176,16 +182,11 @@ def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
             f"lengths must be one integer per document, got {sizes.ndim} dimension(s) of "
             f"{sizes.dtype}; pass len(input_ids) of each document"
         )
-    if sizes.min() < 1:
-        at = int(np.argmax(sizes < 1))
-        raise ValueError(
-            f"document {at} has {sizes[at]} tokens but needs at least 1; drop empty documents"
-        )
-    if sizes.max() > capacity:
-        at = int(np.argmax(sizes > capacity))
+    if sizes.min() < 1 or sizes.max() > capacity:
+        at = int(np.argmax((sizes < 1) | (sizes > capacity)))
         raise ValueError(
             f"document {at} has {sizes[at]} tokens but capacity is {capacity}; "
-            "raise max_length or set overflow='truncate' or 'drop'"
+            "raise max_length or set overflow='truncate' or 'drop', and drop empty documents"
         )
     return sizes.astype(_smallest_integer(capacity), copy=False)
 
@@ -239,20 +240,6 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     return np.repeat(ranges(first, number).astype(first.dtype), np.repeat(each, number))
 
 
-def next_fit(limits: Sequence[Limit]) -> np.ndarray:
-    """Return the bin of each document, with one bin open at a time and documents in order.
-
-    Args:
-        limits: amounts of each document, none beyond its limit. A bin closes as soon as the next
-            document exceeds one of them.
-    """
-    next_starts = []  # for a bin that starts at each document: where the next bin starts
-    for amounts, most in limits:
-        ends = np.concatenate([[0], np.cumsum(amounts, dtype=np.int64)])
-        next_starts.append(np.searchsorted(ends, ends[:-1] + most, side="right") - 1)
-    return numbered_by_jumps(np.minimum.reduce(next_starts))
-
-
 def numbered_by_jumps(next_starts: np.ndarray) -> np.ndarray:
     """Return the part of each element, ``(N,)``, where a part that starts at i ends before [i]."""
     jump, start, starts = next_starts.data, 0, []
@@ -264,34 +251,11 @@ def numbered_by_jumps(next_starts: np.ndarray) -> np.ndarray:
     return np.cumsum(opens, dtype=opens.dtype)
 
 
-def plan_of_bins(
-    order: np.ndarray,
-    bin_of: np.ndarray,
-    lengths: np.ndarray,
-    capacity: int,
-    rng: np.random.Generator | None,
-) -> PackingPlan:
-    """Return the plan of documents in known bins.
-
-    Args:
-        order: numbers of the documents, ``(documents,)``.
-        bin_of: their bins, in that order.
-        lengths: tokens of each document, by its number.
-        capacity: tokens that a bin may hold.
-        rng: shuffles the bins; None keeps their order.
-    """
-    num_bins = int(bin_of.max()) + 1
-    if rng is not None:  # a step takes neighboring bins, which must be a fair sample
-        bin_of = rng.permutation(num_bins).astype(bin_of.dtype)[bin_of]
-    counts = np.bincount(bin_of, minlength=num_bins)
-    return plan_of(order[stable_argsort(bin_of, num_bins)], counts, lengths, capacity)
-
-
 def plan_of(
     indices: np.ndarray, sizes: np.ndarray, lengths: np.ndarray, capacity: int
 ) -> PackingPlan:
     """Return the plan of bins that hold `sizes` documents each, the next ones of `indices`."""
-    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
     tokens = np.add.reduceat(lengths[indices], offsets[:-1], dtype=np.int64)
     for array in (indices, offsets, tokens):
         array.setflags(write=False)

@@ -42,7 +42,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.packing.balance import excess_of_documents, exchange_between_steps
+from trl_packing.packing.balance import excess_of_parts, exchange_between_steps
 
 #: The seed that transformers gives `BatchRebalanceSampler`, whatever the seed of the run.
 REBALANCE_SEED = 42
@@ -183,7 +183,7 @@ class MixtureDraw:
         return exchange_between_steps(
             order,
             documents_per_step,
-            excess=excess_of_documents(sources, lengths),
+            excess=excess_of_parts(sources, lengths, np.arange(len(documents)), len(documents)),
             keys=copies * len(self.counts) + sources,  # a document may replace one of its source
             rng=rng,
         )

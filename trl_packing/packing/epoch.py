@@ -5,8 +5,8 @@
     epoch     7 5 2 | 0 3 | 6 1 | 4       places in the order of training
     ends          3     5     7   8       of micro-batches; `slots` of them make an optimizer step
 
-`epoch_of_bins` makes steps of equally many bins, balanced, and those of a mixture fair
-(balance.py). `epoch_of_documents` makes steps of equally many documents, balanced too, and
+`steps_of_bins` makes steps of equally many bins, balanced, and those of a mixture fair
+(balance.py). `steps_of_documents` makes steps of equally many documents, balanced too, and
 `padded_batches` the micro-batches of a padded run. Steps depend on ranks × accumulation alone. The
 last one has as few micro-batches as hold what is left, equally many on every rank.
 """
@@ -22,14 +22,16 @@ from trl_packing.packing.balance import (
     COSTLY_FROM,
     arranged,
     balanced_order,
-    excess_of_bins,
+    excess_of_parts,
     exchange_between_steps,
 )
-from trl_packing.packing.bins import PackingPlan, plan_of, ranges
-from trl_packing.packing.prefix_groups import PrefixGroups
+from trl_packing.packing.bins import PackingPlan, ranges
 
 # Documents of a padded batch with which a run is compared, unless its settings give another number.
 PADDED_BATCH = 8
+
+#: Places of an epoch in the order of training, and where each of its micro-batches ends.
+Steps = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,32 +63,7 @@ class EpochPlan:
         return self.ends[np.minimum(np.arange(1, number + 1) * self.slots, len(self)) - 1]
 
 
-def epoch_of_bins(
-    bins: PackingPlan,
-    full: np.ndarray,
-    left: np.ndarray,
-    num_ranks: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of an epoch in the order of training, and the ends of its micro-batches.
-
-    Args:
-        bins: of the places of the epoch.
-        full: bins of each micro-batch of the full steps, as `arranged_bins` returns them.
-        left: the other bins. They form the last step: as few micro-batches per rank as hold them,
-            and bins are split if these are too few.
-        num_ranks: data-parallel ranks.
-    """
-    number = -(-len(left) // (full.shape[-1] * num_ranks)) * num_ranks
-    last = split_bins((bins[i] for i in left), number)
-    held = np.array([*map(len, last)], np.int64)
-    # Micro-batches of the last step have about equally many bins.
-    of_last = np.array([(len(last) + i) // number for i in reversed(range(number))], np.int64)
-    sizes = np.diff(bins.offsets)
-    chosen = ranges(bins.offsets[full.ravel()], sizes[full.ravel()])
-    places = np.concatenate([bins.indices[chosen], *last]).astype(np.int64)
-    ends = np.cumsum(np.concatenate([sizes[full].sum(-1).ravel(), held]))
-    before = full.shape[0] * full.shape[1]
-    return places, np.concatenate([ends[:before], np.append(0, ends)[before + np.cumsum(of_last)]])
+# --- steps of bins ----------------------------------------------------------------------------
 
 
 def arranged_bins(
@@ -145,7 +122,7 @@ def arranged_bins(
     order = exchange_between_steps(
         np.concatenate([full.ravel(), left]),
         size,
-        excess=excess_of_bins(sources[bins.indices], lengths[bins.indices], bin_of, len(bins)),
+        excess=excess_of_parts(sources[bins.indices], lengths[bins.indices], bin_of, len(bins)),
         keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
         rng=rng,
     )
@@ -157,45 +134,66 @@ def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
     return order[np.argsort(stages[order], kind="stable")]
 
 
+def steps_of_bins(bins: PackingPlan, full: np.ndarray, left: np.ndarray, num_ranks: int) -> Steps:
+    """Return the steps of an epoch of bins.
+
+    Args:
+        bins: of the places of the epoch.
+        full: bins of each micro-batch of the full steps, as `arranged_bins` returns them.
+        left: the other bins. They form the last step: as few micro-batches per rank as hold them,
+            and bins are split if these are too few.
+        num_ranks: data-parallel ranks.
+    """
+    number = -(-len(left) // (full.shape[-1] * num_ranks)) * num_ranks
+    last = split_bins((bins[i] for i in left), number)
+    held = np.array([*map(len, last)], np.int64)
+    # Micro-batches of the last step have about equally many bins.
+    of_last = np.array([(len(last) + i) // number for i in reversed(range(number))], np.int64)
+    sizes = np.diff(bins.offsets)
+    chosen = ranges(bins.offsets[full.ravel()], sizes[full.ravel()])
+    places = np.concatenate([bins.indices[chosen], *last]).astype(np.int64)
+    ends = np.cumsum(np.concatenate([sizes[full].sum(-1).ravel(), held]))
+    before = full.shape[0] * full.shape[1]
+    return places, np.append(ends[:before], np.append(0, ends)[before + np.cumsum(of_last)])
+
+
 # --- steps of documents -----------------------------------------------------------------------
 
 
-def padded_batches(order: np.ndarray, documents_per_batch: int, num_ranks: int) -> np.ndarray:
-    """Return the ends of the micro-batches of a padded run, which takes `order` in slices.
+def padded_batches(number: int, documents_per_batch: int, num_ranks: int) -> np.ndarray:
+    """Return the ends of the micro-batches of a padded run, which takes documents in slices.
 
     In the last round of ranks, transformers repeats documents for ranks without any. Here the
     documents of that round are dealt evenly instead; a rank is idle only if they are too few.
 
     Args:
-        order: places as they are drawn, ``(places,)``.
+        number: of documents.
         documents_per_batch: documents in a micro-batch.
         num_ranks: data-parallel ranks.
     """
-    full, left = divmod(len(order), documents_per_batch * num_ranks)
-    sizes = [documents_per_batch] * (full * num_ranks)
+    full, left = divmod(number, documents_per_batch * num_ranks)
     if left > documents_per_batch * (num_ranks - 1):
-        sizes += [documents_per_batch] * (num_ranks - 1)
-        sizes.append(left - documents_per_batch * (num_ranks - 1))
-    elif left:
-        sizes += [(left + i) // num_ranks for i in reversed(range(num_ranks))]
-    return np.cumsum(sizes, dtype=np.int64)
+        last = [documents_per_batch] * (num_ranks - 1)
+        last.append(left - sum(last))
+    else:
+        last = [(left + i) // num_ranks for i in reversed(range(num_ranks))] if left else []
+    return np.cumsum([documents_per_batch] * (full * num_ranks) + last, dtype=np.int64)
 
 
-def epoch_of_documents(
+def steps_of_documents(
     order: np.ndarray,
     costs: np.ndarray,
     *,
     documents_per_step: int,
     num_ranks: int,
     accumulation: int,
-    groups: PrefixGroups | None = None,
+    groups: np.ndarray | None = None,
     saved: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places of an epoch in the order of training, and the ends of its micro-batches.
+) -> Steps:
+    """Return the steps of an epoch of documents, in micro-batches of about equal cost.
 
-    A step takes the next `documents_per_step` of `order` and divides them into micro-batches of
-    about equal cost. Groups of documents with a common prefix come in one micro-batch where that
-    leaves enough for the others.
+    Groups of documents with a common prefix come in one micro-batch where that leaves enough for
+    the others.
 
     Args:
         order: places as they are drawn, ``(places,)``; those of a group are neighbors.
@@ -203,7 +201,7 @@ def epoch_of_documents(
         documents_per_step: documents in a full step.
         num_ranks: data-parallel ranks.
         accumulation: micro-batches that a rank accumulates in a full step.
-        groups: of documents with common prefixes.
+        groups: the group of each place, ``(places,)``.
         saved: with groups, the cost that each place saves behind the one before it.
     """
     num_full = len(order) // documents_per_step * documents_per_step
@@ -219,7 +217,7 @@ def epoch_of_documents(
             sizes.append(found.ravel())
             continue
         for step in steps:
-            behind = np.where(np.diff(groups.numbers[step], prepend=-1) == 0, saved[step], 0)
+            behind = np.where(np.diff(groups[step], prepend=-1) == 0, saved[step], 0)
             at, found = _groups_of_equal_cost(costs[step], behind, num_ranks * per_rank)
             parts.append(step[at])
             sizes.append(found)
@@ -245,14 +243,10 @@ def micro_batches_per_rank(num_documents: int, documents_per_step: int, accumula
 
 
 def _equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide the elements of each row into parts of about equal cost.
+    """Divide the elements of each row of `costs` into `number` parts of about equal cost.
 
     Longest processing time first (Graham 1969): the costliest element to the cheapest part, within
     4/3 of the best possible maximum.
-
-    Args:
-        costs: (steps, elements).
-        number: of parts.
 
     Returns:
         The elements of each row, part after part, (steps, elements), and the elements of each part,
@@ -270,9 +264,7 @@ def _equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]
     return np.take_along_axis(by_cost, by_part, 1), sizes
 
 
-def _groups_of_equal_cost(
-    costs: np.ndarray, saved: np.ndarray, number: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _groups_of_equal_cost(costs: np.ndarray, saved: np.ndarray, number: int) -> Steps:
     """Do the same with a step of groups, each cut where it costs more than the mean micro-batch.
 
     Args:
@@ -293,20 +285,6 @@ def _groups_of_equal_cost(
 
 
 # --- more bins --------------------------------------------------------------------------------
-
-
-def with_more_bins(plan: PackingPlan, lengths: np.ndarray, number: int) -> PackingPlan:
-    """Return `plan` with the fullest bins split until there are `number`; more stay as they are.
-
-    Args:
-        plan: the bins of an epoch.
-        lengths: tokens of each place, ``(places,)`` integers.
-        number: bins that are wanted.
-    """
-    if len(plan) >= number:
-        return plan
-    bins = split_bins(plan, number)
-    return plan_of(np.concatenate(bins), np.array([*map(len, bins)]), lengths, plan.capacity)
 
 
 def split_bins(

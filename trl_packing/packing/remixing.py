@@ -10,11 +10,8 @@ Two moves change the partners of documents without a new bin, in rounds over all
     order, and cut where both halves fit                         around it the other
 
 The first move finds a partner for most bins if there are many documents, the second if there are
-few. With several limits, the second one alternates with an exchange of documents that are about
-equally long.
+few.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,40 +27,29 @@ _CUTS_PER_BIN = 1.5
 _MATCHINGS = 2
 
 
-#: Amounts of something in each document, ``(documents,)``, and the most of it that a bin may hold.
-Limit = tuple[np.ndarray, int]
-
-
-def remix(limits: Sequence[Limit], bin_of: np.ndarray, rng: np.random.Generator) -> None:
+def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
     """Move documents between bins, in place, so that two seeds give them different partners.
 
-    The number of bins stays the same, and none exceeds a limit. O(documents · log documents) per
+    The number of bins stays the same, and none exceeds `capacity`. O(documents · log documents) per
     round.
 
     Args:
-        limits: tokens of each document, at least 1, and maybe other amounts, which may be 0.
+        sizes: tokens of each document, ``(documents,)``, at least 1.
         bin_of: bin of each document, ``(documents,)``, changed in place.
+        capacity: tokens that a bin may hold.
         rng: draws the moves.
     """
     num_bins = int(bin_of.max()) + 1
     if num_bins == 1:
         return
-    sizes, capacity = limits[0]
     # With a cut behind every document: does the cut of most bins come, by chance, within the free
     # tokens of a bin of another cut?
     free = capacity - int(sizes.sum(dtype=np.int64)) / num_bins
     meets = len(sizes) ** 2 * (1 + free) > capacity * num_bins
+    move = _exchange_tails if meets else _recut_pairs
     rounds = int((_REMIX_BELOW / len(sizes)) ** (2 / 3))
     for _ in range(min(rounds, _MAX_ROUNDS if len(sizes) >= _SMALL else _MAX_ROUNDS_OF_SMALL)):
-        if meets and len(limits) == 1:
-            _exchange_tails(sizes, bin_of, num_bins, capacity, rng)
-            continue
-        _recut_pairs(limits, bin_of, num_bins, rng)
-        if len(limits) > 1:
-            _exchange_documents(limits, bin_of, num_bins, rng)
-
-
-# --- tails ----------------------------------------------------------------------------------------
+        move(sizes, bin_of, num_bins, capacity, rng)
 
 
 def _exchange_tails(
@@ -87,23 +73,10 @@ def _exchange_tails(
     # The bin with the lower cut receives the tail of the other, which is no longer than its own,
     # and gives its own to the other, which has room for the difference if the lower one had it.
     fits = (np.diff(heads) <= room[bins[:-1]]) & (bins[:-1] != bins[1:])
-    lower, upper = _matched(bins, np.flatnonzero(fits), num_bins, rng)
-    partner = np.arange(num_bins, dtype=bin_of.dtype)
-    partner[bins[lower]], partner[bins[upper]] = bins[upper], bins[lower]
-    tails = stops.copy()  # where each tail starts
-    tails[bins[lower]], tails[bins[upper]] = cuts[lower] + 1, cuts[upper] + 1
-    is_tail = np.arange(len(sizes)) >= np.repeat(tails, np.diff(stops, prepend=0))
-    bin_of[order[is_tail]] = np.repeat(partner, stops - tails)
-
-
-def _matched(
-    bins: np.ndarray, lower: np.ndarray, num_bins: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return cuts and those next to them, out of `lower`, so that no bin is in two of the pairs."""
-    lower = rng.permutation(lower)
+    # A bin is in one exchange at most; those without a partner look for another one.
+    lower, found = rng.permutation(np.flatnonzero(fits)), []
     is_free = np.ones(num_bins, dtype=bool)
     last_claim = np.empty(num_bins, dtype=lower.dtype)
-    found = []
     for _ in range(_MATCHINGS):
         one, other = bins[lower], bins[lower + 1]
         both = np.empty(2 * len(lower), dtype=bins.dtype)
@@ -114,20 +87,22 @@ def _matched(
         is_free[one[won]] = is_free[other[won]] = False
         lower = lower[is_free[one] & is_free[other]]
     matched = np.concatenate(found)
-    return matched, matched + 1
-
-
-# --- pairs ----------------------------------------------------------------------------------------
+    one, other = bins[matched], bins[matched + 1]
+    partner = np.arange(num_bins, dtype=bin_of.dtype)
+    partner[one], partner[other] = other, one
+    tails = stops.copy()  # where each tail starts
+    tails[one], tails[other] = cuts[matched] + 1, cuts[matched + 1] + 1
+    is_tail = np.arange(len(sizes)) >= np.repeat(tails, np.diff(stops, prepend=0))
+    bin_of[order[is_tail]] = np.repeat(partner, stops - tails)
 
 
 def _recut_pairs(
-    limits: Sequence[Limit], bin_of: np.ndarray, num_bins: int, rng: np.random.Generator
+    sizes: np.ndarray, bin_of: np.ndarray, num_bins: int, capacity: int, rng: np.random.Generator
 ) -> None:
     """Pair the bins at random, and partition each pair again if one stretch allows it.
 
     The documents of a pair are laid out in random order. Any stretch of them with a number of
-    tokens in [total − capacity, capacity] can be one bin, and the remaining documents the other;
-    the same holds for every other limit.
+    tokens in [total − capacity, capacity] can be one bin, and the remaining documents the other.
     """
     num_pairs = num_bins // 2
     bins = rng.permutation(num_bins)
@@ -140,19 +115,15 @@ def _recut_pairs(
     shuffled, pair = shuffled[:paired], pair[:paired]
 
     ends = np.cumsum(np.bincount(pair, minlength=num_pairs))
-    starts = np.concatenate([[0], ends[:-1]])
+    starts = np.append(0, ends[:-1])
+    before = np.append(0, np.cumsum(sizes[shuffled], dtype=np.int64))
+    # For a stretch that starts at each document, one search finds the first end that leaves at most
+    # `capacity` to the other bin.
+    least = np.maximum(before[ends] - before[starts] - capacity, 0)
     first = np.arange(paired)
-    last, sums = first + 1, []
-    for amounts, most in limits:
-        before = np.concatenate([[0], np.cumsum(amounts[shuffled], dtype=np.int64)])
-        least = np.maximum(before[ends] - before[starts] - most, 0)
-        # For a stretch that starts at each document, one search finds the first end that leaves at
-        # most `most` to the other bin.
-        last = np.maximum(last, np.searchsorted(before, before[:-1] + least[pair]))
-        sums.append((before, most))
+    last = np.maximum(first + 1, np.searchsorted(before, before[:-1] + least[pair]))
     legal = (last <= ends[pair]) & (last - first < (ends - starts)[pair])
-    for before, most in sums:
-        legal &= before[np.minimum(last, paired)] - before[:-1] <= most
+    legal &= before[np.minimum(last, paired)] - before[:-1] <= capacity
     chosen, at = np.unique(pair[legal], return_index=True)
 
     cut = np.zeros((2, num_pairs), dtype=np.int64)
@@ -161,25 +132,6 @@ def _recut_pairs(
     moved = cut[1, pair] > 0
     dealt = bins[2 * pair + inside]
     bin_of[shuffled[moved]] = dealt[moved]
-
-
-# --- documents ------------------------------------------------------------------------------------
-
-
-def _exchange_documents(
-    limits: Sequence[Limit], bin_of: np.ndarray, num_bins: int, rng: np.random.Generator
-) -> None:
-    """Exchange documents of about equally many tokens between two bins, where no limit objects."""
-    tokens, capacity = limits[0]
-    order = random_order_within(tokens, capacity, rng)
-    bins = bin_of[order]
-    fits = bins[:-1] != bins[1:]
-    for amounts, most in limits:
-        held = np.bincount(bin_of, amounts, num_bins)  # exact: below 2⁵³
-        more = np.diff(amounts[order].astype(np.int64))  # for the bin of the shorter document
-        fits &= (more <= most - held[bins[:-1]]) & (-more <= most - held[bins[1:]])
-    lower, upper = _matched(bins, np.flatnonzero(fits), num_bins, rng)
-    bin_of[order[lower]], bin_of[order[upper]] = bins[upper], bins[lower]
 
 
 # --- orders ---------------------------------------------------------------------------------------

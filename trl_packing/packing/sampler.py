@@ -15,26 +15,44 @@ Bins and steps are made of places, and micro-batches are yielded as documents.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.bins import PackingPlan, find_strategy, pack, plan_of
+from trl_packing.packing.bins import PackingPlan, checked_lengths, find_strategy, pack, plan_of
 from trl_packing.packing.draw import MixtureDraw, document_order
 from trl_packing.packing.epoch import (
     EpochPlan,
+    Steps,
     arranged_bins,
-    epoch_of_bins,
-    epoch_of_documents,
     in_stages,
     micro_batches_per_rank,
     padded_batches,
-    with_more_bins,
+    split_bins,
+    steps_of_bins,
+    steps_of_documents,
 )
-from trl_packing.packing.patch_bins import ImageLoads, PatchBins
 from trl_packing.packing.prefix_groups import PrefixGroups
+
+
+@dataclass(frozen=True, eq=False)
+class ImageLoads:
+    """Images of the documents of a data set, ``(documents,)`` int64 each.
+
+    Attributes:
+        images: number of images.
+        tokens: tokens that come from images.
+        patches: positions of the vision tower.
+        most_patches: that a bin may hold; None without a limit. A document with more of them shares
+            its bin with no other.
+    """
+
+    images: np.ndarray
+    tokens: np.ndarray
+    patches: np.ndarray
+    most_patches: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -132,6 +150,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             self.num_bins = self._most_bins()
 
     def _check(self) -> None:
+        """Raise ValueError for arguments that the settings of a run do not exclude."""
         if not self.documents_per_step and not self.rows and self.capacity is None:
             raise ValueError(
                 "capacity is None; set the tokens a bin may hold, or documents_per_step to batch "
@@ -140,15 +159,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        exclusive = {"groups": self.groups, "draw": self.draw, "stages": self.stages}
-        given = [name for name, value in exclusive.items() if value is not None]
-        if len(given) > 1 or (self.rows and given not in ([], ["stages"])):
-            raise ValueError(
-                f"{' and '.join(['rows'] * self.rows + given)} exclude each other: each decides "
-                "which documents share a bin; leave one out"
-            )
-        if self.draw is not None and not self.shuffle:
-            raise ValueError("draw is in random order; leave draw out, or set shuffle=True")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if self.num_drawn < self.num_ranks and not self.allow_idle_ranks:
@@ -209,14 +219,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
         def draw() -> EpochPlan:
             by_bins = self.documents_per_step is None
             places, ends = self._steps_of_bins() if by_bins else self._steps_of_documents()
-            documents = places if self.draw is None else self._documents(self.epoch)[places]
-            return EpochPlan(places, documents, ends, self._slots)
+            return EpochPlan(places, self._documents(self.epoch)[places], ends, self._slots)
 
         return self._once("drawn", self.epoch, draw)
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
-        return list(np.split(self.drawn().documents, self.drawn().ends[:-1]))
+        return list(self.drawn())
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
         """Return up to `number` of them, evenly spread over the epoch."""
@@ -229,8 +238,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return None
         bins = self._bins_of(self.epoch)
-        if self.draw is None:
-            return bins
         return replace(bins, indices=self._documents(self.epoch)[bins.indices])
 
     def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -239,8 +246,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         offsets = np.cumsum([0, *map(len, batches)])
         if self.groups is not None:
             return self.groups.index.computed_tokens(self.lengths, documents, offsets)
-        running = np.concatenate([[0], np.cumsum(self.lengths[documents], dtype=np.int64)])
-        return np.diff(running[offsets])
+        return np.diff(np.append(0, np.cumsum(self.lengths[documents], dtype=np.int64))[offsets])
 
     def places_in_first_steps(self, number: int) -> np.ndarray:
         """Return the places of this epoch's first `number` optimizer steps, in any order."""
@@ -265,8 +271,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return values if self.draw is None else values[self._documents(self.epoch)]
 
     def _documents(self, epoch: int) -> np.ndarray:
-        """Return the document at each place of a mixture, ascending."""
-        assert self.draw is not None
+        """Return the document at each place of an epoch, ascending."""
+        if self.draw is None:
+            return np.arange(len(self.lengths))
         return self._once("documents", epoch, partial(self.draw.documents, epoch))
 
     def _once(self, name: str, epoch: int, make: Callable[[], Any]) -> Any:
@@ -297,46 +304,46 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return self._once("bins", epoch, partial(self._pack_epoch, epoch))
 
     def _pack_epoch(self, epoch: int) -> PackingPlan:
-        seed, every = (self.seed, epoch) if self.shuffle else None, np.arange(len(self.lengths))
+        documents = self._documents(epoch)
         if self.rows:
             longest = int(self.lengths.max(initial=0))
-            return plan_of(every, np.ones(len(every), np.int64), self.lengths, longest)
-        if self.draw is not None:
-            documents = self._documents(epoch)
-            number = self.num_bins or 0  # while bins are counted, none is split
-            return with_more_bins(self._pack(documents, seed), self.lengths[documents], number)
+            return plan_of(documents, np.ones_like(documents), self.lengths, longest)
+        seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity or 0, self.strategy, seed)
-        if self.stages is None:
-            return self._pack(None, seed)
-        indices, sizes = [], []  # bins of one stage, stage after stage
-        for stage in np.unique(self.stages).tolist():
-            members = np.flatnonzero(self.stages == stage)
-            bins = self._pack(members, seed and (*seed, stage))
-            indices.append(members[bins.indices])
-            sizes.append(np.diff(bins.offsets))
-        return plan_of(np.concatenate(indices), np.concatenate(sizes), self.lengths, bins.capacity)
+        if self.stages is not None:
+            indices, sizes = [], []  # bins of one stage, stage after stage
+            for stage in np.unique(self.stages).tolist():
+                members = np.flatnonzero(self.stages == stage)
+                bins = self._pack(members, seed and (*seed, stage))
+                indices.append(members[bins.indices])
+                sizes.append(np.diff(bins.offsets))
+            found = np.concatenate(indices), np.concatenate(sizes)
+            return plan_of(*found, self.lengths, bins.capacity)
+        bins = self._pack(documents, seed)
+        if len(bins) < (self.num_bins or 0):  # of an emptier epoch of a mixture
+            parts = split_bins(bins, self.num_bins or 0)
+            sizes = np.array([*map(len, parts)])
+            return plan_of(np.concatenate(parts), sizes, self.lengths[documents], bins.capacity)
+        return bins
 
-    def _pack(self, documents: np.ndarray | None, seed: Sequence[int] | None) -> PackingPlan:
+    def _pack(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:
         """Return the bins of some documents, which it counts from 0 as they are given."""
         assert self.capacity is not None
-        if self.loads is None or self.loads.most_patches is None:
-            lengths = self.lengths if documents is None else self.lengths[documents]
+        lengths, loads = self.lengths[documents], self.loads
+        if loads is None or loads.most_patches is None:
             return pack(lengths, self.capacity, self.strategy, seed)
-        bins = self._patch_bins if documents is None else self._patch_bins.of(documents)
-        return bins.pack(seed)
-
-    @cached_property
-    def _patch_bins(self) -> PatchBins:
-        loads, capacity = self.loads, self.capacity
-        assert loads is not None
-        assert loads.most_patches is not None
-        assert capacity is not None
-        return PatchBins(self.lengths, loads.patches, capacity, loads.most_patches, self.strategy)
+        # A document takes the share of a bin that it has of the tokens or the patches, whichever is
+        # larger. So no bin exceeds a limit.
+        checked_lengths(lengths, self.capacity)
+        patches = np.minimum(loads.patches[documents], loads.most_patches)
+        share = -(-patches * self.capacity // loads.most_patches)
+        bins = pack(np.maximum(lengths, share), self.capacity, self.strategy, seed)
+        return plan_of(bins.indices, np.diff(bins.offsets), lengths, self.capacity)
 
     # --- steps --------------------------------------------------------------------------------
 
-    def _steps_of_bins(self) -> tuple[np.ndarray, np.ndarray]:
+    def _steps_of_bins(self) -> Steps:
         """Return the places of this epoch, by bins, and the ends of micro-batches."""
         bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
         squares = lengths.astype(np.int64) ** 2 if self.groups is None else self.groups.squares
@@ -354,9 +361,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
             sources=None if self.draw is None else self.at_places(self.draw.source_ids),
             lengths=lengths,
         )
-        return epoch_of_bins(bins, full, left, self.num_ranks)
+        return steps_of_bins(bins, full, left, self.num_ranks)
 
-    def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
+    def _steps_of_documents(self) -> Steps:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
         lengths, groups = self.at_places(self.lengths), self.groups
         per_step, epoch = self.documents_per_step, self.epoch
@@ -375,14 +382,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
             order = groups.in_steps(order, per_step)
         elif not self.divide_by_cost:
             per_batch = max(per_step // self._slots, 1)
-            return order, padded_batches(order, per_batch, self.num_ranks)
-        return epoch_of_documents(
+            return order, padded_batches(len(order), per_batch, self.num_ranks)
+        return steps_of_documents(
             order,
             self._cost(lengths),
             documents_per_step=per_step,
             num_ranks=self.num_ranks,
             accumulation=self.accumulation,
-            groups=groups,
+            groups=None if groups is None else groups.numbers,
             saved=None if groups is None else self._cost(groups.depths),
         )
 

@@ -11,7 +11,7 @@ No model is needed, so `trl-packing plan` draws the micro-batches of a run that 
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,10 +28,9 @@ from trl_packing.data.fitting import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.draw import MixtureDraw, numbers_of, order_seed, packing_seed, stages_of
-from trl_packing.packing.patch_bins import ImageLoads
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.packing.sampler import PackedBatchSampler, attention_cost
+from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler, attention_cost
 from trl_packing.training.mixture import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
@@ -258,7 +257,7 @@ class Sampling:
                 f"the images of document {at} have {loads.patches[at]} patches, but "
                 f"max_patches={most}; raise max_patches, or let the processor make images smaller"
             )
-        return loads.limited(most)
+        return replace(loads, most_patches=most)
 
     # --- resuming -----------------------------------------------------------------------------
 

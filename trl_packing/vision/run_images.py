@@ -23,7 +23,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.patch_bins import ImageLoads
+from trl_packing.packing.sampler import ImageLoads
 from trl_packing.vision.batch import (
     ImageBatches,
     StillTower,
