@@ -176,7 +176,7 @@ ONE_SENTENCE = {
         "'loss_weights' holds .* weights are lists of numbers",
     ),
     "role": ({"messages": [{"role": 5, "content": "a"}]}, {}, "int 5 as role; make it a string"),
-    "empty": ({"messages": []}, {}, "all 4 rows of the train dataset are empty"),
+    "empty": ({"messages": []}, {}, r"4 read, 4 of them empty"),
     "loss_weight": ({"text": "a b", "loss_weight": 1e300}, {}, r"1e\+300, more than float32"),
     "weight": (chat(said("b", weight=1e300)), {}, r"weight=1e\+300; .*float32 holds"),
     "JSON": ({"messages": '[{"role": "user"}]'}, {}, r"is a text; .*json\.loads"),
@@ -306,31 +306,7 @@ def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows, eval
         run()
 
 
-# --- advice, and flags of messages ----------------------------------------------------------------
-
-LONG = "many words and more " * 20
-
-
-@pytest.mark.parametrize(
-    ("row", "settings", "running"),
-    [
-        (chat(said(LONG)), {}, False),
-        (chat(said(LONG)), {"train_on": "assistant"}, False),
-        ({"query": "Hi", "response": LONG}, {"prompt_template": "qa"}, False),
-        ({"text": f"### A: {LONG}"}, {"response_template": "### A:"}, False),
-        ({"text": f"<|im_start|>user\nHi<|im_end|>\n{LONG}<|im_end|>"}, {}, False),
-        ({"input_ids": [9] * 90, "labels": [-100] * 5 + [9] * 85}, {}, False),
-        ({"instruction": "Hi", "output": LONG, "text": f"Hi\n{LONG}"}, {}, False),
-        ({"text": LONG}, {}, True),
-        ({"input_ids": [9] * 90}, {}, True),
-    ],
-)
-def test_cut_answers_are_not_told_to_be_split(tmp_path, row, settings, running):
-    """A piece of an answer without its question teaches to begin in the middle."""
-    trainer = trainer_for(tmp_path, [row] * 8, max_length=32, **settings)
-    report = str(trainer.packing_report.preparation)
-    assert "raise max_length" in report
-    assert ("overflow='split'" in report) == running
+# --- flags of messages ----------------------------------------------------------------------------
 
 
 def test_flags_that_are_null_are_as_if_they_were_not_there(tmp_path):

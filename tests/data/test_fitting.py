@@ -59,7 +59,7 @@ def data_sets(draw):
 # stop tokens, and 20 would be one if it were trained. Amounts: documents, tokens, trained, stops.
 STOPS = {12, 25, 20}
 BEFORE = TokenCounts(3, 13, 7, 2)
-RAISE = "raise max_length"  # pieces of an answer without its prompt would make no sense
+RAISE = "raise max_length or choose another overflow"
 FIRST, LAST = ("10 11 12", "10 11 12"), ("30 31 32 33", "30 31 32 33")
 LEFT = "with no trained token left: dropped"
 
@@ -400,9 +400,7 @@ def test_a_stream_with_a_bad_row_is_one_clear_sentence(bad):
 
 
 def test_a_data_set_without_a_trained_token_left_is_an_error():
-    sentence = (
-        r"no document .* token left \(2 read, 1 longer than max_length=4, overflow='truncate'"
-    )
+    sentence = r"no document .* token left \(2 read, 0 of them empty, 1 longer than max_length=4"
     with pytest.raises(ValueError, match=sentence):
         fit([document(10, 9, prompt=5), document(20, 2, prompt=2)], "truncate")
 

@@ -265,7 +265,9 @@ def test_sets_are_found_by_their_name_or_their_split(tmp_path):
     made(tmp_path / "several", call_for(chats(), {"a.b": test, "..": test}))
     (tmp_path / "several").rename(tmp_path / "moved")
     assert len(load_prepared(tmp_path / "moved", "..")) == 5
-    with pytest.raises(ValueError, match=r"of which 'train\[75%:\]' may be several; name one"):
+    with pytest.raises(
+        ValueError, match=r"'train\[75%:\]' names none or several of them; name one"
+    ):
         load_prepared(tmp_path / "moved", "train[75%:]")
 
 
@@ -277,7 +279,10 @@ def test_a_damaged_folder_is_refused(tmp_path):
         writer.write_table(reader.read_all().slice(0, 20))
     half = sink.getvalue().to_pybytes()[:-8]  # without the mark of its end
     for damaged, said in (
-        (half + bytes(len(content) - len(half)), r"train has 20 rows instead of 24; copy"),
+        (
+            half + bytes(len(content) - len(half)),
+            r"train cannot be read \(20 rows instead of 24\); copy",
+        ),
         (content[: len(content) // 2], r"train cannot be read \(.*; copy"),
         (None, r"train cannot be read \(.*; copy"),
     ):

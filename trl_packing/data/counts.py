@@ -61,12 +61,8 @@ class Stage:
 
     def __add__(self, other: "Stage") -> "Stage":
         """Return the losses of the same stage on other documents too."""
-        sums = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in ("affected", "lost", "lost_eos", "empty", "repeated")
-        }
-        # The shorter remedy helps the documents of both.
-        return replace(self, **sums, remedy=min(self.remedy, other.remedy, key=len))
+        names = ("affected", "lost", "lost_eos", "empty", "repeated")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def __str__(self) -> str:
         empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
@@ -98,12 +94,7 @@ class Conversations:
 
     @classmethod
     def of(cls, turns: np.ndarray, *, names_row: bool = True) -> "Conversations":
-        """Return the conversations whose documents have these numbers.
-
-        Args:
-            turns: values of the column `TURN`, ``(documents,)``.
-            names_row: The documents are those of a whole data set, in its order.
-        """
+        """Return the conversations whose documents have these values of the column `TURN`."""
         starts = turns <= 0  # the first turn of a conversation, or a conversation without one
         silent, first = turns < 0, None
         if names_row and silent.any():
@@ -111,22 +102,17 @@ class Conversations:
         return cls(int(starts.sum()), int((~silent).sum()), int(silent.sum()), first)
 
     def __add__(self, other: "Conversations") -> "Conversations":
-        return Conversations(
-            self.number + other.number,
-            self.documents + other.documents,
-            self.silent + other.silent,
-            self.first_silent,
-        )
+        names = ("number", "documents", "silent")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def __str__(self) -> str:
         if not self.number:
             return ""
-        conversations = quantity(self.number, "conversation")
-        made = f"{conversations} → {quantity(self.documents, 'document')}, one for each turn"
-        if not self.silent:
-            return made
         first = "" if self.first_silent is None else f" (the first is row {self.first_silent})"
-        return f"{made}; {self.silent:,} without a trained turn{first}: dropped"
+        silent = f"; {self.silent:,} without a trained turn{first}: dropped" * bool(self.silent)
+        documents = quantity(self.documents, "document")
+        made = f"{quantity(self.number, 'conversation')} → {documents}, one for each turn"
+        return made + silent
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts, quantity
-from trl_packing.documents.arrow import ArrowDocuments, FlatLists, flat_lists, list_column
+from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, token_columns
 from trl_packing.packing.bins import find_strategy
 
@@ -43,6 +43,7 @@ _VERB = {
     "split": "split into pieces",
     "overlap": "split into pieces that overlap",
 }
+_IN_PIECES = ("split", "overlap", "wrapped")  # more than one piece of a document may survive
 
 
 # --- policies, as arithmetic on lengths -----------------------------------------------------------
@@ -60,14 +61,12 @@ class Overflow:
             there is a capacity. A label on the first token trains nothing, but such a document
             takes a place in a step.
         overlap_tokens: the setting; None for an eighth of `capacity`.
-        running_text: pieces of a document may make sense alone, unlike those of an answer.
     """
 
     policy: str
     capacity: int | None
     drops_as_padded: bool = False
     overlap_tokens: int | None = None
-    running_text: bool = True
 
     @classmethod
     def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
@@ -91,11 +90,6 @@ class Overflow:
         # With another policy the documents differ from TRL's anyway.
         as_padded = not packing and policy in ("truncate", "truncate_start")
         return cls(policy, args.max_length, as_padded, options.overlap_tokens)
-
-    @property
-    def makes_pieces(self) -> bool:
-        """Whether more than one piece of a document may survive."""
-        return self.policy in ("split", "overlap", "wrapped")
 
     @property
     def overlap(self) -> int | None:
@@ -132,27 +126,26 @@ class Pieces(NamedTuple):
 
 def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
     """Return the pieces that the policy keeps; a document with images is kept whole, or dropped."""
-    lengths, capacity = documents.lengths(), overflow.capacity
-    zeros = np.zeros_like(lengths)
-    pieces = Pieces.of(zeros, lengths)
-    if capacity is None or overflow.policy == "error":
-        return pieces
-    drops = np.full(len(lengths), overflow.policy == "drop")
+    lengths, capacity, policy = documents.lengths(), overflow.capacity, overflow.policy
+    starts = np.zeros_like(lengths)
+    if capacity is None or policy == "error":
+        return Pieces.of(starts, lengths)
+    drops = np.full(len(lengths), policy == "drop")
     if IMAGE_IDS in documents.columns:
         drops[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
-    if overflow.policy == "truncate":
-        pieces = Pieces.of(zeros, np.minimum(lengths, capacity))
-    elif overflow.policy == "truncate_start":
-        pieces = Pieces.of(np.maximum(lengths - capacity, 0), lengths)
-    elif overflow.policy == "truncate_prompt":
-        prompts = documents.in_order([_prompts(*c) for c in documents.readers["labels"].chunks])
-        # The last token of the prompt stays: a document's first token is never a target.
-        starts = np.minimum(np.maximum(lengths - capacity, 0), np.maximum(prompts - 1, 0))
+    drops &= lengths > capacity
+    if policy in _IN_PIECES:
+        used = (np.cumsum(lengths) - lengths) % capacity if policy == "wrapped" else starts
+        pieces = _cut_at_strides(lengths, capacity, overflow.overlap or 0, used)
+    else:
+        if policy in ("truncate_start", "truncate_prompt"):
+            starts = np.maximum(lengths - capacity, 0)
+        if policy == "truncate_prompt":
+            # The last token of the prompt stays: a document's first token is never a target.
+            prompts = documents.by_document("labels", _prompts)
+            starts = np.minimum(starts, np.maximum(prompts - 1, 0))
         pieces = Pieces.of(starts, np.minimum(starts + capacity, lengths))
-    elif overflow.makes_pieces:
-        before = np.cumsum(lengths) - lengths if overflow.policy == "wrapped" else zeros
-        pieces = _cut_at_strides(lengths, capacity, overflow.overlap or 0, before % capacity)
-    return pieces.where(~(drops & (lengths > capacity))[pieces.rows])
+    return pieces.where(~drops[pieces.rows])
 
 
 def _prompts(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -165,11 +158,7 @@ def _prompts(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def _cut_at_strides(lengths: np.ndarray, capacity: int, overlap: int, used: np.ndarray) -> Pieces:
     """Return pieces of up to `capacity` tokens that begin with the last `overlap` before them.
 
-    Args:
-        lengths: tokens of each document, ``(documents,)`` int64.
-        capacity: most tokens of a piece.
-        overlap: tokens of context.
-        used: tokens of the row before each document; 0 if each has a row of its own.
+    `used` are the tokens of the row before each document; 0 if each has a row of its own.
     """
     stride = capacity - overlap
     per_row = 1 + np.maximum(-(-(used + lengths - capacity) // stride), 0)
@@ -205,24 +194,18 @@ def fit_and_count(
         ValueError: if a document is too long under ``"error"``, or if nothing is left.
     """
     documents, where = documents_of(dataset), f"of the {name} dataset"
-    check_length(documents, overflow, where)
-    pieces, counts = fit(documents, overflow, stop_ids)
-    lengths = documents.lengths()
+    pieces, counts = fit(documents, overflow, stop_ids, where=where)
     if not counts.after.trained:
-        if not lengths.any():
-            raise ValueError(
-                f"all {len(lengths):,} rows {where} are empty: they have no messages or tokens; "
-                "check how it was loaded"
-            )
+        lengths = documents.lengths()
         too_long = 0 if overflow.capacity is None else int((lengths > overflow.capacity).sum())
         raise ValueError(
-            f"no document {where} has a trained token left ({len(lengths)} read, {too_long} longer "
-            f"than max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length,"
-            " or check the completion or assistant masks"
+            f"no document {where} has a trained token left ({len(lengths)} read, "
+            f"{int((lengths == 0).sum())} of them empty, {too_long} longer than "
+            f"max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or "
+            "check how it was loaded, and the completion or assistant masks"
         )
-    words = f"Fitting {name} dataset to max_length"
-    columns = documents.columns
-    return cut_documents(dataset, lengths, pieces, columns, num_proc=num_proc, desc=words), counts
+    desc = f"Fitting {name} dataset to max_length"
+    return cut_documents(documents, pieces, documents.columns, num_proc=num_proc, desc=desc), counts
 
 
 def documents_of(dataset: Dataset) -> ArrowDocuments:
@@ -230,51 +213,24 @@ def documents_of(dataset: Dataset) -> ArrowDocuments:
     return ArrowDocuments(dataset, token_columns(dataset.column_names))
 
 
-def check_length(
-    documents: ArrowDocuments,
-    overflow: Overflow,
-    where: str,
-    numbers: Sequence[int] | None = None,
-) -> None:
-    """Raise ValueError for a document that the policy ``"error"`` refuses.
-
-    Args:
-        documents: of any length.
-        overflow: the policy.
-        where: end of the name of a document, "of the train dataset".
-        numbers: of the documents; None: 0, 1, 2, …
-    """
-    if overflow.policy != "error" or overflow.capacity is None:
-        return
-    lengths = documents.lengths()
-    wrong = np.flatnonzero(lengths > overflow.capacity)
-    if len(wrong):
-        raise ValueError(
-            f"document {wrong[0] if numbers is None else numbers[wrong[0]]} {where} has "
-            f"{lengths[wrong[0]]} tokens but max_length is {overflow.capacity}; raise max_length "
-            "or set overflow='truncate' or 'drop'"
-        )
-
-
 def cut_documents(
-    dataset: Dataset,
-    lengths: np.ndarray,
+    documents: ArrowDocuments,
     pieces: Pieces,
     by_token: Sequence[str],
     *,
     num_proc: int | None,
     desc: str,
 ) -> Dataset:
-    """Return `pieces` of the documents of `dataset`; a table is written only if any is cut.
+    """Return `pieces` of the documents as a data set; a table is written only if any is cut.
 
     Args:
-        dataset: documents.
-        lengths: their tokens, ``(documents,)``.
+        documents: before the cut.
         pieces: of them.
-        by_token: columns that are cut.
+        by_token: columns of their data set that are cut; the others are repeated.
         num_proc: processes that cut.
         desc: of the progress bar.
     """
+    dataset, lengths = documents.dataset, documents.lengths()
     if np.array_equal(pieces.sizes, lengths[pieces.rows]):
         return dataset if len(pieces.rows) == len(lengths) else dataset.select(pieces.rows)
     # `map` caches by the function and its arguments, so a second run reads the result.
@@ -299,32 +255,26 @@ def _cut_batch(
 
 def cut_table(table: pa.Table, pieces: Pieces, by_token: Sequence[str]) -> pa.Table:
     """Return `pieces` of the documents of `table`, with their values in other columns."""
-    columns = []
+    columns, sizes = [], pieces.sizes
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    place = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
     for field in table.schema:
         column = table.column(field.name)
         if field.name not in by_token:
             columns.append(column.take(pa.array(pieces.rows)))
             continue
-        values, offsets = _gather(flat_lists(field.name, column), pieces)
+        values, offsets = flat_lists(field.name, column)
+        values = values[place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes)]
         if field.name == "labels" and pieces.contexts.any():
-            first = np.arange(len(values)) - np.repeat(offsets[:-1], pieces.sizes)
-            values[first < np.repeat(pieces.contexts, pieces.sizes)] = IGNORE_INDEX
-        columns.append(list_column(values, offsets, field))
+            values[place < np.repeat(pieces.contexts, sizes)] = IGNORE_INDEX
+        columns.append(list_column(values, ends, field))
     return pa.table(columns, names=table.column_names)
-
-
-def _gather(lists: FlatLists, pieces: Pieces) -> FlatLists:
-    """Return values and offsets of the pieces, given those of the documents."""
-    values, offsets = lists
-    ends = np.concatenate([[0], np.cumsum(pieces.sizes)])
-    first = offsets[pieces.rows] + pieces.starts
-    return values[np.arange(ends[-1]) + np.repeat(first - ends[:-1], pieces.sizes)], ends
 
 
 # --- counts ---------------------------------------------------------------------------------------
 
 
-class _Counted(NamedTuple):
+class Counted(NamedTuple):
     """Tokens, trained tokens and trained stop tokens of each piece, ``(pieces,)`` int64."""
 
     tokens: np.ndarray
@@ -342,7 +292,10 @@ def fit(
     documents: ArrowDocuments,
     overflow: Overflow,
     stop_ids: Iterable[int] = (),
-    before: _Counted | None = None,
+    before: Counted | None = None,
+    *,
+    where: str = "",
+    numbers: Sequence[int] | None = None,
 ) -> tuple[Pieces, PreparationCounts]:
     """Return the pieces that are trained, and what came in, what came out, and the losses between.
 
@@ -351,36 +304,73 @@ def fit(
         overflow: the policy.
         stop_ids: trained tokens with these ids are counted as stop tokens.
         before: what `count_whole` has returned, if several policies are compared.
+        where: end of the name of a document, "of the train dataset".
+        numbers: of the documents; None: 0, 1, 2, …
+
+    Raises:
+        ValueError: naming the first document that is too long under ``"error"``.
     """
+    lengths, capacity = documents.lengths(), overflow.capacity
+    if overflow.policy == "error" and capacity is not None and lengths.max(initial=0) > capacity:
+        wrong = int(np.argmax(lengths > capacity))
+        raise ValueError(
+            f"document {wrong if numbers is None else numbers[wrong]} {where} has "
+            f"{lengths[wrong]} tokens but max_length is {capacity}; raise max_length or set "
+            "overflow='truncate' or 'drop'"
+        )
     pieces = pieces_of(documents, overflow)
     before = cut = before or count_whole(documents, stop_ids)
-    if not all(map(np.array_equal, pieces, _whole(documents))):
+    if not all(map(np.array_equal, pieces, Pieces.of(np.zeros_like(lengths), lengths))):
         cut = _count(documents, pieces, stop_ids)
     kept = cut.trained > 0
     if overflow.drops_as_padded:
-        kept = cut.tokens > 0 if overflow.capacity is None else cut.labelled > 0
+        kept = cut.tokens > 0 if capacity is None else cut.labelled > 0
+
+    why = f"longer than max_length={capacity}: {_VERB.get(overflow.policy)}"
+    if overflow.policy == "wrapped":
+        why = f"cut where rows of max_length={capacity} end"
+    dropped = len(lengths) - len(np.unique(pieces.rows))
+    if dropped and overflow.policy != "drop":
+        why += f" ({quantity(dropped, 'document')} with images dropped)"
+    stops_left = np.bincount(pieces.rows, cut.stops, minlength=len(lengths))
+    never = ~kept & (before.trained[pieces.rows] == 0)
+    since_cut = ~kept & ~never
+    untrained = np.unique(pieces.rows[never])
     stages = (
-        _overflow_stage(overflow, before, cut, pieces, kept),
-        *_drop_stages(overflow, before, cut, pieces, kept),
+        Stage(
+            len(lengths) - int((cut.tokens == lengths[pieces.rows]).sum()),
+            why,
+            before.sums() - cut.sums(),
+            lost_eos=int((stops_left < before.stops).sum()),
+            remedy="raise max_length or choose another overflow",
+            repeated=int(pieces.contexts[kept].sum()),
+        ),
+        Stage(
+            len(untrained),
+            "without a trained token: dropped",
+            cut.sums(never),
+            empty=int((lengths[untrained] == 0).sum()),
+        ),
+        Stage(
+            int(since_cut.sum()),
+            "with no trained token left: dropped",
+            cut.sums(since_cut),
+            unit="piece" if overflow.policy in _IN_PIECES else "document",
+        ),
     )
     affected = tuple(stage for stage in stages if stage.affected)
     return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), affected)
 
 
-def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> _Counted:
+def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Counted:
     """Count the tokens of every document."""
-    return _count(documents, _whole(documents), stop_ids)
-
-
-def _whole(documents: ArrowDocuments) -> Pieces:
     lengths = documents.lengths()
-    return Pieces.of(np.zeros_like(lengths), lengths)
+    return _count(documents, Pieces.of(np.zeros_like(lengths), lengths), stop_ids)
 
 
-def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -> _Counted:
+def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -> Counted:
     """Count the tokens of every piece, one chunk of the Arrow table at a time."""
-    stops = np.array(sorted(stop_ids), np.int64)
-    labels = documents.readers["labels"]
+    stops, labels = np.array(sorted(stop_ids), np.int64), documents.readers["labels"]
     stored = documents.stored_rows(pieces.rows)
     order = np.argsort(stored, kind="stable")
     groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
@@ -394,58 +384,9 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -
         # The first token of a piece is never a target; behind a context, it is.
         begin = np.minimum(np.maximum(start, zero + starts + 1), stop)
         # A search costs less than a running sum over all tokens.
-        trained, stopping = (
-            np.flatnonzero(values != IGNORE_INDEX),
-            np.flatnonzero(np.isin(values, stops)),
-        )
+        trained = np.flatnonzero(values != IGNORE_INDEX)
+        stopping = np.flatnonzero(np.isin(values, stops))
         ways = ((trained, begin), (stopping, begin), (trained, start))
         for result, (places, since) in zip(counted, ways, strict=True):
             result[chosen] = np.searchsorted(places, stop) - np.searchsorted(places, since)
-    return _Counted(pieces.sizes, *counted)
-
-
-def _overflow_stage(
-    overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces, kept: np.ndarray
-) -> Stage:
-    number, intact = len(before.tokens), cut.tokens == before.tokens[pieces.rows]
-    why = f"longer than max_length={overflow.capacity}: {_VERB.get(overflow.policy)}"
-    if overflow.policy == "wrapped":
-        why = f"cut where rows of max_length={overflow.capacity} end"
-    has_piece, is_changed = np.zeros(number, bool), np.ones(number, bool)
-    has_piece[pieces.rows], is_changed[pieces.rows[intact]] = True, False
-    dropped = number - int(has_piece.sum())
-    if dropped and overflow.policy != "drop":
-        why += f" ({quantity(dropped, 'document')} with images dropped)"
-    # Conversations and answers have untrained tokens, or stop tokens between their turns.
-    changed = np.flatnonzero(is_changed)
-    is_text = (before.trained[changed] >= before.tokens[changed] - 1) & (before.stops[changed] < 2)
-    suggests_split = not overflow.makes_pieces and overflow.running_text and bool(is_text.all())
-    stops_left = np.bincount(pieces.rows, cut.stops, minlength=number)
-    return Stage(
-        number - int(intact.sum()),
-        why,
-        before.sums() - cut.sums(),
-        lost_eos=int((stops_left < before.stops).sum()),
-        remedy="raise max_length" + " or set overflow='split'" * suggests_split,
-        repeated=int(pieces.contexts[kept].sum()),
-    )
-
-
-def _drop_stages(
-    overflow: Overflow, before: _Counted, cut: _Counted, pieces: Pieces, kept: np.ndarray
-) -> tuple[Stage, Stage]:
-    """Return losses of pieces with nothing to train: from the beginning, and because of the cut."""
-    never = ~kept & (before.trained[pieces.rows] == 0)
-    since_cut = ~kept & ~never
-    documents = np.unique(pieces.rows[never])
-    empty = int((before.tokens[documents] == 0).sum())
-    unit = "piece" if overflow.makes_pieces else "document"
-    return (
-        Stage(len(documents), "without a trained token: dropped", cut.sums(never), empty=empty),
-        Stage(
-            int(since_cut.sum()),
-            "with no trained token left: dropped",
-            cut.sums(since_cut),
-            unit=unit,
-        ),
-    )
+    return Counted(pieces.sizes, *counted)

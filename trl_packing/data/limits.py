@@ -9,8 +9,9 @@ device assert on CUDA, and silently gives a wrong number in some kernels. So eve
 checked before a model runs on it: in one pass over the Arrow table, or document by document.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -62,17 +63,13 @@ class ModelLimits:
             where: end of the name of a document, "of the train dataset".
             numbers: of the documents; None: 0, 1, 2, …
         """
-        checks: dict[str, Callable[[Any], Any]]
-        checks = {"input_ids": self._no_ids, "labels": self._no_labels}
-        if is_packed(documents):
-            checks[SEQ_LENGTHS] = self._no_lengths
         found = [
-            documents.rows_where(column, is_beyond)
-            for column, is_beyond in checks.items()
-            if column in documents.columns
+            documents.rows_where(column, partial(self._beyond, column))
+            for column in documents.columns
+            if column in (*TOKEN_COLUMNS, SEQ_LENGTHS)
         ]
-        if self.positions is not None and not is_packed(documents):
-            found.append(np.flatnonzero(self._no_lengths(documents.lengths())))
+        if not is_packed(documents):
+            found.append(np.flatnonzero(self._beyond(SEQ_LENGTHS, documents.lengths())))
         for wrong in found:
             if len(wrong):
                 number = wrong[0] if numbers is None else numbers[wrong[0]]
@@ -81,14 +78,20 @@ class ModelLimits:
 
     def check_document(self, document: Mapping[str, Any], which: str, others: str = "") -> None:
         """Raise ValueError if a document exceeds a limit; `others` ends the sentence."""
-        for column, is_beyond in (("input_ids", self._no_ids), ("labels", self._no_labels)):
+        for column in TOKEN_COLUMNS:
             values = np.asarray(document.get(column, ()))
-            if values.size and (wrong := is_beyond(values)).any():
-                problem = self._wrong_id(column, values[wrong][0])
-                raise ValueError(f"{which} has {problem}{others}")
+            if values.size and (wrong := self._beyond(column, values)).any():
+                kind = "label" if column == "labels" else "token id"
+                allowed = (
+                    f"but an id is 0 or more, and a label may be {IGNORE_INDEX}"
+                    if self.vocabulary is None
+                    else f"but the model's vocabulary has {self.vocabulary} ids (a label may be "
+                    f"{IGNORE_INDEX}); was it tokenized with another tokenizer?"
+                )
+                raise ValueError(f"{which} has {kind} {values[wrong][0]}, {allowed}{others}")
         lengths = document.get(SEQ_LENGTHS)
         longest = len(document["input_ids"]) if lengths is None else max(lengths, default=0)
-        if self._no_lengths(longest):
+        if self._beyond(SEQ_LENGTHS, np.array(longest)):
             raise ValueError(
                 f"{which} has {longest:,} tokens, but the model has learned {self.positions:,} "
                 f"positions; set max_length={self.positions}{others}"
@@ -99,32 +102,17 @@ class ModelLimits:
         self.check_document(document, f"document {number} of the stream")
         return document
 
-    def _no_ids(self, values: np.ndarray) -> np.ndarray:
+    def _beyond(self, column: str, values: np.ndarray) -> np.ndarray:
+        """Return where values of a column of tokens, or of lengths, exceed a limit."""
+        if column == SEQ_LENGTHS:
+            return values > (np.inf if self.positions is None else self.positions)
         if self.vocabulary is None:
-            return values < 0
-        if values.dtype.kind == "i":  # as unsigned numbers, negative ones are large: one pass
-            return values.view(f"u{values.dtype.itemsize}") >= self.vocabulary
-        return values >= self.vocabulary
-
-    def _no_labels(self, values: np.ndarray) -> np.ndarray:
-        return self._no_ids(values) & (values != IGNORE_INDEX)
-
-    def _no_lengths(self, lengths: Any) -> Any:
-        return lengths > (np.inf if self.positions is None else self.positions)
-
-    def _wrong_id(self, column: str, value: Any) -> str:
-        is_label = column == "labels"
-        name = "label" if is_label else "token id"
-        if self.vocabulary is None:
-            allowed = "an id is 0 or more"
-            if is_label:
-                allowed = f"a label is a token id, or {IGNORE_INDEX} where nothing is trained"
-            return f"{name} {value}, but {allowed}"
-        beside = f" (and {IGNORE_INDEX} for what is not trained)" * is_label
-        return (
-            f"{name} {value}, but the model's vocabulary has {self.vocabulary} ids{beside}; was it "
-            "tokenized with another tokenizer?"
-        )
+            wrong = values < 0
+        elif values.dtype.kind == "i":  # as unsigned numbers, negative ones are large: one pass
+            wrong = values.view(f"u{values.dtype.itemsize}") >= self.vocabulary
+        else:
+            wrong = values >= self.vocabulary
+        return wrong & (values != IGNORE_INDEX) if column == "labels" else wrong
 
 
 NO_LIMITS = ModelLimits()
@@ -134,11 +122,10 @@ def limits_of(model: Any) -> ModelLimits:
     """Return the limits of `model`, which must not be wrapped or sharded yet."""
     weight = getattr(model.get_input_embeddings(), "weight", None)
     if weight is None:
-        return ModelLimits(
-            getattr(text_config(model), "vocab_size", None), learned_positions(model)
-        )
-    # Under ZeRO-3 the local shape is empty.
-    return ModelLimits(getattr(weight, "ds_shape", weight.shape)[0], learned_positions(model))
+        vocabulary = getattr(text_config(model), "vocab_size", None)
+    else:  # under ZeRO-3 the local shape is empty
+        vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
+    return ModelLimits(vocabulary, learned_positions(model))
 
 
 def learned_positions(model: Any) -> int | None:

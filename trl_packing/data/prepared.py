@@ -52,32 +52,24 @@ class PreparedRecord:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "PreparedRecord":
         """Return the record that `asdict` has stored; other values are ignored."""
-        counts = stored["counts"]
-        return cls(
-            stored["folder"],
-            stored["name"],
-            stored["fingerprint"],
-            DocumentRules.from_json(stored["rules"]),
-            None if counts is None else PreparationCounts.from_json(counts),
-        )
+        plain = {name: stored[name] for name in ("folder", "name", "fingerprint")}
+        counts = stored["counts"] and PreparationCounts.from_json(stored["counts"])
+        return cls(**plain, rules=DocumentRules.from_json(stored["rules"]), counts=counts)
 
     def is_whole(self, dataset: Any) -> bool:
         """Return whether nothing was selected from `dataset`, or changed, since it was loaded."""
         return isinstance(dataset, Dataset) and dataset._fingerprint == self.fingerprint
 
-    def check(self, rules: Rules) -> None:
-        """Raise ValueError if a run with these rules would make other documents."""
+    def check(self, rules: Rules, dataset: Dataset | IterableDataset) -> None:
+        """Raise ValueError if a run makes other documents, or columns of tokens were removed."""
         differences = "; ".join(self.rules.differences(rules))
         if differences:
             raise ValueError(
                 f"the prepared data in {self.folder} do not fit this run: {differences}; use the "
                 "same settings here, or run `trl-packing prepare` again with those of this run"
             )
-
-    def check_columns(self, dataset: Dataset | IterableDataset) -> None:
-        """Raise ValueError if columns of tokens were removed since."""
-        columns = dataset.column_names
-        missing = [name for name in TOKEN_COLUMNS if columns and name not in columns]
+        columns = dataset.column_names or TOKEN_COLUMNS
+        missing = [name for name in TOKEN_COLUMNS if name not in columns]
         if missing:
             raise ValueError(
                 f"the documents that {self.folder} held have no {missing[0]!r} any more; keep the "
@@ -184,17 +176,17 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
     text = json.dumps([manifest, name], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     place = {"folder": str(folder), "name": name, "fingerprint": fingerprint}
-    record = PreparedRecord.from_json(stored | place)
+    record = json.dumps(asdict(PreparedRecord.from_json(stored | place)))
     path = Path(folder).expanduser() / folder_of(name)
     try:
         documents = load_from_disk(path)
+        if len(documents) != stored["stored_rows"]:  # an Arrow stream ends where zeros begin
+            raise ValueError(f"{len(documents):,} rows instead of {stored['stored_rows']:,}")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); {_AGAIN}") from error
-    if len(documents) != stored["stored_rows"]:  # an Arrow stream ends where zeros begin
-        found = f"{len(documents):,} rows instead of {stored['stored_rows']:,}"
-        raise ValueError(f"{path} has {found}; {_AGAIN}")
-    text = f"{_MARK}{json.dumps(asdict(record))}"
-    info = DatasetInfo(description=text, features=documents.features)
+        raise ValueError(
+            f"{path} cannot be read ({error}); copy the folder again, or prepare the data again"
+        ) from error
+    info = DatasetInfo(description=f"{_MARK}{record}", features=documents.features)
     return Dataset(documents.data, info=info, fingerprint=fingerprint)
 
 
@@ -203,24 +195,15 @@ def folder_of(name: str) -> str:
     return quote(name, safe="").replace(".", "%2E")
 
 
-_AGAIN = "copy the folder again, or prepare the data again"
-
-
 def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
-    if name in sets:
-        return name
     of_split = [other for other, stored in sets.items() if stored["split"] == name]
-    if len(of_split) == 1:
-        return of_split[0]
+    if name in sets or len(of_split) == 1:
+        return name if name in sets else of_split[0]
     held = ", ".join(
-        f"{other!r}" + (f" (split {stored['split']!r})" if stored["split"] else "")
+        f"{other!r}" + f" (split {stored['split']!r})" * bool(stored["split"])
         for other, stored in sets.items()
     )
-    if of_split:
-        raise ValueError(
-            f"{folder} holds the prepared sets {held}, of which {name!r} may be several; name one"
-        )
     raise ValueError(
-        f"{folder} holds the prepared sets {held}, and none that is called {name!r}; a prepared "
-        "set is used whole, so to use another split or part, prepare that"
+        f"{folder} holds the prepared sets {held}, and {name!r} names none or several of them; "
+        "name one: a prepared set is used whole, so to use another split or part, prepare that"
     )

@@ -12,6 +12,7 @@ A stream passes the same stages; the last two run while it is read (stream). Doc
 `trl-packing prepare` wrote stay as they are, if the run has the rules that made them (prepared).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,57 +55,25 @@ from trl_packing.documents.weights import document_weights_from_rows
 
 logger = get_logger(__name__)
 
-# Beside one of these columns, a `text` holds a prompt and its answer, as in tatsu-lab/alpaca.
-_COLUMNS_OF_PROMPTS = {
-    *("prompt", "messages", "conversations"),
-    *("instruction", "question", "query", "response", "answer", "output"),
-}
-
-# A sentence for the report, and one for the log; "" where there is none.
-Note = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A user's data set, of any form.
-
-    Attributes:
-        dataset: the rows.
-        name: of the data set, for messages.
-        formatting_func: the user's function from a row to its text.
-        columns: names of the columns. Those of a stream may be known only by reading a row.
-    """
-
-    dataset: AnyDataset
-    name: str
-    formatting_func: Any
-    columns: tuple[str, ...]
-
-    @property
-    def are_tokenized(self) -> bool:
-        return "input_ids" in self.columns
-
-    @property
-    def are_packed(self) -> bool:
-        return self.are_tokenized and SEQ_LENGTHS in self.columns
-
 
 @dataclass(frozen=True)
 class WholeDocuments:
     """Documents of any length, ended in EOS if asked for, before the overflow policy.
 
     Attributes:
-        rows: the user's rows.
         documents: the documents; a stream gets its EOS when it is fitted.
         overflow: the policy of the run.
-        notes: sentences on the documents.
+        name: of the data set, for messages.
+        are_packed: rows hold several documents each, and stay as they are.
+        notes: sentences on the documents, for the report.
         conversations: those of a data set that were divided into turns.
     """
 
-    rows: Rows
     documents: AnyDataset
     overflow: Overflow
-    notes: tuple[Note, ...] = ()
+    name: str
+    are_packed: bool
+    notes: tuple[str, ...] = ()
     conversations: Conversations = field(default_factory=Conversations)
 
 
@@ -127,7 +96,7 @@ def prepare(
     """
     records = records_of(dataset)
     if len(records) == 1 and records[0].is_whole(dataset):
-        records[0].check(rules)
+        records[0].check(rules, dataset)
         return dataset, records[0].counts
     whole = whole_documents(dataset, rules, formatting_func=formatting_func, name=name)
     return fit_documents(whole, rules)
@@ -138,24 +107,28 @@ def whole_documents(
 ) -> WholeDocuments:
     """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
     check_not_empty(dataset, name)
-    rows = Rows(dataset, name, formatting_func, tuple(get_dataset_column_names(dataset)))
-    overflow = Overflow.from_args(rules.args, rules.packing)
+    columns = get_dataset_column_names(dataset)
+    whole = WholeDocuments(
+        dataset,
+        Overflow.from_args(rules.args, rules.packing),
+        name,
+        {"input_ids", SEQ_LENGTHS} <= {*columns},
+    )
     if records := records_of(dataset):  # a selection, or several sets
         for record in records:
-            record.check(rules)
-            record.check_columns(dataset)
-        return WholeDocuments(rows, dataset, overflow)
-    _check(rows, rules)
-    documents, notes = _tokenize(rows, rules)
-    found = [_note_empty_completions(rows, rules), *notes]
-    if isinstance(documents, Dataset) and rows.are_packed:
-        packed = ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS))
-        found.append(_note_not_found(packed, rows, rules))
-    has_template = rules.options.prompt_template or rules.options.response_template
-    if has_template or formatting_func is not None or {*rows.columns} & _COLUMNS_OF_PROMPTS:
-        overflow = replace(overflow, running_text=False)
-    if isinstance(documents, IterableDataset) or rows.are_packed:
-        return WholeDocuments(rows, documents, overflow, _logged(found))
+            record.check(rules, dataset)
+        return whole
+    _check(dataset, columns, rules, formatting_func, name)
+    documents, padding = _tokenize(dataset, columns, rules, formatting_func, name)
+    found = [padding]
+    if formatting_func is None and "input_ids" not in columns and isinstance(dataset, Dataset):
+        found.insert(0, _note_empty_completions(dataset, rules, name))
+    if isinstance(documents, IterableDataset):
+        return replace(whole, documents=documents, notes=_logged(found))
+    if whole.are_packed:
+        rows = ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS))
+        found.append(_note_not_found(rows, rules, name))
+        return replace(whole, documents=documents, notes=_logged(found))
     conversations = Conversations()
     if TURN in documents.column_names:
         turns = documents.data.column(TURN).to_numpy()  # in the order of the rows, also if shuffled
@@ -163,47 +136,48 @@ def whole_documents(
     if rules.packing:  # only what training reads
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
-    whole = ArrowDocuments(documents, TOKEN_COLUMNS)
-    found.append(_note_not_found(whole, rows, rules))
-    found.append(note_second_bos(whole, rules.eos.tokenizer, name))
-    hint = _hint_at_train_on(whole, rows, rules)
-    missing = note_missing_eos(whole, rules.eos)
+    tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
+    found += [
+        _note_not_found(tokens, rules, name),
+        note_second_bos(tokens, rules.eos.tokenizer, name),
+    ]
+    hint = None
+    if formatting_func is None and {"messages", "conversations"} & {*columns} - {"input_ids"}:
+        hint = None if "input_ids" in columns else _hint_at_train_on(tokens, rules)
+    missing = note_missing_eos(tokens, rules.eos)
     if missing is not None and rules.eos.appends:
-        whole = append_eos(whole, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
-        missing = note_missing_eos(whole, rules.eos)
-    said = _logged(found)
+        tokens = append_eos(tokens, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
+        missing = note_missing_eos(tokens, rules.eos)
     if missing is not None:
-        said = ((missing[0], f"{name} dataset: {missing[1]}"), *said)
-    if hint is not None:
-        said = (*said, (hint, ""))
-    return WholeDocuments(rows, whole.dataset, overflow, said, conversations)
+        logger.warning(f"{name} dataset: {missing[1]}")
+    notes = [missing and missing[0], *_logged(found), hint]
+    return replace(
+        whole,
+        documents=tokens.dataset,
+        notes=tuple(note for note in notes if note),
+        conversations=conversations,
+    )
 
 
 def fit_documents(
     whole: WholeDocuments, rules: Rules
 ) -> tuple[AnyDataset, PreparationCounts | None]:
     """Return the documents that fit, and counts of what was kept and lost."""
-    documents, counts = whole.documents, None
-    if whole.rows.are_packed:
-        pass
-    elif isinstance(documents, IterableDataset):
-        documents = fit_stream(documents, whole.overflow, rules.eos)
-        documents = shuffle(documents, rules, fitted=True)
-    else:
-        documents, counts = fit_and_count(
-            documents,
-            whole.overflow,
-            stop_ids=rules.eos.stop_ids,
-            num_proc=rules.args.dataset_num_proc,
-            name=whole.rows.name,
-        )
-        notes = tuple(reported for reported, _ in whole.notes)
-        counts = replace(counts, notes=notes, conversations=whole.conversations)
-        documents = shuffle(documents, rules, fitted=True)
-    for _, logged in whole.notes:
-        if logged:
-            logger.warning(logged)
-    return documents, counts
+    documents, overflow = whole.documents, whole.overflow
+    if whole.are_packed:
+        return documents, None
+    if isinstance(documents, IterableDataset):
+        documents = fit_stream(documents, overflow, rules.eos)
+        return shuffle(documents, rules, fitted=True), None
+    documents, counts = fit_and_count(
+        documents,
+        overflow,
+        stop_ids=rules.eos.stop_ids,
+        num_proc=rules.args.dataset_num_proc,
+        name=whole.name,
+    )
+    counts = replace(counts, notes=whole.notes, conversations=whole.conversations)
+    return shuffle(documents, rules, fitted=True), counts
 
 
 def shuffle(documents: AnyDataset, rules: Rules, *, fitted: bool) -> AnyDataset:
@@ -229,46 +203,49 @@ def shuffle(documents: AnyDataset, rules: Rules, *, fitted: bool) -> AnyDataset:
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _check(rows: Rows, rules: Rules) -> None:
-    """Raise ValueError for anything that `rows` and the settings alone rule out."""
-    dataset, name, eos = rows.dataset, rows.name, rules.eos
-    check_weights_have_tokens(rows.columns, name)
-    if rows.formatting_func is None and rules.options.prompt_template is None:
+def _check(
+    dataset: AnyDataset, columns: Sequence[str], rules: Rules, formatting_func: Any, name: str
+) -> None:
+    """Raise ValueError for anything that the rows and the settings alone rule out."""
+    eos, options = rules.eos, rules.options
+    check_weights_have_tokens(columns, name)
+    if formatting_func is None and options.prompt_template is None:
         check_columns(dataset, name, rules.args.dataset_text_field)
-    if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in rows.columns:
+    if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in columns:
         document_weights_from_rows(dataset, f"the {name} dataset")
-    if not rows.are_tokenized and rules.needs_trl:
-        _check_options_of_trl(rows, rules)
-        check_ends(dataset, eos.tokenizer, name)
-    if rows.are_tokenized:
-        template = None if rules.labeler is not None else rules.options.response_template
-        present = [column for column in ("labels", *MASK_COLUMNS) if column in rows.columns]
+    if "input_ids" in columns:
+        template = None if rules.labeler is not None else options.response_template
+        present = [column for column in ("labels", *MASK_COLUMNS) if column in columns]
         if template is not None and present:
             raise ValueError(
                 f"the {name} dataset has {present[0]!r} and response_template={template!r} is "
                 "set: both say what is trained; remove one"
             )
-    elif SEQ_LENGTHS in rows.columns and isinstance(dataset, Dataset) and not rules.packing:
-        raise ValueError(
-            f"the {name} dataset has {SEQ_LENGTHS!r}, which describes packed rows, but no "
-            f"'input_ids'; drop the column: dataset.remove_columns({SEQ_LENGTHS!r})"
-        )
-    if rows.are_packed:
-        check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
-    elif eos.appends:
+        if SEQ_LENGTHS in columns:
+            check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
+    else:
+        if rules.needs_trl:
+            _check_options_of_trl(dataset, rules, name)
+            check_ends(dataset, eos.tokenizer, name)
+        if SEQ_LENGTHS in columns and isinstance(dataset, Dataset) and not rules.packing:
+            raise ValueError(
+                f"the {name} dataset has {SEQ_LENGTHS!r}, which describes packed rows, but no "
+                f"'input_ids'; drop the column: dataset.remove_columns({SEQ_LENGTHS!r})"
+            )
+    if eos.appends:
         _ = eos.eos_id  # raises without one
 
 
-def _check_options_of_trl(rows: Rows, rules: Rules) -> None:
+def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
     names = ("train_on", "response_template", "prompt_template")
     given = {name: getattr(rules.options, name) for name in names}
     ignored = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    if rules.row_format.flags_decide and has_flags(rows.dataset, next(iter(rows.dataset))):
+    if rules.row_format.flags_decide and has_flags(dataset, next(iter(dataset))):
         ignored.append("'train' or 'weight' of messages")
     if ignored:
         raise ValueError(
-            f"{ignored[0]} cannot be used on the {rows.name} dataset: "
+            f"{ignored[0]} cannot be used on the {name} dataset: "
             f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its "
             "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
         )
@@ -277,45 +254,51 @@ def _check_options_of_trl(rows: Rows, rules: Rules) -> None:
 # --- tokenize -------------------------------------------------------------------------------------
 
 
-def _tokenize(rows: Rows, rules: Rules) -> tuple[AnyDataset, list[str | None]]:
-    """Return documents of any length with `input_ids` and `labels`, and notes on them."""
-    num_proc, name, template = rules.args.dataset_num_proc, rows.name, rules.response_template
-    if rows.are_tokenized:
-        if rows.formatting_func is not None:
+def _tokenize(
+    dataset: AnyDataset, columns: Sequence[str], rules: Rules, formatting_func: Any, name: str
+) -> tuple[AnyDataset, str | None]:
+    """Return documents of any length with `input_ids` and `labels`, and a note on padding."""
+    num_proc, template, padding = rules.args.dataset_num_proc, rules.response_template, None
+    if "input_ids" in columns:
+        if formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
-        documents, padding = cut_padding(rows.dataset, num_proc=num_proc, name=name)
+        documents, padding = cut_padding(dataset, num_proc=num_proc, name=name)
         only = rules.row_format.completion_only
         documents = label_tokenized(
             documents, completion_only=only, template=template, num_proc=num_proc, name=name
         )
-        return shuffle(documents, rules, fitted=False), [padding]
-    formatting_func = one_text_each(rows.formatting_func, next(iter(rows.dataset)))
-    if rules.needs_trl:
-        documents = rules.by_trl(rows.dataset, formatting_func, name)
-        if template is not None:
-            documents = label_tokenized(
-                documents, completion_only=False, template=template, num_proc=num_proc
-            )
-        return documents, []
-    documents = documents_from_rows(
-        rows.dataset,
-        replace(rules.row_format, formatting_func=formatting_func, answers=template),
-        keeps_columns=not rules.packing,
-        document_columns=document_columns(rows.columns, rules.options.named_columns()),
-        num_proc=num_proc,
-        name=name,
-    )
-    return shuffle(documents, rules, fitted=False), []
+        return shuffle(documents, rules, fitted=False), padding
+    formatting_func = one_text_each(formatting_func, next(iter(dataset)))
+    if not rules.needs_trl:
+        documents = documents_from_rows(
+            dataset,
+            replace(rules.row_format, formatting_func=formatting_func, answers=template),
+            keeps_columns=not rules.packing,
+            document_columns=document_columns(columns, rules.options.named_columns()),
+            num_proc=num_proc,
+            name=name,
+        )
+        return shuffle(documents, rules, fitted=False), padding
+    documents = rules.by_trl(dataset, formatting_func, name)
+    if template is not None:
+        documents = label_tokenized(
+            documents, completion_only=False, template=template, num_proc=num_proc
+        )
+    return documents, padding
 
 
 # --- notes ----------------------------------------------------------------------------------------
 
 
-def _logged(notes: list[str | None]) -> tuple[Note, ...]:
-    return tuple((note, note) for note in notes if note)
+def _logged(notes: Sequence[str | None]) -> tuple[str, ...]:
+    """Return the sentences of `notes`, after a warning with each."""
+    found = tuple(note for note in notes if note)
+    for note in found:
+        logger.warning(note)
+    return found
 
 
-def _note_not_found(documents: ArrowDocuments, rows: Rows, rules: Rules) -> str | None:
+def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str | None:
     """Return a sentence on documents without the response template, if there are any.
 
     Raises ValueError if none has it.
@@ -329,23 +312,19 @@ def _note_not_found(documents: ArrowDocuments, rows: Rows, rules: Rules) -> str 
         rules.labeler.num_unfound += len(not_found)
     if not len(not_found):
         return None
-    if len(not_found) < len(documents) and rows.are_packed:
+    if len(not_found) < len(documents) and is_packed(documents):
         return None  # nobody has counted its documents
     ids = documents[int(not_found[0])]["input_ids"]
     words = template.not_found(len(not_found), len(documents), ids)
     if len(not_found) == len(documents):
-        raise ValueError(
-            f"no document of the {rows.name} dataset has a trained token left: {words}"
-        )
-    return f"{rows.name} dataset: {words}"
+        raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
+    return f"{name} dataset: {words}"
 
 
-def _hint_at_train_on(documents: ArrowDocuments, rows: Rows, rules: Rules) -> str | None:
+def _hint_at_train_on(documents: ArrowDocuments, rules: Rules) -> str | None:
     """Return a sentence on messages of which every token is trained, the user's too, or None."""
     decided = (rules.options.train_on, rules.options.response_template, rules.labeler)
-    if rows.are_tokenized or rows.formatting_func is not None or any(decided):
-        return None
-    if not ({"messages", "conversations"} & {*rows.columns} and rules.row_format.flags_decide):
+    if any(decided) or not rules.row_format.flags_decide:
         return None
     if documents.num_trained().sum() < np.maximum(documents.lengths() - 1, 0).sum():
         return None
@@ -355,23 +334,21 @@ def _hint_at_train_on(documents: ArrowDocuments, rows: Rows, rules: Rules) -> st
     )
 
 
-def _note_empty_completions(rows: Rows, rules: Rules) -> str | None:
-    """Return a sentence on rows whose completion is an empty text, or None; not of a stream."""
-    dataset, column = rows.dataset, "completion"
-    if rows.formatting_func is not None or rows.are_tokenized:
-        return None
+def _note_empty_completions(dataset: Dataset, rules: Rules, name: str) -> str | None:
+    """Return a sentence on rows whose completion is an empty text, or None."""
+    column = "completion"
     if rules.options.prompt_template is not None:
-        column = column_among(rows.columns, "response")
-    if isinstance(dataset, IterableDataset) or column not in rows.columns:
+        column = column_among(dataset.column_names, "response")
+    if column not in dataset.column_names:
         return None
     values = dataset.data.column(column)
     if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
         return None
-    is_empty = pc.fill_null(pc.equal(pc.binary_length(values), 0), False).to_numpy()
+    is_empty = pc.fill_null(pc.equal(values, ""), False).to_numpy()
     number = int(is_empty[stored_rows(dataset)].sum())
     if not number:
         return None
     return (
-        f"{number:,} of {len(dataset):,} rows of the {rows.name} dataset have an empty {column!r}: "
+        f"{number:,} of {len(dataset):,} rows of the {name} dataset have an empty {column!r}: "
         "of these, only the end (EOS) is trained"
     )

@@ -198,7 +198,7 @@ def append_eos(
         num_proc=num_proc,
         desc=f"Appending EOS to {name} dataset",
     )
-    return documents.with_dataset(appended.with_format(None))
+    return ArrowDocuments(appended.with_format(None), documents.columns)
 
 
 def eos_ids(documents: ArrowDocuments, eos: EosRule) -> Mapping[str, Any]:

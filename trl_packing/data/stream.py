@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from trl_packing.data.counts import Conversations, PreparationCounts
-from trl_packing.data.fitting import Overflow, check_length, cut_table, documents_of, fit
+from trl_packing.data.fitting import Overflow, cut_table, documents_of, fit
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.data.stop_tokens import EosRule, append_eos_to_table, eos_ids, note_missing_eos
 from trl_packing.documents.labels import (
@@ -84,18 +84,15 @@ class StreamFit:
         check_same_columns(batch, rows, self.columns)
         with named_if_beyond_int64(batch, rows):
             table = pa.table({name: pa.array(batch[name]) for name in self.columns})
-        documents, where = documents_of(datasets.Dataset(table)), "of the stream"
+        documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)
-        missing, stop_ids = None, frozenset[int]()
-        if self.eos is not None:
-            if self.eos.appends:
-                table = append_eos_to_table(table, **eos_ids(documents, self.eos))
-                documents = documents_of(datasets.Dataset(table))
-            stop_ids = self.eos.stop_ids
-            missing = None if self._counts.notes else note_missing_eos(documents, self.eos)
-        check_length(documents, self.overflow, where, rows)
-        pieces, counts = fit(documents, self.overflow, stop_ids)
+        if eos is not None and eos.appends:
+            table = append_eos_to_table(table, **eos_ids(documents, eos))
+            documents = documents_of(datasets.Dataset(table))
+        stop_ids = eos.stop_ids if eos else ()
+        pieces, counts = fit(documents, self.overflow, stop_ids, where=where, numbers=rows)
+        missing = note_missing_eos(documents, eos) if eos and not self._counts.notes else None
         if missing is not None:
             counts = replace(counts, notes=(f"of the documents read first, {missing[0]}",))
         if TURN in batch:
@@ -119,11 +116,6 @@ class StreamFit:
         if before < _UNTRAINED <= self._num_untrained:
             logger.warning(words)
 
-    def take_counts(self) -> PreparationCounts:
-        """Return the counts since the last call, in this process."""
-        counts, self._counts = self._counts, PreparationCounts()
-        return counts
-
 
 def take_counts(dataset: Any) -> PreparationCounts:
     """Return the counts of `dataset` since the last call, in this process; zeros if unknown.
@@ -131,12 +123,15 @@ def take_counts(dataset: Any) -> PreparationCounts:
     Args:
         dataset: result of `fit_stream`, or any stream or part made from it.
     """
-    return sum((fit.take_counts() for fit in _fits_of(dataset)), PreparationCounts())
+    total = PreparationCounts()
+    for fits in _fits_of(dataset):
+        total, fits._counts = total + fits._counts, PreparationCounts()
+    return total
 
 
 def columns_kept(dataset: Any) -> list[str]:
     """Return the columns that `fit_stream` kept, without reading; none if unknown."""
-    return [column for fit in _fits_of(dataset) for column in fit.columns]
+    return [column for fits in _fits_of(dataset) for column in fits.columns]
 
 
 def _fits_of(dataset: Any) -> Iterator[StreamFit]:

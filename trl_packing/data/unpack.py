@@ -23,7 +23,7 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.fitting import Pieces, cut_documents, cut_table
 from trl_packing.data.limits import check_entries
-from trl_packing.documents.arrow import ArrowDocuments, lists_of
+from trl_packing.documents.arrow import ArrowDocuments, flat_lists
 from trl_packing.documents.labels import (
     MASK_COLUMNS,
     SEQ_LENGTHS,
@@ -64,20 +64,10 @@ def cut_padding(
         cut = _CutStream(name)
         return dataset.with_format(None).map(cut, batched=True, with_indices=True), None
     documents = ArrowDocuments(dataset, ("input_ids", _MASK))
-    real = _real_tokens(documents, f"of the {name} dataset", range(len(documents)))
-    padding = documents.lengths() - real.sizes
-    if not padding.any():
-        return dataset, None
-    words, columns = f"Cutting padding of {name} dataset", [c for c in columns if c in _BY_TOKEN]
-    cut = cut_documents(dataset, documents.lengths(), real, columns, num_proc=num_proc, desc=words)
-    return cut, _sentence(padding, f"{name} dataset")
-
-
-def _sentence(padding: np.ndarray, which: str) -> str:
-    return (
-        f"{int((padding > 0).sum()):,} of {len(padding):,} rows of the {which} were padded "
-        f"beforehand: {int(padding.sum()):,} padding tokens (attention_mask 0) are cut"
-    )
+    where = f"of the {name} dataset"
+    real, note = _real_tokens(documents, where, range(len(documents)))
+    words, by_token = f"Cutting padding {where}", [c for c in columns if c in _BY_TOKEN]
+    return cut_documents(documents, real, by_token, num_proc=num_proc, desc=words), note
 
 
 class _CutStream:
@@ -85,56 +75,55 @@ class _CutStream:
 
     def __init__(self, name: str):
         self.name = name
-        self._has_told = False
+        self.has_told = False
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
     ) -> dict[str, list[Any]]:
-        missing = [row for row, mask in zip(rows, batch[_MASK], strict=True) if mask is None]
-        if missing:
-            raise ValueError(
-                f"row {missing[0]} of the stream has no {_MASK!r}, but others have; give all rows "
-                "the same columns, and no null values"
-            )
         present = [column for column in _BY_TOKEN if column in batch]
         table = pa.table({column: pa.array(batch[column]) for column in present})
         documents = ArrowDocuments(datasets.Dataset(table), ("input_ids", _MASK))
-        real = _real_tokens(documents, "of the stream", rows)
-        padding = documents.lengths() - real.sizes
-        if not padding.any():
+        real, note = _real_tokens(documents, f"of the {self.name} stream", rows)
+        if note is None:
             return {name: list(values) for name, values in batch.items()}
-        if not self._has_told:
-            self._has_told = True
-            logger.warning(f"of the rows read first, {_sentence(padding, f'{self.name} stream')}")
+        if not self.has_told:
+            self.has_told = True
+            logger.warning(f"of the rows read first, {note}")
         return {**batch, **cut_table(table, real, present).to_pydict()}
 
 
-def _real_tokens(documents: ArrowDocuments, where: str, numbers: Sequence[int]) -> Pieces:
-    """Return the tokens of every row from the first to the last with mask 1."""
+def _real_tokens(
+    documents: ArrowDocuments, where: str, numbers: Sequence[int]
+) -> tuple[Pieces, str | None]:
+    """Return the tokens of every row from the first to the last with mask 1, and a sentence.
+
+    The sentence counts the padding; it is None if there is none.
+    """
     check_entries(documents, where, numbers)
-    wrong = documents.rows_where(_MASK, lambda mask: (mask != 0) & (mask != 1))
+    starts, stops, ones = documents.by_document(_MASK, _ends_of_ones).T
+    wrong = np.flatnonzero(stops - starts != ones)
     if len(wrong):
         raise ValueError(
-            f"document {numbers[wrong[0]]} {where} has an {_MASK} of other values than 0 and "
-            "1; for rows of several documents, give their lengths in a column seq_lengths instead"
-            f"{and_others(wrong)}"
+            f"document {numbers[wrong[0]]} {where} has an {_MASK} that is no padding: it has other "
+            "values than 0 and 1, or is 0 between tokens where it is 1; remove these tokens, or "
+            f"give the lengths of several documents as seq_lengths instead{and_others(wrong)}"
         )
-    starts, stops = [], []
-    for mask, offsets in documents.readers[_MASK].chunks:
-        at = np.append(np.flatnonzero(mask), 0)
-        first, behind = (np.searchsorted(at[:-1], ends) for ends in (offsets[:-1], offsets[1:]))
-        some = behind > first
-        starts.append(np.where(some, at[np.minimum(first, len(at) - 1)] - offsets[:-1], 0))
-        stops.append(np.where(some, at[behind - 1] + 1 - offsets[:-1], 0))
-    real = Pieces.of(documents.in_order(starts), documents.in_order(stops))
-    wrong = np.flatnonzero(real.sizes != documents.sums(_MASK))
-    if len(wrong):
-        raise ValueError(
-            f"document {numbers[wrong[0]]} {where} has an {_MASK} that is 0 between tokens "
-            "where it is 1, which is no padding; remove these tokens, or the column"
-            f"{and_others(wrong)}"
-        )
-    return real
+    padding = documents.lengths() - ones
+    return Pieces.of(starts, stops), (
+        f"{int((padding > 0).sum()):,} of {len(padding):,} rows {where} were padded beforehand: "
+        f"{int(padding.sum()):,} padding tokens ({_MASK} 0) are cut"
+        if padding.any()
+        else None
+    )
+
+
+def _ends_of_ones(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return where each row's nonzero values begin and end, and how many are 1, ``(rows, 3)``."""
+    at = np.append(np.flatnonzero(mask), 0)
+    first, behind = (np.searchsorted(at[:-1], ends) for ends in (offsets[:-1], offsets[1:]))
+    ends = np.array([at[np.minimum(first, len(at) - 1)], at[behind - 1] + 1]) - offsets[:-1]
+    ones = np.diff(np.concatenate([[0], np.cumsum(mask == 1)])[offsets])
+    return np.array([*np.where(behind > first, ends, 0), ones]).T
 
 
 # --- packed rows ----------------------------------------------------------------------------------
@@ -156,13 +145,12 @@ def _unpack_batch(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 def unpack_table(table: pa.Table) -> pa.Table:
     """Return a row for every document of the rows of `table`, without `seq_lengths`."""
-    packed = table.column(SEQ_LENGTHS).combine_chunks()
-    lengths, offsets = lists_of(SEQ_LENGTHS, packed)
-    lengths, rows = lengths[offsets[0] : offsets[-1]], table.drop_columns(SEQ_LENGTHS)
+    lengths, offsets = flat_lists(SEQ_LENGTHS, table.column(SEQ_LENGTHS))
+    rows = table.drop_columns(SEQ_LENGTHS)
     if "labels" not in rows.column_names:  # every token is trained
         rows = rows.append_column("labels", rows.column("input_ids"))
-    row_of, stops = np.repeat(np.arange(len(rows)), np.diff(offsets)), np.cumsum(lengths)
-    tokens = np.bincount(row_of, lengths, minlength=len(rows)).astype(np.int64)
-    stops -= (np.cumsum(tokens) - tokens)[row_of]
-    documents = Pieces(row_of, stops - lengths, stops, np.zeros_like(stops))
+    row_of = np.repeat(np.arange(len(rows)), np.diff(offsets))
+    stops = np.cumsum([0, *lengths])
+    before = stops[offsets[:-1]][row_of]  # tokens of the rows before
+    documents = Pieces(row_of, stops[:-1] - before, stops[1:] - before, np.zeros_like(row_of))
     return cut_table(rows, documents, token_columns(rows.column_names))

@@ -17,6 +17,7 @@ document. Shape letters: N documents, T tokens of all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import datasets
@@ -54,8 +55,6 @@ class ArrowDocuments(torch.utils.data.Dataset):
         self.dataset = dataset
         self.columns = tuple(columns)
         self.scalars = dict(scalars or {})
-        self._readers: dict[str, ListColumn] | None = None
-        self._mapping: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -77,37 +76,34 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return documents
 
     def __getstate__(self) -> dict[str, Any]:
-        # A dataloader worker maps the file again rather than receive a copy of it.
-        return self.__dict__ | {"_readers": None, "_mapping": None}
+        # A dataloader worker maps the file again rather than receive a copy of what was read.
+        return {name: vars(self)[name] for name in ("dataset", "columns", "scalars")}
 
-    @property
+    @cached_property
     def readers(self) -> "dict[str, ListColumn]":
         """The columns as NumPy views, by name; their rows are in the order of the Arrow table."""
-        if self._readers is None:
-            table = self.dataset.data
-            self._readers = {name: ListColumn(name, table.column(name)) for name in self.columns}
-        return self._readers
+        return {name: ListColumn(name, self.dataset.data.column(name)) for name in self.columns}
 
-    def with_dataset(self, dataset: datasets.Dataset) -> "ArrowDocuments":
-        """Return the same columns of `dataset`, with these readers if it has the same table."""
-        documents = ArrowDocuments(dataset, self.columns)
-        if dataset.data is self.dataset.data:
-            documents._readers = self._readers
-        return documents
+    @cached_property
+    def _mapping(self) -> np.ndarray | None:
+        # The mapping has no public reader; `flatten_indices` would write the data set again.
+        indices = self.dataset._indices
+        return None if indices is None else indices.column(0).to_numpy()
 
     def stored_rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows of the Arrow table that hold documents `indices`."""
-        # The mapping has no public reader; `flatten_indices` would write the data set again.
-        if self.dataset._indices is None:
-            return indices
-        if self._mapping is None:  # read once: a table of several chunks is copied
-            self._mapping = self.dataset._indices.column(0).to_numpy()
-        return self._mapping[indices].astype(np.int64)
+        return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
 
     def in_order(self, chunks: Sequence[np.ndarray]) -> np.ndarray:
         """Return values of the stored rows of each chunk as values of the documents, in order."""
         stored = np.concatenate(chunks) if len(chunks) else np.zeros(0, np.int64)
         return stored[self.stored_rows(np.arange(len(self)))]
+
+    def by_document(
+        self, column: str, function: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Return what `function` makes of values and offsets of `column`, ``(documents,)``."""
+        return self.in_order([function(*chunk) for chunk in self.readers[column].chunks])
 
     @property
     def num_documents(self) -> int:
@@ -127,19 +123,16 @@ class ArrowDocuments(torch.utils.data.Dataset):
             return np.maximum(self.lengths() - 1, 0)
         if is_packed(self):
             return np.array([_num_trained_in_row(row) for row in self], dtype=np.int64)
-        return self.in_order(
-            [
-                _sums(
-                    labels != IGNORE_INDEX, np.minimum(offsets[:-1] + 1, offsets[1:]), offsets[1:]
-                )
-                for labels, offsets in self.readers["labels"].chunks
-            ]
+        return self.by_document(
+            "labels",
+            lambda labels, offsets: _sums(
+                labels != IGNORE_INDEX, np.minimum(offsets[:-1] + 1, offsets[1:]), offsets[1:]
+            ),
         )
 
     def sums(self, column: str) -> np.ndarray:
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
-        chunks = self.readers[column].chunks
-        return self.in_order([_sums(v, offsets[:-1], offsets[1:]) for v, offsets in chunks])
+        return self.by_document(column, lambda values, ends: _sums(values, ends[:-1], ends[1:]))
 
     def rows_where(self, column: str, condition: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return the rows that have a value of `column` which meets `condition`, ascending.
@@ -148,9 +141,11 @@ class ArrowDocuments(torch.utils.data.Dataset):
             column: one of `columns`.
             condition: function from values ``(T,)`` to booleans ``(T,)``.
         """
-        chunks = self.readers[column].chunks
-        found = [_sums(condition(v), offsets[:-1], offsets[1:]) for v, offsets in chunks]
-        return np.flatnonzero(self.in_order(found))
+        return np.flatnonzero(
+            self.by_document(
+                column, lambda values, ends: _sums(condition(values), ends[:-1], ends[1:])
+            )
+        )
 
 
 def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
@@ -158,6 +153,13 @@ def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
     trained = row["labels"] != IGNORE_INDEX
     trained[starts[starts < len(trained)]] = False
     return int(trained.sum())
+
+
+def _sums(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the sum of ``values[start:end]`` for every list, int64."""
+    running = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values, out=running[1:])
+    return running[ends] - running[starts]
 
 
 def is_packed(dataset: ArrowDocuments | datasets.Dataset | datasets.IterableDataset) -> bool:
@@ -215,13 +217,6 @@ class ListColumn:
             return found.astype(np.float32, copy=False)
 
 
-def _sums(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the sum of ``values[start:end]`` for every list, int64."""
-    running = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=running[1:])
-    return running[ends] - running[starts]
-
-
 def lists_of(name: str, chunk: pa.Array) -> FlatLists:
     """Return values and offsets of a column of integers or booleans; of weights, any numbers.
 
@@ -235,21 +230,18 @@ def lists_of(name: str, chunk: pa.Array) -> FlatLists:
     is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
     if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
         chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
-    is_other = pa.types.is_floating if name == TOKEN_WEIGHTS else pa.types.is_boolean
+    are_weights = name == TOKEN_WEIGHTS
+    is_other = pa.types.is_floating if are_weights else pa.types.is_boolean
     kind = chunk.type.value_type if is_list else None
     if kind is None or not (pa.types.is_integer(kind) or is_other(kind)):
-        raise ValueError(
-            f"column {name!r} holds {chunk.type}, but {_EXPECTED[name == TOKEN_WEIGHTS]}"
-        )
+        expected = "weights are lists of numbers, one per token" if are_weights else _TOKENS
+        raise ValueError(f"column {name!r} holds {chunk.type}, but {expected}")
     if chunk.values.null_count:
         raise ValueError(f"column {name!r} has a missing (null) token; remove such rows")
     return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
 
 
-_EXPECTED = (
-    "tokens are lists of integers; convert it, or pass text and let the trainer tokenize it",
-    "weights are lists of numbers, one per token; convert it",
-)
+_TOKENS = "tokens are lists of integers; convert it, or pass text"
 
 
 # --- a table, and back ----------------------------------------------------------------------------

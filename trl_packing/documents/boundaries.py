@@ -119,17 +119,12 @@ def lengths_from_eos(input_ids: Tensor, eos_token_id: int | Sequence[int]) -> Te
     is_eos = torch.isin(rows, torch.as_tensor(eos_token_id, device=rows.device))
     before = torch.nn.functional.pad(is_eos[:, :-1], (1, 0), value=False)
     after = torch.nn.functional.pad(is_eos[:, 1:], (0, 1), value=False)
-    ends = is_eos & ~(before & after)  # the first EOS of a run, and the last
-    ends[:, -1:] = True
-
-    row, _ = ends.nonzero(as_tuple=True)
-    document = ends.cumsum(-1)[ends] - 1
-    # Every row ends with an end, so distances between ends of the flattened batch are lengths.
-    flat_ends = ends.flatten().nonzero().squeeze(-1)
-    num_documents = int(document.max()) + 1 if len(document) else 0
-    lengths = flat_ends.new_zeros(len(rows), num_documents)
-    lengths[row, document] = flat_ends.diff(prepend=flat_ends.new_tensor([-1]))
-    return lengths.reshape(*input_ids.shape[:-1], num_documents)
+    ends = (is_eos & ~(before & after)).long()  # the first EOS of a run, and the last
+    document = ends.cumsum(-1) - ends  # of each token
+    number = int(document.max()) + 1 if document.numel() else 0
+    lengths = document.new_zeros(len(rows), number)
+    lengths.scatter_add_(1, document, torch.ones_like(document))
+    return lengths.reshape(*input_ids.shape[:-1], number)
 
 
 def block_diagonal_mask(
@@ -215,14 +210,12 @@ def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
     lengths = _checked_lengths(seq_lengths)
     used = lengths.sum(-1, keepdim=True)
     longest = int(used.max()) if used.numel() else 0
-    if num_tokens is None:
-        num_tokens = longest
-    elif num_tokens < longest:
+    if num_tokens is not None and num_tokens < longest:
         raise ValueError(
             f"seq_lengths of a row sum to {longest} but num_tokens is {num_tokens}; "
             "pass at least the tokens of the longest row"
         )
-    return torch.cat([lengths, num_tokens - used], dim=-1)
+    return torch.cat([lengths, (longest if num_tokens is None else num_tokens) - used], dim=-1)
 
 
 def _repeat_by_token(values: Tensor, lengths: Tensor) -> Tensor:

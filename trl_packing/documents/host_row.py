@@ -89,6 +89,15 @@ class TreeNumbers:
     keys: np.ndarray
 
 
+# Keys of a packed batch that hold its document boundaries.
+BOUNDARIES = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("key_index", "seq_idx", "position_ids"),
+)
+# Those whose values the host reads.
+_READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}
+
+
 class PackedBatch(dict[str, Any]):
     """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row.
 
@@ -136,17 +145,17 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch as a model takes it: `max_length_q` as an int, and no key-value cache."""
     if batch.get("cu_seq_lens_q") is None:
         return dict(batch)
-    longest, row = batch.get("max_length_q"), host_row(batch)
-    if not isinstance(longest, int):
-        boundaries = batch["cu_seq_lens_q"]
-        longest = longest_document(boundaries) if row is None else row.max_length
-    most_keys = longest if batch.get("key_index") is None else _most_keys(batch, row)
-    return dict(batch) | {"max_length_q": longest, "max_length_k": most_keys, "use_cache": False}
-
-
-def _most_keys(batch: Mapping[str, Any], row: HostRow | None) -> int:
-    known = batch.get("max_length_k") if row is None or row.tree is None else row.tree.max_keys
-    return known if isinstance(known, int) else longest_document(batch["cu_seq_lens_k"])
+    row = host_row(batch)
+    queries, keys = batch.get("max_length_q"), batch.get("max_length_k")
+    if not isinstance(queries, int):
+        queries = _longest(batch["cu_seq_lens_q"]) if row is None else row.max_length
+    if batch.get("key_index") is None:
+        keys = queries
+    elif row is not None and row.tree is not None:
+        keys = row.tree.max_keys
+    if not isinstance(keys, int):
+        keys = _longest(batch["cu_seq_lens_k"])
+    return dict(batch) | {"max_length_q": queries, "max_length_k": keys, "use_cache": False}
 
 
 def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -163,20 +172,12 @@ def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, "input_ids": tokens, "attention_mask": torch.tensor(real)}
 
 
-# Keys of a packed batch that hold its document boundaries.
-BOUNDARIES = (
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "key_index",
-    "seq_idx",
-    "position_ids",
-)
+# --- rows that are alive --------------------------------------------------------------------------
 
-
-# Those whose values the host reads.
-_READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}
+_rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_rows_lock = threading.Lock()
+# By boundaries: tokens of the longest document, as passed to kernels.
+_max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:
@@ -193,14 +194,17 @@ def remember_row(batch: Mapping[str, Any]) -> None:
                 cache_values(batch[name], batch[name].numpy())
 
 
+def cache_row(labels: Tensor, cu_seqlens: Tensor, row: HostRow) -> None:
+    """Cache the numbers of `row` under its tensors on the device."""
+    cache_values(labels, row.is_trained)
+    cache_values(cu_seqlens, row.boundaries)
+    _max_lengths[cu_seqlens] = row.max_length
+
+
 def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:
     """Return `input_ids` of every packed row in this process, and its boundaries by key."""
     with _rows_lock:
         return list(_rows_alive.items())
-
-
-_rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_rows_lock = threading.Lock()
 
 
 def _forget_lock() -> None:
@@ -210,6 +214,19 @@ def _forget_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_lock)
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    """Return the tokens of the longest document, as passed to kernels; syncs if not cached."""
+    kept = _max_lengths.get(cu_seqlens)
+    return int(np.diff(host_values(cu_seqlens)).max()) if kept is None else kept
+
+
+# --- values of tensors on the host ----------------------------------------------------------------
+
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# CUDA copies more bytes than these from memory that is not pinned while the host waits.
+_LARGEST_STAGED = 64 * 1024
 
 
 def is_cpu(tensor: Tensor) -> bool:
@@ -227,25 +244,6 @@ def cached_values(tensor: Tensor) -> np.ndarray | None:
     """Return the values cached for `tensor`; None without any, or if it was written to."""
     values, version = _kept.get(tensor, (None, 0))
     return values if values is not None and tensor._version == version else None
-
-
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-_max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def cache_row(labels: Tensor, cu_seqlens: Tensor, row: HostRow) -> None:
-    """Cache the numbers of `row` under its tensors on the device."""
-    cache_values(labels, row.is_trained)
-    cache_values(cu_seqlens, row.boundaries)
-    _max_lengths[cu_seqlens] = row.max_length
-
-
-def longest_document(cu_seqlens: Tensor) -> int:
-    """Return the tokens of the longest document, as passed to kernels; syncs if not cached."""
-    kept = _max_lengths.get(cu_seqlens)
-    return int(np.diff(host_boundaries(cu_seqlens)).max()) if kept is None else kept
 
 
 def host_boundaries(cu_seqlens: Tensor) -> list[int]:
@@ -269,10 +267,6 @@ def is_trained(labels: Tensor) -> np.ndarray:
     if found is None:
         found = labels.detach().cpu().numpy() != IGNORE_INDEX
     return found.reshape(labels.shape)
-
-
-# CUDA copies more bytes than these from memory that is not pinned while the host waits.
-_LARGEST_STAGED = 64 * 1024
 
 
 def to_device(values: np.ndarray, device: torch.device | None) -> Tensor:

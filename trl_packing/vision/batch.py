@@ -27,7 +27,7 @@ No token of a blank image is trained, so its gradients are zeros.
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class ImageBatches:
         store: the image files of the run.
         processor: of the model.
         model: its class makes positions and says which inputs it takes; PEFT may wrap it.
-        fills_rows: add a blank image to rows without images (blank_images.py).
+        fills_rows: add a blank image to rows without images.
     """
 
     def __init__(self, store: ImageStore, processor: Any, model: Any, *, fills_rows: bool = False):
@@ -69,7 +69,8 @@ class ImageBatches:
         self.store = store
         self.processor = processor
         self.inputs = frozenset(inspect.signature(type(base).forward).parameters)
-        self.positions = RopePositions.of(base)
+        maker = next((m for m in base.modules() if hasattr(type(m), "get_rope_index")), None)
+        self.positions: Any = None if maker is None else _without_weights(maker)
         self.blank = blank_document(processor) if fills_rows else None
 
     def count(self, documents: Sequence[Mapping[str, Any]]) -> int:
@@ -78,9 +79,7 @@ class ImageBatches:
 
     def blanks(self, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the blank document of a row of `documents` in a list; none if it needs none."""
-        if self.blank is None or any(map(_num_images, documents)):
-            return []
-        return [self.blank]
+        return [] if self.blank is None or self.count(documents) else [self.blank]
 
     def tensors(
         self, documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
@@ -97,66 +96,98 @@ class ImageBatches:
         """
         images = [self._images(document) for document in documents]
         pixels = self._pixels(documents, images)
-        made = {name: value for name, value in pixels.items() if name in self.inputs}
-        named = [name for name in _TOKEN_TYPES if name in self.inputs]
-        if not named and self.positions is None:
-            return made
-        types = [self._token_types(ids) for ids in input_ids]
-        made |= dict.fromkeys(named, torch.cat(types)[None])
+        made, types = self._inputs(pixels, input_ids)
+        made |= {name: torch.cat(types)[None] for name in _TOKEN_TYPES if name in self.inputs}
         if self.positions is not None:
-            counts = [sum(map(len, of_document)) for of_document in images]
-            counts += [0] * (len(input_ids) - len(counts))
-            made["position_ids"] = self._position_ids(input_ids, types, pixels, counts)
+            counts = [sum(map(len, rows)) for rows in images]
+            counts += [0] * (len(input_ids) - len(images))
+            ends = np.cumsum([0, *counts]).tolist()
+            grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+            positions = [
+                self._positions(torch.from_numpy(ids), kinds, grids[start:stop])
+                for ids, kinds, start, stop in zip(input_ids, types, ends, ends[1:], strict=False)
+                if len(ids)
+            ]
+            made["position_ids"] = torch.cat(positions, dim=-1)
         return made
 
-    def padded(self, collator: Callable[[Any], dict[str, Any]]) -> "PaddedImages":
+    def padded(self, collator: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
         """Return a collator of padded rows with images, one for each document.
 
         Args:
             collator: makes padded rows of the tokens.
         """
-        return PaddedImages(collator, self)
+        return partial(self._padded_rows, collator)
 
-    def of_padded_rows(
-        self, documents: Sequence[Mapping[str, Any]], input_ids: Tensor
-    ) -> dict[str, Tensor]:
-        """Return the inputs that padded rows ``(B, T)`` need; the model makes their positions."""
-        images = [self._images(document) for document in documents]
-        made = self._pixels(documents, images)
-        made = {name: value for name, value in made.items() if name in self.inputs}
-        named = [name for name in _TOKEN_TYPES if name in self.inputs]
-        if named:
-            types = torch.stack([self._token_types(ids.numpy()) for ids in input_ids])
-            made |= dict.fromkeys(named, types)
-        return made
+    def _padded_rows(
+        self, collator: Callable[[Any], dict[str, Any]], documents: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        names = (IMAGE_IDS, IMAGE_ROW)
+        batch = collator([{k: v for k, v in d.items() if k not in names} for d in documents])
+        blanks = self.blanks(documents)
+        for blank in blanks:
+            batch = _behind_first_row(batch, blank["input_ids"])
+        ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
+        documents = blanks or documents
+        pixels = self._pixels(documents, [self._images(document) for document in documents])
+        made, types = self._inputs(pixels, ids.numpy())  # the model makes its positions
+        made |= {name: torch.stack(types) for name in _TOKEN_TYPES if name in self.inputs}
+        return {**batch, "input_ids": ids, **made}
+
+    def _inputs(
+        self, pixels: Mapping[str, Tensor], rows: Iterable[np.ndarray]
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the tensors of images that the model takes, and the types of tokens in rows."""
+        made = {name: value for name, value in pixels.items() if name in self.inputs}
+        if self.positions is None and not self.inputs & {*_TOKEN_TYPES}:
+            return made, []
+        types_of = self.processor.create_mm_token_type_ids
+        return made, [torch.tensor(types_of([ids.tolist()])[0]) for ids in rows]
 
     def _images(self, document: Mapping[str, Any]) -> list[Images]:
         """Return the images of a document, by row of the user; rows without images are left out."""
         if IMAGES in document:
             return [list(row) for row in document[IMAGES] if row]
-        if IMAGE_IDS not in document:
-            return []
-        numbers = np.unique(document[IMAGE_IDS])
-        numbers = numbers[numbers > 0] - 1
+        numbers = _numbers(document)
         return [self.store.load(int(document[IMAGE_ROW]), numbers)] if len(numbers) else []
 
     def _pixels(
         self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
     ) -> dict[str, Tensor]:
-        """Return the output of the processor for the images of all documents."""
+        """Return the output of the processor for the images of all documents.
+
+        Raises ImageError naming the first document whose images are refused, or have another number
+        of tokens than the document.
+        """
         rows = [row for of_document in images for row in of_document]
         if not rows:
             return {}
         try:
             output = self._processed(rows)
         except Exception as error:  # processors raise all kinds of errors
-            self._name_refused(documents, images)
+            for document, of_document in zip(documents, images, strict=True):
+                try:
+                    for row in of_document:
+                        self._processed([row])
+                except Exception as own:
+                    modes = ", ".join(sorted({image.mode for row in of_document for image in row}))
+                    raise ImageError(
+                        f"the processor refuses the images (mode {modes}) of "
+                        f"{self._name(document)}: {own}; convert or remove them"
+                    ) from own
             raise ImageError(
                 f"the processor refuses the images of a micro-batch: {error}"
             ) from error
-        made = iter(output.pop("input_ids"))
+        feature, made = feature_id(self.processor), iter(output.pop("input_ids"))
         for document, of_document in zip(documents, images, strict=True):
-            self._check_features(document, [np.asarray(next(made)) for _ in of_document])
+            needed = sum(int((np.asarray(next(made)) == feature).sum()) for _ in of_document)
+            given = int((np.asarray(document["input_ids"]) == feature).sum())
+            if needed != given:
+                raise ImageError(
+                    f"{self._name(document)} has {given} image tokens, but its images need "
+                    f"{needed} now; were the files or the processor changed after the data set was "
+                    "prepared?"
+                )
         return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
 
     def _processed(self, rows: Sequence[Images]) -> Any:
@@ -168,84 +199,37 @@ class ImageBatches:
             return_tensors="pt",
         )
 
-    def _name_refused(
-        self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
-    ) -> None:
-        """Raise ImageError naming the first document whose images the processor refuses alone."""
-        for document, of_document in zip(documents, images, strict=True):
-            try:
-                for row in of_document:
-                    self._processed([row])
-            except Exception as error:
-                modes = ", ".join(sorted({image.mode for row in of_document for image in row}))
-                raise ImageError(
-                    f"the processor refuses the images (mode {modes}) of {self._name(document)}: "
-                    f"{error}; convert or remove them"
-                ) from error
-
     def _name(self, document: Mapping[str, Any]) -> str:
         row = int(document.get(IMAGE_ROW, -1))  # documents of text may have no row with images
         return "a document" if row < 0 else self.store.name_of(row)
 
-    def _check_features(self, document: Mapping[str, Any], made: Sequence[np.ndarray]) -> None:
-        """Raise ImageError if images have another number of tokens than the document."""
-        feature = feature_id(self.processor)
-        needed = sum(int((ids == feature).sum()) for ids in made)
-        given = int((np.asarray(document["input_ids"]) == feature).sum())
-        if needed != given:
-            raise ImageError(
-                f"{self._name(document)} has {given} image tokens, but its images need {needed} "
-                "now; were the files or the processor changed after the data set was prepared?"
-            )
+    def _positions(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
+        """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
 
-    def _token_types(self, ids: np.ndarray) -> Tensor:
-        return torch.tensor(self.processor.create_mm_token_type_ids([ids.tolist()])[0])
-
-    def _position_ids(
-        self,
-        input_ids: Sequence[np.ndarray],
-        types: Sequence[Tensor],
-        pixels: Mapping[str, Tensor],
-        counts: Sequence[int],
-    ) -> Tensor:
-        assert self.positions is not None
-        ends = np.cumsum([0, *counts]).tolist()
-        grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-        parts = [
-            self.positions.of_document(torch.from_numpy(ids), kinds, grids[start:stop])
-            for ids, kinds, start, stop in zip(input_ids, types, ends, ends[1:], strict=False)
-            if len(ids)
-        ]
-        return torch.cat(parts, dim=-1)
+        Args:
+            ids: its tokens ``(T,)``.
+            types: 1 on image tokens, else 0, ``(T,)``.
+            grids: time, height and width of each image in patches, ``(images, 3)``.
+        """
+        text = torch.arange(len(ids))[None, None]
+        if not len(grids):
+            return text.expand(4, 1, -1)
+        taken = inspect.signature(type(self.positions).get_rope_index).parameters
+        given = {"mm_token_type_ids": types[None], "image_grid_thw": grids}
+        given = {name: value for name, value in given.items() if name in taken}
+        positions, _ = self.positions.get_rope_index(ids[None], **given)
+        return torch.cat([text, positions.to(text.dtype)])
 
 
-@dataclass
-class PaddedImages:
-    """Collates documents with images to padded rows.
-
-    Attributes:
-        collator: makes padded rows of the tokens.
-        images: adds the tensors of images.
-    """
-
-    collator: Callable[[Any], dict[str, Any]]
-    images: ImageBatches
-
-    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        names = (IMAGE_IDS, IMAGE_ROW)
-        texts = [{k: v for k, v in document.items() if k not in names} for document in documents]
-        batch = self.collator(texts)
-        blanks = self.images.blanks(documents)
-        for blank in blanks:
-            batch = _behind_first_row(batch, blank["input_ids"])
-        ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
-        return {**batch, "input_ids": ids, **self.images.of_padded_rows(blanks or documents, ids)}
+def _numbers(document: Mapping[str, Any]) -> np.ndarray:
+    """Return the numbers of the images of a document in its row, from 0."""
+    found = np.unique(document.get(IMAGE_IDS, ()))
+    return found[found > 0].astype(np.int64) - 1
 
 
 def _num_images(document: Mapping[str, Any]) -> int:
-    if IMAGES in document:
-        return sum(map(len, document[IMAGES]))
-    return int((np.unique(document.get(IMAGE_IDS, ())) > 0).sum())
+    images = document.get(IMAGES)
+    return len(_numbers(document)) if images is None else sum(map(len, images))
 
 
 def _behind_first_row(batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
@@ -259,43 +243,6 @@ def _behind_first_row(batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str,
         made[name] = torch.cat([values, behind], dim=1)
     made["input_ids"][0, -len(tokens) :] = torch.from_numpy(tokens)
     return made
-
-
-# --- positions ------------------------------------------------------------------------------------
-
-
-class RopePositions:
-    """Positions of a document in time, height and width, from a model's `get_rope_index`.
-
-    Args:
-        maker: the module that has `get_rope_index`, without its weights.
-    """
-
-    def __init__(self, maker: Any):
-        self.maker = maker
-        self.arguments = frozenset(inspect.signature(type(maker).get_rope_index).parameters)
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "RopePositions | None":
-        """Return the positions of `model`; None if it has one position for each token."""
-        found = next((m for m in model.modules() if hasattr(type(m), "get_rope_index")), None)
-        return None if found is None else cls(_without_weights(found))
-
-    def of_document(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
-        """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
-
-        Args:
-            ids: its tokens ``(T,)``.
-            types: 1 on image tokens, else 0, ``(T,)``.
-            grids: time, height and width of each image in patches, ``(images, 3)``.
-        """
-        text = torch.arange(len(ids))[None, None]
-        if not len(grids):
-            return text.expand(4, 1, -1)
-        given = {"mm_token_type_ids": types[None], "image_grid_thw": grids}
-        given = {name: value for name, value in given.items() if name in self.arguments}
-        positions, _ = self.maker.get_rope_index(ids[None], **given)
-        return torch.cat([text, positions.to(text.dtype)])
 
 
 def _without_weights(module: nn.Module) -> Any:
@@ -314,21 +261,20 @@ _SIZES = ((32, 32), (32, 128), (128, 32))
 
 
 def ranks_wait_for_tower(trainer: Any) -> bool:
-    """Return whether a rank that does not call the tower would stop the other ranks."""
-    if trainer.args.world_size == 1:
-        return False
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return True
-    return not trainer.args.ddp_find_unused_parameters  # TRL sets it for vision-language models
+    """Return whether a rank that does not call the tower would stop the other ranks.
 
-
-def check_no_experts_are_balanced(trainer: Any) -> None:
-    """Raise ValueError if blank images would take part in the balance of experts."""
-    if trainer.aux_loss_enabled:
+    Raises ValueError if blank images would then take part in the balance of experts.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    waits = trainer.args.world_size > 1 and (
+        sharded or not trainer.args.ddp_find_unused_parameters  # TRL sets it for these models
+    )
+    if waits and trainer.aux_loss_enabled:
         raise ValueError(
             "rows without images get a blank one where ranks wait for each other, which would take "
             "part in the balance of experts; set router_aux_loss_coef=0.0"
         )
+    return waits
 
 
 def blank_document(processor: Any) -> dict[str, Any]:

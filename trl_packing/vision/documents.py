@@ -10,9 +10,10 @@ other labels. A few rows of each data set are run through that collator with the
 difference is an error.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,8 +53,8 @@ def documents_with_images(
     placeholders: Placeholders,
     chat_template: str | None,
     name: str,
-) -> tuple[Dataset, list[list[int]]]:
-    """Return the documents of a data set, and the patches of the images of each row.
+) -> tuple[Dataset, np.ndarray]:
+    """Return the documents of a data set, and images and patches of each row, ``(rows, 2)``.
 
     Args:
         dataset: the rows, with numbers in place of their images.
@@ -116,7 +117,8 @@ def documents_with_images(
                     f"sizes, but {type(processor).__name__} makes {found} of its pixels, so its "
                     f"images cannot be packed; {WAY_OUT}"
                 )
-    return documents, [[learned[key].patches for key in keys_of(of_row)] for of_row in sizes]
+    patches = [sum(learned[key].patches for key in keys_of(of_row)) for of_row in sizes]
+    return documents, np.array([[*map(len, sizes)], patches], np.int64).T
 
 
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
@@ -197,35 +199,35 @@ def _tokenize_batch(
     name: str,
     weighted: bool,
 ) -> dict[str, list[Any]]:
-    def named(index: int, make: Callable[..., Any], *values: Any) -> Any:
-        try:
-            return make(*values)
-        except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-            raise ValueError(f"row {index} of the {name} dataset: {error}") from error
-
-    render, texts = partial(_texts_of, row_format=row_format, token=token), []
+    texts = []
     for index, *values in zip(indices, *batch.values(), strict=True):
-        found = [placeholders[size] for size in keys_of(sizes[index])]
-        texts.append(named(index, render, dict(zip(batch, values, strict=True)), found))
+        with _naming(index, name):
+            row = dict(zip(batch, values, strict=True))
+            found = [placeholders[size] for size in keys_of(sizes[index])]
+            texts.append(_texts_of(row, found, row_format, token))
     flat = [text.rendered for of_row in texts for text in of_row]
     tokens = iter(tokenize(row_format.chat.tokenizer, flat))
-    make = partial(_document_of, feature_id=feature_id, token=token)
-    documents = [
-        named(index, make, of_row, [next(tokens) for _ in of_row])
-        for index, of_row in zip(indices, texts, strict=True)
-    ]
-    columns = dict(
-        zip(
-            ("input_ids", TOKEN_WEIGHTS, IMAGE_IDS),
-            map(list, zip(*documents, strict=True)),
-            strict=True,
-        )
-    )
-    pairs = zip(columns["input_ids"], columns[TOKEN_WEIGHTS], strict=True)
-    columns["labels"] = [np.where(weights > 0, ids, IGNORE_INDEX) for ids, weights in pairs]
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("input_ids", TOKEN_WEIGHTS, IMAGE_IDS, "labels")
+    }
+    for index, of_row in zip(indices, texts, strict=True):
+        with _naming(index, name):
+            parts = [_in_full_length(text, next(tokens), feature_id, token) for text in of_row]
+        ids, weights, images = map(np.concatenate, zip(*parts, strict=True))
+        labels = np.where(weights > 0, ids, IGNORE_INDEX)
+        for column, array in zip(columns.values(), (ids, weights, images, labels), strict=True):
+            column.append(array)
     if not weighted:
         del columns[TOKEN_WEIGHTS]
     return columns
+
+
+@contextmanager
+def _naming(row: int, name: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
+        raise ValueError(f"row {row} of the {name} dataset: {error}") from error
 
 
 # --- one row --------------------------------------------------------------------------------------
@@ -265,9 +267,11 @@ def _texts_of(
         )
     parts = [rendered]
     if splits and rendered.prompt is not None:
-        parts = _split(rendered)
-        if not row_format.completion_only:
-            parts = [replace(part, spans=None) for part in parts]
+        text, end = rendered.text, common_prefix_length(rendered.prompt, rendered.text)
+        parts = [
+            replace(rendered, text=text[:end], spans=[] if row_format.completion_only else None),
+            replace(rendered, text=text[end:], spans=None),
+        ]
     texts, first = [], 0
     for part in parts:
         last = first + part.text.count(token)
@@ -278,42 +282,39 @@ def _texts_of(
     return texts
 
 
-def _document_of(
-    texts: Sequence[ImageText], tokens: Sequence[Tokenized], feature_id: int, token: str
-) -> tuple[np.ndarray, ...]:
-    """Return ids, weights and images of a row, every run of feature tokens in full, ``(T,)`` each.
+def _in_full_length(
+    text: ImageText, tokenized: Tokenized, feature_id: int, token: str
+) -> list[np.ndarray]:
+    """Return ids, weights and images of a text, every run of feature tokens in full, ``(T,)`` each.
 
     Raises:
-        ValueError: a text has feature tokens that belong to no image.
+        ValueError: it has feature tokens that belong to no image.
     """
-    parts = []
-    for text, tokenized in zip(texts, tokens, strict=True):
-        ids, weights = np.asarray(tokenized.input_ids, np.int64), tokenized.weights
-        weights = np.ones(len(ids), np.float32) if weights is None else weights
-        at = np.flatnonzero(ids == feature_id)
-        if len(at) != len(text.runs):
-            raise ValueError(
-                f"its text holds the token of images ({token}) outside of images; remove it"
-            )
-        times, image_ids = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
-        times[at] = [length for _, length in text.runs]
-        image_ids[at] = [number for number, _ in text.runs]
-        parts.append([np.repeat(values, times) for values in (ids, weights, image_ids)])
-    return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    ids, weights = np.asarray(tokenized.input_ids, np.int64), tokenized.weights
+    at = np.flatnonzero(ids == feature_id)
+    if len(at) != len(text.runs):
+        raise ValueError(
+            f"its text holds the token of images ({token}) outside of images; remove it"
+        )
+    times, images = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
+    times[at] = [length for _, length in text.runs]
+    images[at] = [number for number, _ in text.runs]
+    weights = np.ones(len(ids), np.float32) if weights is None else weights
+    return [np.repeat(values, times) for values in (ids, weights, images)]
 
 
 def _with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
     """Return a row whose messages have lists of parts as contents, as TRL passes them to templates.
 
     Raises:
-        ValueError: the parts and the number of images differ.
+        ValueError: the parts and the number of images differ, or a part is neither.
     """
     row = dict(row)
-    conversations = [name for name in _MESSAGES if isinstance(row.get(name), list)]
-    for number, name in enumerate(conversations):
+    images: list[Any] = [{}] * num_images  # of the first conversation
+    for name in (name for name in _MESSAGES if isinstance(row.get(name), list)):
         messages = [_without_nulls(message) for message in row[name]]
-        images: list[Any] = [{}] * num_images if number == 0 else []
         row[name] = prepare_multimodal_messages(messages, images=images)
+        images = []
     return row
 
 
@@ -324,45 +325,27 @@ def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [{k: v for k, v in part.items() if v is not None} for part in content]
         for part in parts:
-            if part.get("type") not in ("text", "image"):
+            others = {"image", "url", "path", "base64"} & part.keys()
+            if part.get("type") not in ("text", "image") or others:
                 raise ValueError(
-                    f"a message has a part of type {part.get('type')!r}; only text and images can "
-                    "be trained here"
-                )
-            if others := {"image", "url", "path", "base64"} & part.keys():
-                raise ValueError(
-                    f"a message has an image in its part ({', '.join(sorted(others))}); put the "
-                    "images into a column 'images', and leave {'type': 'image'} in the message"
+                    f"a message has a part of type {part.get('type')!r} with {sorted(part)}; only "
+                    "text and images can be trained here: put images into a column 'images', and "
+                    "leave {'type': 'image'} in the message"
                 )
         message["content"] = parts
     return message
 
 
-def _split(rendered: Rendered) -> list[Rendered]:
-    """Return prompt and completion of a document, which TRL tokenizes apart."""
-    text, end = rendered.text, common_prefix_length(rendered.prompt or "", rendered.text)
-    return [
-        replace(rendered, text=text[:end], spans=[], prompt=None, adds_special_tokens=False),
-        replace(rendered, text=text[end:], spans=None, prompt=None, adds_special_tokens=False),
-    ]
-
-
 def _expanded(part: Rendered, token: str, placeholders: Sequence[Placeholder]) -> Rendered:
     """Return `part` with the placeholders of the model in place of those of its template."""
-    pieces = part.text.split(token)
-    ends = np.cumsum([len(piece) for piece in pieces]) + len(token) * np.arange(len(pieces))
-    growth = np.cumsum([0, *(len(p.text) - len(token) for p in placeholders)])
-
-    def moved(place: int) -> int:
-        return place + int(growth[np.searchsorted(ends[:-1], place, side="left")])
-
-    texts = [pieces[0]]
-    for placeholder, piece in zip(placeholders, pieces[1:], strict=True):
-        texts += [placeholder.text, piece]
+    texts, place = iter([image.text for image in placeholders]), np.arange(len(part.text) + 1)
+    for found, image in zip(re.finditer(re.escape(token), part.text), placeholders, strict=True):
+        place[found.start() + 1 :] += len(image.text) - len(token)
+    text = re.sub(re.escape(token), lambda _: next(texts), part.text)
     spans = part.spans
     if spans is not None:
-        spans = [(moved(start), moved(stop), weight) for start, stop, weight in spans]
-    return replace(part, text="".join(texts), spans=spans, prompt=None, adds_special_tokens=False)
+        spans = [(int(place[start]), int(place[stop]), weight) for start, stop, weight in spans]
+    return replace(part, text=text, spans=spans, prompt=None, adds_special_tokens=False)
 
 
 # --- images of a document ---------------------------------------------------------------------
@@ -391,9 +374,5 @@ def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
     """
     ids = np.asarray(document.get(IMAGE_IDS, ()), np.int64)
     at = np.flatnonzero(ids)
-    firsts = np.flatnonzero(np.diff(ids[at], prepend=0))
-    lasts = np.append(firsts[1:], len(at)) - 1 if len(at) else firsts
-    return [
-        ImageTokens(int(ids[start]) - 1, int(start), int(stop) + 1)
-        for start, stop in zip(at[firsts], at[lasts], strict=True)
-    ]
+    groups = np.split(at, np.flatnonzero(np.diff(ids[at])) + 1) if len(at) else []
+    return [ImageTokens(int(ids[g[0]]) - 1, int(g[0]), int(g[-1]) + 1) for g in groups]

@@ -9,6 +9,8 @@ the columns and decodes the files.
 """
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,32 +39,28 @@ class Source(NamedTuple):
 
     Attributes:
         files: one column, of files or of lists of them; None if no row has an image.
-        sizes: height and width of the images of each row, ``(images, 2)`` int64 each.
         name: of the data set, for messages.
         first: number of its first row in the run.
     """
 
     files: Dataset | None
-    sizes: list[np.ndarray]
     name: str
     first: int
 
 
 class ImageStore:
-    """The images of all data sets of a run, by row.
-
-    Attributes:
-        sources: the data sets, in the order in which they were added.
-    """
+    """The images of all data sets of a run, by row."""
 
     def __init__(self) -> None:
-        self.sources: list[Source] = []
+        self._sources: list[Source] = []
+        self._sizes: list[np.ndarray] = []
 
     def take(self, dataset: Dataset, name: str) -> Dataset:
         """Return `dataset` with numbers in the column `image_row` in place of its images.
 
         Args:
-            dataset: with a column `image` (an image, or null) or `images` (a list of them).
+            dataset: with a column `image` (an image, or null) or `images` (a list of them); without
+                either, no row has images.
             name: of the data set, for messages.
 
         Raises:
@@ -74,42 +72,33 @@ class ImageStore:
             raise ValueError(
                 f"the {name} dataset has the columns 'image' and 'images'; remove one of them"
             )
-        if len(dataset.column_names) == 1:
+        if found == dataset.column_names:
             raise ValueError(
                 f"the {name} dataset has images but no text; give it messages, or prompts and "
                 "completions"
             )
-        try:
-            files = _files_of(dataset, found[0])
-        except (TypeError, ValueError, pa.ArrowException) as error:
-            raise ValueError(
-                f"the column {found[0]!r} of the {name} dataset holds "
-                f"{dataset.features[found[0]]}, but images are PIL images, paths or bytes, one or "
-                "a list of them in each row"
-            ) from error
-        sizes = [
-            np.array([_size(f, _name(at, n, name)) for at, f in enumerate(_files(row))], np.int64)
-            for n, row in enumerate(files)
-        ]
-        return self._add(dataset.remove_columns(found), files, sizes, name)
-
-    def take_texts(self, dataset: Dataset, name: str) -> Dataset:
-        """Return a `dataset` without images as one whose rows have none, with `image_row`."""
-        return self._add(dataset, None, [_NO_SIZES] * len(dataset), name)
-
-    def _add(
-        self, rows: Dataset, files: Dataset | None, sizes: list[np.ndarray], name: str
-    ) -> Dataset:
-        """Add the images of a data set; return its `rows` with their numbers in the run."""
-        first = sum(len(source.sizes) for source in self.sources)
-        sizes = [of_row if len(of_row) else _NO_SIZES for of_row in sizes]
-        self.sources.append(Source(files, sizes, name, first))
-        return rows.add_column(IMAGE_ROW, np.arange(first, first + len(sizes)))
+        files, sizes, first = None, [_NO_SIZES] * len(dataset), len(self._sizes)
+        if found:
+            try:
+                files = _files_of(dataset, found[0])
+            except (TypeError, ValueError, pa.ArrowException) as error:
+                raise ValueError(
+                    f"the column {found[0]!r} of the {name} dataset holds "
+                    f"{dataset.features[found[0]]}, but images are PIL images, paths or bytes, one "
+                    "or a list of them in each row"
+                ) from error
+            sizes = []
+            for row, values in enumerate(files):
+                of_row = [_size(file, at, row, name) for at, file in enumerate(_files(values))]
+                sizes.append(np.array(of_row, np.int64) if of_row else _NO_SIZES)
+        self._sources.append(Source(files, name, first))
+        self._sizes += sizes
+        rows = np.arange(first, first + len(sizes))
+        return dataset.remove_columns(found).add_column(IMAGE_ROW, rows)
 
     def sizes(self, row: int) -> np.ndarray:
         """Return height and width of each image of a row, ``(images, 2)`` int64."""
-        source, row = self._find(row)
-        return source.sizes[row]
+        return self._sizes[row]
 
     def load(self, row: int, chosen: np.ndarray | None = None) -> list["PillowImage.Image"]:
         """Return the images of a row, decoded as `datasets` decodes them.
@@ -121,19 +110,21 @@ class ImageStore:
         Raises:
             ImageError: an image cannot be decoded, naming the row.
         """
-        source, row = self._find(row)
-        files = [] if source.files is None else _files(source.files[row])
-        numbers = range(len(files)) if chosen is None else chosen.tolist()
-        return [_decoded(files[at], _name(at, row, source.name)) for at in numbers]
+        source = self._source_of(row)
+        files = [] if source.files is None else _files(source.files[row - source.first])
+        images = []
+        for at in range(len(files)) if chosen is None else chosen.tolist():
+            with _reading(files[at], at, row - source.first, source.name) as file:
+                images.append(Image().decode_example(file))
+        return images
 
     def name_of(self, row: int) -> str:
         """Return the words by which messages name a row."""
-        source, row = self._find(row)
-        return f"row {row} of the {source.name} dataset"
+        source = self._source_of(row)
+        return f"row {row - source.first} of the {source.name} dataset"
 
-    def _find(self, row: int) -> tuple[Source, int]:
-        source = next(source for source in reversed(self.sources) if source.first <= row)
-        return source, row - source.first
+    def _source_of(self, row: int) -> Source:
+        return next(source for source in reversed(self._sources) if source.first <= row)
 
 
 def holds_addresses(dataset: Dataset) -> bool:
@@ -165,48 +156,36 @@ def _files(row: dict[str, Any]) -> list[File | None]:
     return found if isinstance(found, list) else [found] * (found is not None)
 
 
-def _name(image: int, row: int, dataset: str) -> str:
-    return f"image {image} in row {row} of the {dataset} dataset"
+@contextmanager
+def _reading(file: File | None, image: int, row: int, dataset: str) -> Iterator[File]:
+    """Name the image in errors of reading it, and raise one if it is missing."""
+    from PIL.Image import DecompressionBombError
+
+    where = f"image {image} in row {row} of the {dataset} dataset"
+    if file is None or (file["bytes"] is None and file["path"] is None):
+        raise ImageError(f"{where} is missing (null); remove it, or the row")
+    try:
+        yield file
+    # Damaged EXIF data raise the last two.
+    except (OSError, SyntaxError, DecompressionBombError, ValueError, struct.error) as error:
+        raise ImageError(
+            f"{where} cannot be read ({str(error)[:200]}); replace it, or remove the row"
+        ) from error
 
 
-def _size(file: File | None, where: str) -> tuple[int, int]:
+def _size(file: File | None, image: int, row: int, dataset: str) -> tuple[int, int]:
     """Return height and width as they are after the EXIF orientation is applied; from a header."""
     from PIL import Image as PillowImage
 
-    path, content = _source(file, where)
-    try:
-        with PillowImage.open(path if content is None else BytesIO(content)) as opened:
-            width, height = opened.size
-            # TIFF's size is turned already. The method is that of the base class: PNG's would
-            # decode the whole image to look behind its pixels.
-            turns = opened.format != "TIFF"
-            turns = turns and PillowImage.Image.getexif(opened).get(_ORIENTATION, 1) >= 5
-    except _errors() as error:
-        raise _unreadable(where, error) from error
+    with (
+        _reading(file, image, row, dataset) as found,
+        PillowImage.open(
+            found["path"] if found["bytes"] is None else BytesIO(found["bytes"])
+        ) as opened,
+    ):
+        width, height = opened.size
+        # TIFF's size is turned already. The method is that of the base class: PNG's would
+        # decode the whole image to look behind its pixels.
+        turns = opened.format != "TIFF"
+        turns = turns and PillowImage.Image.getexif(opened).get(_ORIENTATION, 1) >= 5
     return (width, height) if turns else (height, width)
-
-
-def _decoded(file: File | None, where: str) -> "PillowImage.Image":
-    path, content = _source(file, where)
-    try:
-        return Image().decode_example({"path": path, "bytes": content})
-    except _errors() as error:
-        raise _unreadable(where, error) from error
-
-
-def _source(file: File | None, where: str) -> tuple[Any, Any]:
-    """Return the path and the bytes of a file, one of which may be None."""
-    if file is None or (file["bytes"] is None and file["path"] is None):
-        raise ImageError(f"{where} is missing (null); remove it, or the row")
-    return file["path"], file["bytes"]
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    from PIL.Image import DecompressionBombError
-
-    # Damaged EXIF data raise the last two.
-    return OSError, SyntaxError, DecompressionBombError, ValueError, struct.error
-
-
-def _unreadable(where: str, error: Exception) -> ImageError:
-    return ImageError(f"{where} cannot be read ({str(error)[:200]}); replace it, or remove the row")

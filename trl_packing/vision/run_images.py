@@ -27,7 +27,6 @@ from trl_packing.packing.sampler import ImageLoads
 from trl_packing.vision.batch import (
     ImageBatches,
     StillTower,
-    check_no_experts_are_balanced,
     hide_boundaries,
     ranks_wait_for_tower,
 )
@@ -57,7 +56,7 @@ class RunImages:
     def __init__(self) -> None:
         self.packs = False
         self.store = ImageStore()
-        self._loads = np.zeros((2, 0), np.int64)  # images and patches, by the number of the row
+        self._loads = np.zeros((0, 2), np.int64)  # images and patches, by the number of the row
         self._patch_size = 0
         self._takes_texts = False
         self._tower: StillTower | None = None
@@ -77,10 +76,11 @@ class RunImages:
         Raises:
             ValueError: TRL cannot train these data sets either.
         """
-        for name, dataset in (*named_sets(train, "train"), *named_sets(evaluated)):
+        sets = [*named_sets(train, "train"), *named_sets(evaluated, "eval")]
+        for name, dataset in sets:
             if isinstance(dataset, Dataset):
                 check_no_other_media(dataset, name)
-        reason = why_not_packed(model, train, evaluated, args, processor)
+        reason = why_not_packed(model, [dataset for _, dataset in sets], args, processor)
         self.packs = reason is None
         if self.packs:
             self._takes_texts = isinstance(train, dict)
@@ -97,13 +97,12 @@ class RunImages:
         stored = documents.dataset.data.column(IMAGE_ROW).to_numpy()
         rows = stored[documents.stored_rows(np.arange(len(documents)))]
         has_row = rows >= 0  # neither -1 nor NaN, as in documents of text
-        loads = np.zeros((2, len(rows)), np.int64)
-        loads[:, has_row] = self._loads[:, rows[has_row].astype(np.int64)]
-        tokens = [
-            np.diff(np.concatenate([[0], np.cumsum(values > 0)])[offsets])
-            for values, offsets in documents.readers[IMAGE_IDS].chunks
-        ]
-        return ImageLoads(loads[0], documents.in_order(tokens), loads[1])
+        loads = np.zeros((len(rows), 2), np.int64)
+        loads[has_row] = self._loads[rows[has_row].astype(np.int64)]
+        tokens = documents.by_document(
+            IMAGE_IDS, lambda ids, ends: np.diff(np.concatenate([[0], np.cumsum(ids > 0)])[ends])
+        )
+        return ImageLoads(loads[:, 0], tokens, loads[:, 1])
 
     def check_options(self, options: PackingOptions) -> None:
         """Raise ValueError for a setting that only data sets with images have."""
@@ -123,15 +122,13 @@ class RunImages:
             return {key: self.take(value, key) for key, value in dataset.items()}
         if not (self.packs and isinstance(dataset, Dataset)):
             return dataset
-        if has_images(dataset):
-            return self.store.take(dataset, name)
-        is_taken = self._takes_texts and holds_conversations(dataset)
-        return self.store.take_texts(dataset, name) if is_taken else dataset
+        is_taken = has_images(dataset) or (self._takes_texts and holds_conversations(dataset))
+        return self.store.take(dataset, name) if is_taken else dataset
 
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
         made = copy.copy(self)
-        made.store, made._loads = ImageStore(), np.zeros((2, 0), np.int64)
+        made.store, made._loads = ImageStore(), np.zeros((0, 2), np.int64)
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
@@ -159,8 +156,6 @@ class RunImages:
             return collator
         model, waits = trainer.model, ranks_wait_for_tower(trainer)
         hide_boundaries(model)
-        if waits:
-            check_no_experts_are_balanced(trainer)
         if waits and not trainer.is_deepspeed_enabled:
             self._tower = StillTower()
             trainer.add_callback(self._tower)
@@ -188,16 +183,16 @@ class RunImages:
             return dataset
         if isinstance(rules.processing_class, ProcessorMixin):
             check_no_other_media(dataset, name)
-        dataset, processor = self.take(dataset, name), rules.processing_class
+        dataset = self.take(dataset, name)
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
-        placeholders = Placeholders(processor, self._patch_size)
-        documents, patches = documents_with_images(
+        placeholders = Placeholders(rules.processing_class, self._patch_size)
+        documents, loads = documents_with_images(
             dataset, rules, self.store, placeholders, chat_template, name
         )
         rows = np.array(dataset[IMAGE_ROW])
-        missing = max(int(rows.max()) + 1 - self._loads.shape[1], 0)
-        self._loads = np.pad(self._loads, ((0, 0), (0, missing)))
-        self._loads[:, rows] = [[*map(len, patches)], [*map(sum, patches)]]
+        missing = max(int(rows.max()) + 1 - len(self._loads), 0)
+        self._loads = np.pad(self._loads, ((0, missing), (0, 0)))
+        self._loads[rows] = loads
         return documents

@@ -18,7 +18,7 @@ one of these numbers; it must agree with the pixels of all trial images.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -86,6 +86,8 @@ class Placeholders:
         self.token = placeholder_token(processor)
         self.feature_id = feature_id(processor)
         self.feature_token: str = processor.tokenizer.convert_ids_to_tokens(self.feature_id)
+        options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+        self._options = options["images_kwargs"]
         self._known: dict[Size, Placeholder] = {}
 
     def learn(self, sizes: Iterable[Size]) -> None:
@@ -95,10 +97,11 @@ class Placeholders:
             ValueError: the processor refuses an image of some size.
         """
         new = sorted(set(map(self._key, sizes)) - self._known.keys())
-        rule = self._patch_rule
-        if rule is not None:
-            for size, length, patches in zip(new, self._lengths(new), rule(new), strict=True):
-                self._known[size] = Placeholder(self.feature_token, (length,), patches)
+        if self._amounts is not None:
+            amounts, factor = self._amounts
+            lengths = self._named("num_image_tokens", new)
+            for size, length, amount in zip(new, lengths, amounts(new), strict=True):
+                self._known[size] = Placeholder(self.feature_token, (length,), factor * amount)
             return
         for size in tqdm(new, desc="Measuring image sizes", disable=len(new) < _PROGRESS):
             self._known[size] = self._measured(size)
@@ -107,51 +110,46 @@ class Placeholders:
         """Return the placeholder of an image of a size that was learned."""
         return self._known[self._key(size)]
 
-    def images_kwargs(self) -> dict[str, Any]:
-        """Return the arguments with which the processor processes images by default."""
-        tokenizer = self.processor.tokenizer
-        merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
-        return merged["images_kwargs"]
-
     def _key(self, size: Size) -> Size:
-        return size if self.counts_images else (*size[:2], 1)
+        return size if self._counts_images else (*size[:2], 1)
 
     @cached_property
-    def counts_images(self) -> bool:
+    def _counts_images(self) -> bool:
         """Whether an image has another placeholder beside a second image of its row."""
         height, width, _ = _TRIALS[0]
         return self._measured((height, width, 1)) != self._measured((height, width, 2))
 
     @cached_property
-    def _patch_rule(self) -> Callable[[Sequence[Size]], list[int]] | None:
-        """Patches by size, if the processor's arithmetic is right in all trials; else None.
+    def _amounts(self) -> tuple[Callable[[Sequence[Size]], list[int]], int] | None:
+        """The numbers by size of which patches are a multiple, and the factor; None if unknown.
 
-        Then an image is one run of tokens, as long as that arithmetic says.
+        An image is then one run of tokens, as long as the processor says.
         """
-        if not hasattr(self.processor, "_get_num_multimodal_tokens") or self.counts_images:
+        if not hasattr(self.processor, "_get_num_multimodal_tokens") or self._counts_images:
             return None
         try:
             measured = [self._measured(size) for size in _TRIALS]
-            lengths = self._lengths(_TRIALS)
+            lengths = self._named("num_image_tokens", _TRIALS)
         except Exception:  # arithmetic of some processors needs more than sizes
             return None
         if [image[:2] for image in measured] != [(self.feature_token, (n,)) for n in lengths]:
             return None
         patches = [image.patches for image in measured]
-        for amounts in (self._named, self._lengths, self._by_image_processor, self._tiles):
+        ways: list[Callable[[Sequence[Size]], list[int]]] = [
+            *(partial(self._named, f"num_image_{name}") for name in ("patches", "tokens")),
+            *(self._by_image_processor, self._tiles),
+        ]
+        for amounts in ways:
             try:
                 found = amounts(_TRIALS)
-            except Exception:  # arithmetic of some processors needs more than sizes
+            except Exception:  # as above
                 continue
-            factor, left = divmod(patches[0], max(found[0], 1))
-            if not left and [factor * amount for amount in found] == patches:
-                return partial(_multiplied, amounts, factor)
+            factor = patches[0] // max(found[0], 1)
+            if [factor * amount for amount in found] == patches:
+                return amounts, factor
         return None
 
-    def _lengths(self, sizes: Sequence[Size]) -> list[int]:
-        return self._named(sizes, "num_image_tokens")
-
-    def _named(self, sizes: Sequence[Size], name: str = "num_image_patches") -> list[int]:
+    def _named(self, name: str, sizes: Sequence[Size]) -> list[int]:
         if not sizes:
             return []
         pairs = [[*size[:2]] for size in sizes]
@@ -160,8 +158,7 @@ class Placeholders:
 
     def _by_image_processor(self, sizes: Sequence[Size]) -> list[int]:
         count = self.processor.image_processor.get_number_of_image_patches
-        options = self.images_kwargs()
-        return [int(count(height, width, dict(options))) for height, width, _ in sizes]
+        return [int(count(height, width, dict(self._options))) for height, width, _ in sizes]
 
     def _tiles(self, sizes: Sequence[Size]) -> list[int]:
         """Return the tiles of LLaVA-NeXT and its relatives: a grid, and the image as a whole."""
@@ -175,21 +172,14 @@ class Placeholders:
 
         height, width, images = size
         blank = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
-        made, (text, *_) = self.processor._process_images(
-            [[blank] * images], **self.images_kwargs()
-        )
+        made, (text, *_) = self.processor._process_images([[blank] * images], **self._options)
         run = re.compile(f"(?:{re.escape(self.feature_token)})+")
         runs = [len(found) // len(self.feature_token) for found in run.findall(text)]
         if not runs:
             raise ValueError(f"it writes no {self.feature_token} for an image, but {text[:80]!r}")
-        patches = num_patches(made, self.patch_size) // images
+        pixels = next((made[name] for name in made if name.startswith("pixel_values")), ())
+        patches = _num_patches(pixels, self.patch_size) // images
         return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs), patches)
-
-
-def _multiplied(
-    amounts: Callable[[Sequence[Size]], list[int]], factor: int, sizes: Sequence[Size]
-) -> list[int]:
-    return [factor * amount for amount in amounts(sizes)]
 
 
 def patch_size_of(config: Any) -> int:
@@ -198,18 +188,8 @@ def patch_size_of(config: Any) -> int:
     return size[0] if isinstance(size, (list, tuple)) else size
 
 
-def num_patches(made: Mapping[str, Any], patch_size: int) -> int:
-    """Return the patches in the pixels that an image processor has made; 0 if it made none.
-
-    Args:
-        made: its output.
-        patch_size: pixels of a side of a patch.
-    """
-    name = next((name for name in made if name.startswith("pixel_values")), None)
-    return 0 if name is None else _num_patches(made[name], patch_size)
-
-
 def _num_patches(pixels: Any, patch_size: int) -> int:
+    """Return the patches in the pixels that an image processor has made."""
     if isinstance(pixels, (list, tuple)):
         return sum(_num_patches(part, patch_size) for part in pixels)
     shape: tuple[int, ...] = tuple(pixels.shape)

@@ -8,6 +8,7 @@ yes                      any other                              TRL's, unchanged
 Videos and audio are refused by name: only their placeholders would be trained.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -76,16 +77,15 @@ def has_images(dataset: Any) -> bool:
 def holds_conversations(dataset: Dataset) -> bool:
     """Return whether rows are conversations of the form that rows with images may have."""
     columns = {*dataset.column_names}
-    if {"input_ids", IMAGE_ROW, "conversations", "text", *_LEFT_OUT} & columns:
-        return False
     forms = [form for form in ({"messages"}, {"prompt", "completion"}) if form <= columns]
-    if len(forms) != 1:
+    others = {"input_ids", IMAGE_ROW, "conversations", "text", *_LEFT_OUT}
+    if others & columns or len(forms) != 1:
         return False
     rows = dataset.with_format(None).select_columns(sorted(forms[0]))
     return is_conversational(next(iter(rows), {}))
 
 
-def named_sets(given: Any, name: str = "eval") -> list[tuple[str, Any]]:
+def named_sets(given: Any, name: str) -> list[tuple[str, Any]]:
     """Return names and data sets of a dictionary, or one data set with `name`."""
     return list(given.items()) if isinstance(given, dict) else [(name, given)]
 
@@ -93,18 +93,18 @@ def named_sets(given: Any, name: str = "eval") -> list[tuple[str, Any]]:
 # --- which runs -----------------------------------------------------------------------------------
 
 
-def why_not_packed(model: Any, train: Any, evaluated: Any, args: Any, processor: Any) -> str | None:
-    """Return why a run takes TRL's path; arguments as for `RunImages.why_not_packed`."""
+def why_not_packed(model: Any, sets: Iterable[Any], args: Any, processor: Any) -> str | None:
+    """Return why a run on some sets with images takes TRL's path, or None if it is packed.
+
+    Arguments as for `RunImages.why_not_packed`.
+    """
     installed = transformers.__version__
     if Version(installed).release[:2] < _OLDEST_TRANSFORMERS:
         oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
         return f"the data set has images, and transformers {installed} is older than {oldest}"
-    sets = [dataset for _, dataset in (*named_sets(train), *named_sets(evaluated))]
-    sets = [dataset for dataset in sets if has_images(dataset)]
-    if reason := _why_no_data(sets, args):
+    if reason := _why_no_data([dataset for dataset in sets if has_images(dataset)], args):
         return reason
-    model_type = config_of(model, args).model_type
-    if reason := why_no_family(model_type):
+    if reason := why_no_family(config_of(model, args).model_type):
         return reason
     names = ("image_token", "image_token_ids", "_process_images")
     if processor is not None and not all(hasattr(processor, name) for name in names):
@@ -127,8 +127,7 @@ def _why_no_data(sets: list[Any], args: Any) -> str | None:
         return "a data set is a stream with images, whose lengths are unknown"
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return "skip_prepare_dataset=True leaves rows with images as they are"
-    strategy = getattr(args, "packing_strategy", None)
-    if getattr(args, "packing", False) and strategy == "wrapped":
+    if getattr(args, "packing", False) and args.packing_strategy == "wrapped":
         return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
     if any(map(holds_addresses, sets)):
         return "images are addresses, whose sizes are unknown without a download"
@@ -140,8 +139,8 @@ def _why_no_data(sets: list[Any], args: Any) -> str | None:
             return "rows with images have several forms of text"
         if found := {*_LEFT_OUT} & columns:
             return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
-        keys = [field.name for parts in _parts(dataset).values() for field in parts.type]
-        if found := {*keys} & {*_PAYLOADS}:
+        keys = {field.name for parts in _parts(dataset).values() for field in parts.type}
+        if found := keys & {*_PAYLOADS}:
             return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
     return None
 
@@ -166,27 +165,28 @@ def check_no_other_media(dataset: Dataset, name: str) -> None:
         dataset: rows for a model with a processor.
         name: of the data set, for messages.
     """
+    rows = dataset.with_format(None)
     for column in (c for c in _OTHER_MEDIA if c in dataset.column_names):
         values = dataset.data.column(column)
         filled = pc.is_valid(values)
         if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
             filled = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
-        rows = np.flatnonzero(np.asarray(filled, dtype=bool)[stored_rows(dataset)])
-        if len(rows):
+        found = np.flatnonzero(np.asarray(filled, dtype=bool)[stored_rows(dataset)])
+        if len(found):
             raise ValueError(
-                f"row {rows[0]} of the {name} dataset has {column!r}; only text and images can be "
+                f"row {found[0]} of the {name} dataset has {column!r}; only text and images can be "
                 "trained here, so remove the row, or the column"
             )
     for column, parts in _parts(dataset).items():
         if parts.type.get_field_index("type") < 0:
             continue
-        found = set(pc.unique(pc.struct_field(parts, "type")).to_pylist()) & {*_OTHER_PARTS}
-        for row, messages in enumerate(dataset.with_format(None)[column] if found else ()):
-            kinds = [part.get("type") for m in messages or () for part in m["content"] or ()]
-            if {*kinds} & found:
+        others = {*pc.unique(pc.struct_field(parts, "type")).to_pylist()} & {*_OTHER_PARTS}
+        for row, messages in enumerate(rows[column] if others else ()):  # a filter may hide them
+            kinds = {part.get("type") for m in messages or () for part in m["content"] or ()}
+            if kinds & others:
                 raise ValueError(
                     f"row {row} of the {name} dataset: a message has a part of type "
-                    f"{sorted(found)[0]!r}; only text and images can be trained here"
+                    f"{sorted(kinds & others)[0]!r}; only text and images can be trained here"
                 )
 
 

@@ -283,7 +283,7 @@ class PreviewedRun:
             return None
         rows = self.images.tokenize(rows, self.preparation, self.chat_template, "train")
         whole = whole_documents(rows, self.preparation, formatting_func=self.formatting_func)
-        return None if whole.rows.are_packed else whole
+        return None if whole.are_packed else whole
 
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
         """Return the documents of one row and "", or no documents and the reason.
