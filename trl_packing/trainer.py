@@ -42,7 +42,7 @@ from trl_packing.attention.calls import (
     use_current_row,
 )
 from trl_packing.attention.install import use_attention
-from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
+from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.state import (
     check_deepspeed_can_train,
     forget_evaluation_wrapper,
@@ -417,7 +417,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Announce the row, to NEFTune too: `compute_loss` and the caller may be a user's."""
+        """Announce the row: `compute_loss` and the caller may be a user's."""
         takes_count = self._takes_count or self.compute_loss_func is not None
         hides = not (self._loss_is_ours() or takes_count)
         is_own = not (self._step_is_ours() or self.args.torch_compile)
@@ -425,7 +425,6 @@ class PackedSFTTrainer(SFTTrainer):
             use_current_row(inputs),
             self._other_models.watch() if is_own else nullcontext(),
             self._step_loss.hide_num_items(num_items_in_batch, hide=hides) as count,
-            announce_documents(boundaries=inputs.get("cu_seq_lens_q")),
         ):
             return super().training_step(model, inputs, count)
 

@@ -3,13 +3,17 @@
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DefaultDataCollator, Trainer, TrainingArguments
 
-import trl_packing.plain_trainer.enable
 from helpers.one_step import PLAIN_ONE_STEP
 from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from trl_packing import PackedCollator, PackedDataset
+from trl_packing.attention.model_facts import unwrap_peft
 
 PACK_LEN = 80
-packing_of = trl_packing.plain_trainer.enable.find_packing
+
+
+def packing_of(model):
+    return unwrap_peft(model).enabled_packing
+
 
 LENGTHS = [3, 60, 17, 9, 31, 44, 5, 22, 12, 27, 8, 50, 19, 40, 33, 6]
 DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)

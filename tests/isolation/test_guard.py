@@ -114,7 +114,7 @@ def test_a_search_that_fails_leaves_the_way_that_was_checked(at, tmp_path, out_o
     assert run.attention.backend == "documents"
     assert run.model.config._attn_implementation == "sdpa", "as it came"
     forward = run.model.model.forward
-    assert hasattr(forward, "before_packed_calls"), "packed calls are announced to the kernel"
+    assert forward.packed_way.run, "packed calls are announced to the kernel"
     run.evaluate()
     with pytest.raises(RuntimeError, match=LEAKS):
         run.train()

@@ -88,7 +88,7 @@ def resolve_attention(
     """Return the fastest attention backend that keeps packed documents apart on `model`.
 
     Args:
-        model: the model whose head sizes, sinks, soft-cap and dropout decide; it is not changed.
+        model: the model whose sinks, soft-cap and dropout decide; it is not changed.
         attention: ``"auto"`` or a backend: ``"flash_attention_2"`` (3, 4), ``"varlen"``,
             ``"documents"``; or one that leaves the model its native implementation: ``"model"``
             (masked by position_ids), ``"mask"`` (with an explicit 4-D mask), ``"padded"`` (the
@@ -100,27 +100,20 @@ def resolve_attention(
         ValueError: `attention` is unknown, or names a backend that cannot be exact on this model.
     """
     check_is_backend(attention)
-    needs = requirements_of(model, device, dtype)
+    parameter = next(model.parameters(), torch.empty(0))
+    kind, dtype = torch.device(device or parameter.device).type, dtype or parameter.dtype
     native = native_implementation(model)
-    only = _choice_for_whole_rows(model)
     if attention == "auto":
-        choice = only or _automatic(model, needs)
-        slower = tuple(replace(kernel, native=native) for kernel in choice.slower)
-        return replace(choice, native=native, slower=slower)
-    if only is not None and attention != only.backend:
-        raise ValueError(
-            f"attention={attention!r} cannot be exact on {type(model).__name__}: {only.reason}; "
-            f"set attention='auto' or {only.backend!r}"
-        )
-    if attention in NATIVE_ATTENTION:
-        return AttentionChoice(attention, None, f"attention={attention!r}", native)
-    refusal, implementation, _ = _kernels(model, needs)[attention]
-    if refusal:
+        choices = _choices_that_fit(model, kind, dtype)
+        first, *slower = (replace(choice, native=native) for choice in choices)
+        return replace(first, slower=tuple(slower))
+    if refusal := _refusal(model, attention, kind, dtype):
         raise ValueError(
             f"attention={attention!r} cannot be exact on {type(model).__name__}: {refusal}; "
             "set attention='auto'"
         )
-    return AttentionChoice(attention, implementation, f"attention={attention!r}", native)
+    reason = f"attention={attention!r}"
+    return AttentionChoice(attention, _implementation(model, attention), reason, native)
 
 
 def check_is_backend(attention: str) -> None:
@@ -139,40 +132,20 @@ def refusals(model: nn.Module, *, device: Any, dtype: torch.dtype) -> dict[str, 
         device: device of the forward pass.
         dtype: dtype of the forward pass.
     """
-    kernels = _kernels(model, requirements_of(model, device, dtype))
-    found = {name: refusal for name, (refusal, _, _) in kernels.items()}
-    found |= dict.fromkeys(NATIVE_ATTENTION)
-    if (only := _choice_for_whole_rows(model)) is not None:
-        found |= {name: only.reason for name in found if name != only.backend}
-    return found
+    kind = torch.device(device).type
+    return {name: _refusal(model, name, kind, dtype) for name in CHOICES[1:]}
 
 
-def _kernels(model: Any, needs: "Requirements") -> dict[str, tuple[str | None, str, str]]:
-    """Return all kernels by backend, from fast to slow.
-
-    Each has three strings: why it cannot be exact on `model` (None if it can), the
-    `attn_implementation` to set, and the reason to report if it is chosen.
-    """
-    current = current_implementation(model)
-    fallback = "eager" if current is not None and current.endswith("eager") else "sdpa"
-    flash = {
-        name: (flash_refusal(model, needs, name), name, "installed") for name in flash_attn.VERSIONS
-    }
-    return flash | {
-        "varlen": (
-            varlen_refusal(needs),
-            implementation_name(varlen.NAME, fallback),
-            "no flash-attn package needed",
-        ),
-        "documents": (
-            needs.outside_interface,
-            implementation_name(document_sdpa.NAME, fallback),
-            f"{needs.device}, {str(needs.dtype).removeprefix('torch.')}",
-        ),
-    }
+def _implementation(model: Any, backend: str) -> str | None:
+    """Return the `attn_implementation` to set for `backend`, None for the native one."""
+    ours = {"varlen": varlen.NAME, "documents": document_sdpa.NAME}
+    if backend in ours:
+        is_eager = str(current_implementation(model)).endswith("eager")
+        return implementation_name(ours[backend], "eager" if is_eager else "sdpa")
+    return None if backend in NATIVE_ATTENTION else backend
 
 
-def _choice_for_whole_rows(model: Any) -> AttentionChoice | None:
+def _only_exact(model: Any) -> AttentionChoice | None:
     """Return the only exact backend of a model that reads a row as one document, or None.
 
     Sparse attention that chooses its keys by an index ranks those of the whole row. Other
@@ -191,72 +164,37 @@ def _choice_for_whole_rows(model: Any) -> AttentionChoice | None:
     return None
 
 
-def _automatic(model: Any, needs: "Requirements") -> AttentionChoice:
-    """Return the fastest kernel that can be exact on `model`, with the slower ones."""
-    current = current_implementation(model)
+def _choices_that_fit(model: Any, device: str, dtype: torch.dtype) -> list[AttentionChoice]:
+    """Return the kernels that may be exact on `model`, from fast to slow, or its own attention."""
+    if only := _only_exact(model):
+        return [only]
+    current = str(current_implementation(model))
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     installed = flash_attn.installed()
-    names = [name for name in flash_attn.versions_for(capability) if name in installed]
-    found = _kernels(model, needs)
-    kernels = [
-        AttentionChoice(backend, implementation, reason)
-        for backend in (*names, "varlen", "documents")
-        for refusal, implementation, reason in [found[backend]]
-        if refusal is None
-    ]
-    if flash_attn.is_flash_attention(current):
-        if needs.sinks and flash_attn.drops_sinks(str(current)):
+    flash = [name for name in flash_attn.versions_for(capability) if name in installed]
+    kernels, is_loaded = [], flash_attn.is_flash_attention(current)
+    if is_loaded:
+        if flash_attn.drops_sinks(current) and _has_sinks(model):
             raise ValueError(
                 f"attn_implementation={current!r} silently drops this model's attention sinks; "
                 "load the model with attn_implementation='eager' or set attention='documents'"
             )
-        loaded = AttentionChoice(str(current), None, "the model was loaded with it")
-        kernels = [loaded, *(k for k in kernels if k.backend not in flash_attn.VERSIONS)]
-    elif current not in (None, "sdpa", "eager") and not is_packed_implementation(current):
-        return AttentionChoice("model", None, f"the model was loaded with {current!r}")
-    if not kernels:
-        return AttentionChoice("model", None, str(needs.outside_interface))
-    return replace(kernels[0], slower=tuple(kernels[1:]))
+        kernels, flash = [AttentionChoice(current, None, "the model was loaded with it")], []
+    elif current not in ("None", "sdpa", "eager") and not is_packed_implementation(current):
+        return [AttentionChoice("model", None, f"the model was loaded with {current!r}")]
+    reasons = {
+        "varlen": "no flash-attn package needed",
+        "documents": f"{device}, {str(dtype).removeprefix('torch.')}",
+    }
+    kernels += [
+        AttentionChoice(name, _implementation(model, name), reasons.get(name, "installed"))
+        for name in (*flash, "varlen", "documents")
+        if _refusal(model, name, device, dtype) is None
+    ]
+    return kernels or [AttentionChoice("model", None, str(outside_interface(model)))]
 
 
-# --- what a model needs, and why a kernel is refused ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class Requirements:
-    """Everything that a kernel must handle to be exact on a model, in all of its layers.
-
-    Attributes:
-        device: type of the device, such as ``"cuda"``.
-        dtype: dtype of query, key and value.
-        softcap: whether scores are soft-capped.
-        sinks: whether heads have learned attention sinks.
-        dropout: largest dropout probability of attention weights, in [0, 1].
-        outside_interface: why registered kernels cannot replace the model's attention; None if
-            they can.
-    """
-
-    device: str
-    dtype: torch.dtype
-    softcap: bool
-    sinks: bool
-    dropout: float
-    outside_interface: str | None
-
-
-def requirements_of(model: nn.Module, device: Any, dtype: torch.dtype | None) -> Requirements:
-    """Return the requirements of `model`, by default on its device and in its dtype."""
-    parameter = next(model.parameters(), None)
-    found = parameter.device if parameter is not None else torch.device("cpu")
-    text = text_config(model)
-    return Requirements(
-        device=torch.device(device or found).type,
-        dtype=dtype or (parameter.dtype if parameter is not None else torch.float32),
-        softcap=any(layer_values(text, "attn_logit_softcapping")),
-        sinks=any(name.endswith("sinks") for name, _ in model.named_parameters()),
-        dropout=max(map(float, layer_values(text, "attention_dropout", "attn_pdrop")), default=0.0),
-        outside_interface=outside_interface(model),
-    )
+# --- why a kernel is refused ----------------------------------------------------------------------
 
 
 def outside_interface(model: nn.Module) -> str | None:
@@ -265,29 +203,40 @@ def outside_interface(model: nn.Module) -> str | None:
     if can_set is None or not can_set():
         return f"{type(model).__name__} is outside transformers' attention interface"
     chunks = [size for size in layer_values(text_config(model), "attention_chunk_size") if size]
-    if chunks:
-        # Chunks exist only in the mask; a kernel that sees boundaries alone would skip them.
-        return f"attention_chunk_size={max(chunks)} lives in the mask"
-    return None
+    # Chunks exist only in the mask; a kernel that sees boundaries alone would skip them.
+    return f"attention_chunk_size={max(chunks)} lives in the mask" if chunks else None
 
 
-def flash_refusal(model: Any, needs: Requirements, name: str) -> str | None:
-    """Return why flash-attn version `name` cannot be exact on `model`, or None."""
-    if reason := _half_precision_refusal(needs):
+def _refusal(model: Any, name: str, device: str, dtype: torch.dtype) -> str | None:
+    """Return why backend `name` cannot be exact on `model`, in any of its layers, or None."""
+    if only := _only_exact(model):
+        return None if name == only.backend else only.reason
+    if name in NATIVE_ATTENTION:
+        return None
+    reason = outside_interface(model)
+    if reason or name == "documents":
         return reason
-    if needs.sinks and flash_attn.drops_sinks(name):
-        return f"{name} has no attention sinks"
-    if needs.dropout and not name.endswith("2"):
-        # transformers only warns, and skips dropout, if the kernel has no such argument.
-        return f"{name} has no dropout and the model sets {needs.dropout}"
-    if needs.dropout and needs.softcap:
-        return f"{name} has no soft-cap with dropout, and the model sets {needs.dropout}"
-    return _transformers_refusal(model, name)
-
-
-def _transformers_refusal(model: Any, name: str) -> str | None:
-    """Return why transformers would not set `name` on `model`, or would set another version."""
+    if device != "cuda":
+        return f"the device is {device}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the dtype is {dtype}"
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than sm80"
     text = text_config(model)
+    softcap = any(layer_values(text, "attn_logit_softcapping"))
+    dropout = max(map(float, layer_values(text, "attention_dropout", "attn_pdrop")), default=0.0)
+    if softcap and (name == "varlen" or dropout):
+        return f"{name} has no soft-cap" + " with dropout" * (name != "varlen")
+    # Without an argument for dropout, transformers skips it with a warning.
+    if dropout and name != "flash_attention_2":
+        return f"{name} has no dropout and the model sets {dropout}"
+    if name == "varlen":
+        return None
+    if flash_attn.drops_sinks(name) and _has_sinks(model):
+        return f"{name} has no attention sinks"
+    # transformers would not set `name`, or would set another version.
     for part in model.modules():
         if getattr(part, "config", None) is not text:
             continue
@@ -299,24 +248,5 @@ def _transformers_refusal(model: Any, name: str) -> str | None:
     return None
 
 
-def varlen_refusal(needs: Requirements) -> str | None:
-    """Return why PyTorch's varlen attention cannot be exact on a model, or None."""
-    if needs.softcap:
-        return "torch varlen has no soft-cap"
-    if needs.dropout:
-        return f"torch varlen has no dropout and the model sets {needs.dropout}"
-    return _half_precision_refusal(needs)
-
-
-def _half_precision_refusal(needs: Requirements) -> str | None:
-    if needs.outside_interface:
-        return needs.outside_interface
-    if needs.device != "cuda":
-        return f"the device is {needs.device}"
-    if needs.dtype not in (torch.bfloat16, torch.float16):
-        return f"the dtype is {needs.dtype}"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than sm80"
-    return None
+def _has_sinks(model: nn.Module) -> bool:
+    return any(name.endswith("sinks") for name, _ in model.named_parameters())

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.documents.boundaries import mask_from_document_ids
 from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, to_device
@@ -25,20 +24,23 @@ from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, to_devic
 NAME = "mask"
 
 
-def mask_packed_calls(backbone: nn.Module) -> None:
-    """Make packed calls of `backbone` use a 4-D mask instead of boundaries."""
-    text = text_config(backbone)
-
-    def run_with_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        lengths = np.diff(host_boundaries(kwargs["cu_seq_lens_q"]))
-        unmasked = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
-        device = kwargs["position_ids"].device
-        types, windows_only = _token_types(kwargs, text)
-        images = None if types is None else _images(types[0] == 1, kwargs["cu_seq_lens_q"])
-        mask = packed_mask(lengths, text, _dtype(backbone), device, images, windows_only)
-        return forward(**unmasked | {"attention_mask": mask})
-
-    wrap_packed_calls(backbone, run_with_mask, attention=NAME)
+def run_with_mask(backbone: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """Run a packed call of `backbone` with a 4-D mask instead of boundaries."""
+    text, boundaries = text_config(backbone), kwargs["cu_seq_lens_q"]
+    is_gemma4 = getattr(text, "use_bidirectional_attention", None) == "vision"
+    types = kwargs.get("mm_token_type_ids" if is_gemma4 else "token_type_ids")
+    images = None if types is None else _images(types[0] == 1, boundaries)
+    dtype = next((p.dtype for p in backbone.parameters() if p.is_floating_point()), torch.float32)
+    mask = packed_mask(
+        np.diff(host_boundaries(boundaries)),
+        text,
+        dtype,
+        kwargs["position_ids"].device,
+        images,
+        windows_only=is_gemma4,
+    )
+    kept = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
+    return forward(**kept | {"attention_mask": mask})
 
 
 def packed_mask(
@@ -67,33 +69,23 @@ def packed_mask(
     types = set(getattr(config, "layer_types", None) or ())
     window = _one(config, "sliding_window")
     chunk: Any = _one(config, "attention_chunk_size")
-
-    def mask(lengths: np.ndarray, window: int | None = None) -> Tensor:
-        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
-        made = mask_from_document_ids(to_device(ids, device), window=window, dtype=dtype)
-        if images is None or (windows_only and window is None):
-            return made
-        return _open_images(made, images, window)
-
     seq_lengths = np.asarray(seq_lengths)
 
-    masks = {
-        "full_attention": lambda: mask(seq_lengths),
-        "sliding_attention": lambda: mask(seq_lengths, window),
-        "chunked_attention": lambda: mask(_chunks(seq_lengths, chunk)),
-    }
-    if len(types) > 1 and types <= masks.keys():
-        return {name: masks[name]() for name in types}
-    if types:
-        return masks[types.pop()]() if types <= masks.keys() else masks["full_attention"]()
-    return masks["sliding_attention" if window else "full_attention"]()
+    def mask(kind: str) -> Tensor:
+        lengths = _chunks(seq_lengths, chunk) if kind == "chunked_attention" else seq_lengths
+        size = window if kind == "sliding_attention" else None
+        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
+        made = mask_from_document_ids(to_device(ids, device), window=size, dtype=dtype)
+        if images is None or (windows_only and size is None):
+            return made
+        return _open_images(made, images, size)
 
-
-def _token_types(kwargs: dict[str, Any], text: Any) -> tuple[Tensor | None, bool]:
-    """Return the types of tokens by which images are opened, and whether only in windows."""
-    if getattr(text, "use_bidirectional_attention", None) == "vision":  # Gemma 4
-        return kwargs.get("mm_token_type_ids"), True
-    return kwargs.get("token_type_ids"), False
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    if not types:
+        return mask("sliding_attention" if window else "full_attention")
+    if not types <= known:
+        return mask("full_attention")
+    return {kind: mask(kind) for kind in types} if len(types) > 1 else mask(types.pop())
 
 
 def _images(is_image: Tensor, boundaries: Tensor) -> Tensor:
@@ -130,7 +122,3 @@ def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
         for start in range(0, length, chunk)
     ]
     return np.array(pieces)
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)

@@ -21,12 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention import block_mask, flash_attn, padded_rows, varlen
 from trl_packing.attention.backends import PADDED, AttentionChoice, outside_interface
-from trl_packing.attention.calls import (
-    announce_boundaries,
-    pass_packed_calls,
-    unwrap_packed_calls,
-)
-from trl_packing.attention.interface import mark_packed_calls
+from trl_packing.attention.calls import run_known_arguments, run_unchanged, wrap_packed_calls
 from trl_packing.attention.model_facts import (
     InstalledName,
     current_implementation,
@@ -54,11 +49,9 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     if type(backbone).__name__.endswith("DecoderWrapper"):  # bart's family calls past it
         backbone = backbone.decoder
     for module in (model, base, backbone):
-        unwrap_packed_calls(module)
+        wrap_packed_calls(module, None)
     set_implementation(base, choice.implementation or choice.native or native_implementation(base))
-    if choice.backend == block_mask.NAME:
-        block_mask.mask_packed_calls(backbone)
-    elif choice.backend in PADDED:
+    if choice.backend in PADDED:
         whole = _model_to_pad(model, base)
         for padded in (backbone, whole) if whole else (backbone,):
             padded_rows.pad_packed_calls(
@@ -68,12 +61,12 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
             )
         if whole:
             return
-    elif choice.backend in ("documents", "varlen"):
-        mark_packed_calls(backbone, choice.implementation)
+    elif choice.backend == block_mask.NAME:
+        wrap_packed_calls(backbone, block_mask.run_with_mask, attention=block_mask.NAME)
     else:
-        pass_packed_calls(backbone, choice.implementation)
-    if backbone is not base:
-        announce_boundaries(base, choice.implementation)
+        wrap_packed_calls(backbone, run_unchanged, choice.implementation)
+    if backbone is not base:  # some models (opt) call past their backbone
+        wrap_packed_calls(base, run_known_arguments, choice.implementation)
 
 
 def take_prefix_keys(model: Any, attention: str) -> str | None:
@@ -95,10 +88,10 @@ def take_prefix_keys(model: Any, attention: str) -> str | None:
 
 def _model_to_pad(model: Any, base: Any) -> Any:
     """Return the model that must see padded rows as a whole, or None if its backbone can."""
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        return model  # puts virtual tokens in front of every row
-    if invokes_adapter(model):
-        return model  # PEFT's forward looks for the invocation in every row
+    # Virtual tokens come in front of every row; PEFT looks for an invocation in every row.
+    is_prompted = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    if is_prompted or invokes_adapter(model):
+        return model
     return base if getattr(base.forward, "scores_native_logits", False) else None
 
 
@@ -159,25 +152,22 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     function, tried, faults = ALL_ATTENTION_FUNCTIONS[name], set(), []
 
     @functools.wraps(function)
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any) -> Any:
         # The properties that select the kernel; the length of the row is not one of them.
         kind = (
-            *[(x.shape[1], x.shape[-1], x.dtype) for x in (query, key, value)],
-            kwargs.get("sliding_window") is not None,
-            kwargs.get("softcap"),
-            kwargs.get("key_index") is not None,
+            *[(x.shape[1], x.shape[-1], x.dtype) for x in (q, k, v)],
+            *[kw.get(option) is not None for option in ("sliding_window", "key_index")],
+            kw.get("softcap"),
         )
-        if kwargs.get("cu_seq_lens_q") is not None and kind not in tried:
+        if kw.get("cu_seq_lens_q") is not None and kind not in tried:
             tried.add(kind)
             try:
-                _run_backward(function, module, (query, key, value), args, kwargs)
+                _run_backward(function, module, (q, k, v), args, kw)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 faults.append(f"its backward raises {type(error).__name__}: {error}")
-        return function(module, query, key, value, *args, **kwargs)
+        return function(module, q, k, v, *args, **kw)
 
     # The interface looks into the instance first, so the global registration stays unchanged.
     local = ALL_ATTENTION_FUNCTIONS._local_mapping

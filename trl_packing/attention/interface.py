@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention.calls import wrap_packed_calls
+from trl_packing.attention.calls import needs_no_mask
 from trl_packing.attention.model_facts import register_packed_name
 from trl_packing.attention.prefix_keys import prefix_keys
 
@@ -51,11 +51,6 @@ class KernelOptions(NamedTuple):
 PackedKernel = Callable[..., Tensor]
 
 
-# Models build their masks before attention runs. Some (gpt_oss) do so without the position_ids that
-# reveal packing, so a mask function cannot recognize a packed call by its arguments. The wrapper
-# set by `mark_packed_calls` sets this flag. It is a plain global, because torch.compile follows it.
-_in_packed_call = False
-
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index")
 
 # Arguments of the interface that change the result and that no packed kernel computes.
@@ -80,18 +75,8 @@ def implementation_name(name: str, fallback: str) -> str:
     return f"{name}_over_eager" if fallback == "eager" else name
 
 
-def mark_packed_calls(backbone: nn.Module, implementation: str | None = None) -> None:
-    """Make packed calls of `backbone` build no mask, and run under `implementation`."""
-
-    def run_without_mask(forward: Callable[..., Any], **kwargs: Any) -> Any:
-        global _in_packed_call
-        before, _in_packed_call = _in_packed_call, True
-        try:
-            return forward(**kwargs)
-        finally:
-            _in_packed_call = before
-
-    wrap_packed_calls(backbone, run_without_mask, implementation)
+# Models build their masks before attention runs, and some (gpt_oss) without the position_ids that
+# reveal packing, so both functions below ask for the call that runs.
 
 
 def _skip_search(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
@@ -99,7 +84,7 @@ def _skip_search(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], 
 
     @functools.wraps(find)
     def search(position_ids: Tensor) -> Tensor | None:
-        return None if _in_packed_call else find(position_ids)
+        return None if needs_no_mask() else find(position_ids)
 
     return search
 
@@ -111,7 +96,7 @@ masking_utils.find_packed_sequence_indices = _skip_search(
 
 def _mask_function(fallback: str) -> Callable[..., Tensor | None]:
     def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        if _in_packed_call and kwargs.get("attention_mask") is None:
+        if needs_no_mask() and kwargs.get("attention_mask") is None:
             return None
         return ALL_MASK_ATTENTION_FUNCTIONS[fallback](*args, **kwargs)
 
@@ -139,9 +124,9 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                     "has shared prefixes (key_index); set prefix_sharing='off'"
                 )
             others = {name: given[name] for name in given if name not in _BOUNDARIES}
+            others |= {"dropout": dropout, "scaling": scaling}
             native = _fallback_function(fallback, module)
-            row = (query, key, value, attention_mask)
-            return native(module, *row, dropout=dropout, scaling=scaling, **others)
+            return native(module, query, key, value, attention_mask, **others)
         for argument in _UNSUPPORTED:
             if argument in given:
                 raise NotImplementedError(

@@ -3,11 +3,10 @@
     noise of a token = α / √(L · d) · uniform(−1, 1)        https://huggingface.co/papers/2310.05914
 
 L is the length of the token's document and d the width of the embeddings. The hook of transformers
-uses the length of the row as L. A packed row is longer than its documents, and a padded row is
-longer than most of them, so the noise would depend on the other documents in the batch.
+uses the length of the row as L, and the noise would depend on the other documents of the batch.
 
-    packed row         boundaries of the documents    announced by the trainer, `wrap_packed_calls`
-    padded rows        length of each row             announced by `padded_rows`
+    packed row         boundaries of the row that runs (`calls.py`)
+    padded rows        length of each row, set by `padded_rows`
     any other call     transformers' hook
 """
 
@@ -19,28 +18,20 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-# Documents that a forward is about to embed. Plain globals, because torch.compile follows them.
-_boundaries: Tensor | None = None
-_row_lengths: Tensor | None = None
+from trl_packing.attention.calls import running_row
+
+_row_lengths: Tensor | None = None  # a plain global, because torch.compile follows it
 
 
 @contextmanager
-def announce_documents(
-    *, boundaries: Tensor | None = None, row_lengths: Tensor | None = None
-) -> Iterator[None]:
-    """Announce the documents that are embedded inside the block.
-
-    Args:
-        boundaries: `cu_seqlens` of a packed row, ``(N + 1,)``.
-        row_lengths: tokens of each row without padding, ``(rows,)``, for one document per row.
-    """
-    global _boundaries, _row_lengths
-    before = _boundaries, _row_lengths
-    _boundaries, _row_lengths = boundaries, row_lengths
+def use_row_lengths(lengths: Tensor) -> Iterator[None]:
+    """Embed padded rows of these lengths ``(rows,)`` inside the block, a document in each."""
+    global _row_lengths
+    before, _row_lengths = _row_lengths, lengths
     try:
         yield
     finally:
-        _boundaries, _row_lengths = before
+        _row_lengths = before
 
 
 def scale_noise_by_document(model: Any) -> None:
@@ -48,8 +39,7 @@ def scale_noise_by_document(model: Any) -> None:
 
     The handle of the original hook removes the replacement too.
     """
-    embeddings = model.get_input_embeddings()
-    hooks = getattr(embeddings, "_forward_hooks", {})
+    hooks = getattr(model.get_input_embeddings(), "_forward_hooks", {})
     for key, hook in hooks.items():
         if hook is neftune_post_forward_hook:
             hooks[key] = add_noise_by_document
@@ -73,9 +63,10 @@ def _lengths_of_tokens(output: Tensor) -> Tensor | None:
     """Return the length of the document of each token, ``(rows, T)`` or ``(rows, 1)``."""
     if _row_lengths is not None and len(_row_lengths) == len(output):
         return _row_lengths.to(output.device, non_blocking=True)[:, None]
-    if _boundaries is None or len(output) != 1:
+    row = running_row()
+    if not row or len(output) != 1:
         return None
-    boundaries = _boundaries.to(output.device, non_blocking=True)
+    boundaries = row["cu_seq_lens_q"].to(output.device, non_blocking=True)
     tokens = torch.arange(output.shape[1], device=output.device, dtype=boundaries.dtype)
     document = torch.searchsorted(boundaries[1:], tokens, right=True)
     # Tokens beyond the last boundary are virtual ones and belong to no document.

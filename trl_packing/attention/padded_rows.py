@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import requires
-from trl_packing.attention.neftune import announce_documents
+from trl_packing.attention.neftune import use_row_lengths
 from trl_packing.attention.state import all_reduce_max_if_sharded
 from trl_packing.documents.host_row import (
     BOUNDARIES,
@@ -55,27 +56,28 @@ def pad_packed_calls(
     """
     keeps_position_ids = requires(model, "position_ids")
 
-    def run_padded(forward: Callable[..., Any], **kwargs: Any) -> Any:
+    def run_padded(module: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         boundaries = host_boundaries(kwargs["cu_seq_lens_q"])
-        groups = list(group_documents(boundaries, thresholds, equal_lengths))
         batch = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
         if keeps_position_ids:
             batch["position_ids"] = kwargs["position_ids"]
-        rows = [_rows_of(group, boundaries, _device(kwargs)) for group in groups]
+        tokens = kwargs.get("input_ids")
+        device = (kwargs["inputs_embeds"] if tokens is None else tokens).device
+        groups = group_documents(boundaries, thresholds, equal_lengths)
+        rows = [_rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.
         idle = rows[-1]._replace(
             is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
         )
-        rows += [idle] * (all_reduce_max_if_sharded(len(rows), model) - len(rows))
+        rows += [idle] * (all_reduce_max_if_sharded(len(rows), module) - len(rows))
         outputs = []
         for row in rows:
-            _forget_longer_documents(model)
-            with announce_documents(row_lengths=row.is_real.sum(1)):
+            _forget_longer_documents(module)
+            with use_row_lengths(row.is_real.sum(1)):
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 
-    attention = EQUAL_LENGTHS if equal_lengths else NAME
-    wrap_packed_calls(model, run_padded, attention=attention)
+    wrap_packed_calls(model, run_padded, attention=EQUAL_LENGTHS if equal_lengths else NAME)
 
 
 # --- documents that share a forward -----------------------------------------------------------
@@ -151,30 +153,29 @@ class _Rows(NamedTuple):
     on_host: np.ndarray
     real: np.ndarray
 
+    @property
+    def real_tokens(self) -> np.ndarray:
+        """Return the tokens of the cells `real`."""
+        return self.on_host.ravel()[self.real]
 
-def _device(batch: dict[str, Any]) -> torch.device:
-    given = batch.get("input_ids")
-    return (batch["inputs_embeds"] if given is None else given).device
 
-
-def _rows_of(group: list[int], boundaries: Sequence[int], device: torch.device) -> _Rows:
-    starts = np.array([boundaries[d] for d in group])[:, None]
-    ends = np.array([boundaries[d + 1] for d in group])[:, None]
+def _rows_of(group: list[int], boundaries: np.ndarray, device: torch.device) -> _Rows:
+    starts, ends = boundaries[:-1][group, None], boundaries[1:][group, None]
     token = starts + np.arange((ends - starts).max())
     is_real = token < ends
     token = np.minimum(token, ends - 1)
     real = np.flatnonzero(is_real)
-    return _Rows(
-        to_device(token, device), to_device(is_real, device), len(real) < is_real.size, token, real
-    )
+    on_device = to_device(token, device), to_device(is_real, device)
+    return _Rows(*on_device, len(real) < is_real.size, token, real)
 
 
 def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
-    def cells(value: Any) -> Any:
-        is_per_token = torch.is_tensor(value) and value.shape[:2] == (1, num_tokens)
-        return value[0][rows.token] if is_per_token else value
-
-    made = {name: cells(value) for name, value in batch.items()}
+    made = {
+        name: value[0][rows.token]
+        if torch.is_tensor(value) and value.shape[:2] == (1, num_tokens)
+        else value
+        for name, value in batch.items()
+    }
     if made.get("labels") is not None:
         made["labels"] = made["labels"].masked_fill(~rows.is_real, IGNORE_INDEX)
         cache_values(made["labels"], _is_trained(batch["labels"], rows))
@@ -183,25 +184,32 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
     return made
 
 
+def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
+    """Return True on cells that are trained targets, ``(rows, longest)`` bool."""
+    found = np.zeros(row.on_host.shape, bool)
+    found.ravel()[row.real] = is_trained(labels)[0][row.real_tokens]
+    return found
+
+
 def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any:
     """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
     if torch.is_tensor(first):
         return _joined_tensor(outputs, rows, labels)
-    if first is None or isinstance(first, (bool, int, str)):
-        return first
-    if isinstance(first, ModelOutput) or is_dataclass(first):
-        names = list(first) if isinstance(first, ModelOutput) else [f.name for f in fields(first)]
-        if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
-            raise NotImplementedError(
-                "the balance of experts over a step is not the mean over its forwards; set "
-                "router_aux_loss_coef=0.0"
-            )
-        make: Any = type(first)
-        return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
     if isinstance(first, tuple):
         return tuple(_joined(list(parts), rows, labels) for parts in zip(*outputs, strict=True))
-    return None  # caches and states of single forwards
+    is_output = isinstance(first, ModelOutput)
+    if not (is_output or is_dataclass(first)):
+        # No caches and states of single forwards.
+        return first if isinstance(first, (bool, int, str)) else None
+    if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
+        raise NotImplementedError(
+            "the balance of experts over a step is not the mean over its forwards; set "
+            "router_aux_loss_coef=0.0"
+        )
+    names = list(first) if is_output else [f.name for f in fields(first)]
+    make: Any = type(first)
+    return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
 
 
 def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor | None:
@@ -209,46 +217,26 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
         return _weighted_mean(parts, rows, labels)
     shapes = [row.token.shape for row in rows]
     # Router logits have rows and tokens in one dimension.
-    is_flat = any(
-        len(part) == n * longest != n for part, (n, longest) in zip(parts, shapes, strict=True)
-    )
+    is_flat = any(len(p) == n * longest != n for p, (n, longest) in zip(parts, shapes, strict=True))
     if is_flat:
         parts = [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
-    per_row = all(p.dim() > 1 and len(p) == n for p, (n, _) in zip(parts, shapes, strict=True))
-    if not per_row:
-        return None  # a state or a cache, not values of tokens
-    if parts[0].dim() == 2 and any(
-        p.shape[1] != longest for p, (_, longest) in zip(parts, shapes, strict=True)
-    ):
-        return _joined_scores(parts, rows)
-    if any(p.shape[1] < longest for p, (_, longest) in zip(parts, shapes, strict=True)):
-        return None
-    # Slices from the end: virtual tokens come first.
-    values = [
-        part[:, part.shape[1] - longest :].flatten(0, 1)[to_device(row.real, part.device)]
-        for part, row, (_, longest) in zip(parts, rows, shapes, strict=True)
-    ]
-    order = np.argsort(np.concatenate([row.on_host.ravel()[row.real] for row in rows]))
+    values, is_scores = [], False
+    for part, row, (n, longest) in zip(parts, rows, shapes, strict=True):
+        if part.dim() < 2 or len(part) != n:
+            return None  # a state or a cache, not values of tokens
+        if part.dim() == 2 and part.shape[1] != longest:
+            # Scores of next tokens, as of a fused head: none for the first token of a document.
+            is_scores, part = True, pad(part[:, part.shape[1] - longest + 1 :], (1, 0))
+        if part.shape[1] < longest:
+            return None
+        # Slices from the end: virtual tokens come first.
+        part = part[:, part.shape[1] - longest :].flatten(0, 1)
+        values.append(part[to_device(row.real, part.device)])
+    order = np.argsort(np.concatenate([row.real_tokens for row in rows]))
     joined = torch.cat(values)[to_device(order, parts[0].device)]
-    return joined if is_flat else joined[None]
-
-
-def _joined_scores(parts: list[Tensor], rows: list[_Rows]) -> Tensor:
-    """Return the scores of next tokens ``(1, T - 1)``, as a fused head returns them for one row.
-
-    They are zero at the first token of each document, which nothing predicts.
-    """
-    num_tokens = sum(len(row.real) for row in rows)
-    scores, targets = [], []
-    for part, row in zip(parts, rows, strict=True):
-        longest = row.on_host.shape[1]
-        behind = row.real[row.real % longest > 0]  # real cells after the first of each row
-        cells = behind - behind // longest - 1  # of (rows, longest - 1)
-        part = part[:, part.shape[1] - longest + 1 :]  # without virtual tokens
-        scores.append(part.flatten(0, 1)[to_device(cells, part.device)])
-        targets.append(row.on_host.ravel()[behind])
-    at = to_device(np.concatenate(targets) - 1, parts[0].device)
-    return parts[0].new_zeros(num_tokens - 1).index_put((at,), torch.cat(scores))[None]
+    if is_flat:
+        return joined
+    return joined[None, 1:] if is_scores else joined[None]
 
 
 def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
@@ -260,10 +248,3 @@ def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     total = sum(counts)
     weighted = [part * (n / total) for part, n in zip(parts, counts, strict=True) if n]
     return torch.stack(weighted).sum() if weighted else parts[0] * 0
-
-
-def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
-    """Return True on cells that are trained targets, ``(rows, longest)`` bool."""
-    found = np.zeros(row.on_host.size, bool)
-    found[row.real] = is_trained(labels)[0][row.on_host.ravel()[row.real]]
-    return found.reshape(row.on_host.shape)

@@ -104,6 +104,8 @@ def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., 
         args, kwargs = complete_arguments(self, names, args, kwargs)
         return score(inner, self, args, kwargs) if fused_lm_head else inner(self, *args, **kwargs)
 
+    # `install_attention` finds the way of packed calls on top.
+    forward.packed_way = getattr(model.forward, "packed_way", None)  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
     return forward
 

@@ -19,7 +19,6 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import SFTTrainer
 
-from trl_packing.attention.neftune import announce_documents
 from trl_packing.attention.state import temporarily
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import (
@@ -165,17 +164,16 @@ class StepLoss:
         labels = inputs["labels"]
         without_labels = {k: x for k, x in inputs.items() if k != "labels"}
         smooths = trainer.label_smoother is not None and args.loss_type == "nll" and not of_user
-        with announce_documents(boundaries=inputs.get("cu_seq_lens_q")):
-            if of_user:
-                check_weights_can_be_used(of_user, batch)
-                loss = of_user(model(**without_labels), labels, num_items_in_batch=num_items)
-            if smooths:  # of all logits, which the fused head has not
-                outputs = model(**without_labels)
-                scored = score_logits(outputs["logits"], labels, args.label_smoothing_factor)
-                scored.aux_loss = outputs.get("aux_loss")
-            else:
-                with torch.set_grad_enabled(torch.is_grad_enabled() and not of_user):
-                    scored = model(**inputs, fused_lm_head=True)
+        if of_user:
+            check_weights_can_be_used(of_user, batch)
+            loss = of_user(model(**without_labels), labels, num_items_in_batch=num_items)
+        if smooths:  # of all logits, which the fused head has not
+            outputs = model(**without_labels)
+            scored = score_logits(outputs["logits"], labels, args.label_smoothing_factor)
+            scored.aux_loss = outputs.get("aux_loss")
+        else:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not of_user):
+                scored = model(**inputs, fused_lm_head=True)
         scored = _of_targets(scored, labels)
         losses = -scored.log_probs
         if args.loss_type == "dft":

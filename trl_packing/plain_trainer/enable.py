@@ -18,14 +18,11 @@ class ignores `num_items_in_batch`. Other calls are unchanged: evaluation of pad
 `generate`, and those inside `other_rows`.
 """
 
-import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -34,7 +31,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.calls import complete_call, other_rows, settle_first, unbind_forward
+from trl_packing.attention.calls import complete_call, other_rows, settle_first
 from trl_packing.attention.model_facts import (
     invokes_adapter,
     length_constants,
@@ -43,8 +40,8 @@ from trl_packing.attention.model_facts import (
     text_config,
     unwrap_peft,
 )
-from trl_packing.attention.neftune import announce_documents, scale_noise_by_document
-from trl_packing.attention.state import is_sharded, preserve_state
+from trl_packing.attention.neftune import scale_noise_by_document
+from trl_packing.attention.state import is_sharded, preserve_state, temporarily
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
@@ -127,15 +124,17 @@ def enable_packing(
         isolation_check=isolation_check,
         is_ours=False,  # no forward waits for other ranks, and here they need not all be present
     )
-    packing = Packing(guard, documents, max([REACH, *map(len, documents)]), _divides_by_count(base))
-    _wrap_forward(model, packing)
+    earlier = getattr(base, "enabled_packing", None)
+    divides = earlier.divides_by_count if earlier else _divides_by_count(base)
+    reach = max([REACH, *map(len, documents)])
+    base.enabled_packing = packing = EnabledPacking(guard, documents, reach, divides)
     # Trainer then counts the targets of a step, and `_run_with_packed_loss` divides by them.
     base.accepts_loss_kwargs = True
-    with _unwrap_forward(model, packing):
+    with temporarily(packing, is_checking=True):
         guard.ensure(documents, training=True, precision=_precision(model))
     restore_implementation(base)  # packed calls set it
-    settle_first(model, None)  # `_wrap_forward` checks it from now on
-    for module in (model, base, getattr(base, "base_model", base)):
+    settle_first(model, None)  # `EnabledPacking` checks it from now on
+    for module in (base, getattr(base, "base_model", base)):
         module.trains_packed_rows = True  # in training, calls without boundaries are refused
     enabled_models.add(model)
     return guard.attention
@@ -152,26 +151,27 @@ def _check_model(model: Any, base: Any) -> None:
             f"enable_packing takes a transformers model, got {type(base).__name__}; load it first, "
             "and call enable_packing(model) before Trainer(model, ...)"
         )
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(base).__name__} is an encoder-decoder: only decoders are packed")
-    if "attention_mask" not in inspect.signature(base.forward).parameters:
-        raise ValueError(
-            f"{type(base).__name__} takes no attention_mask, by which Trainer would pass on where "
-            "the documents of a row are; train it with PackedSFTTrainer"
-        )
-    if getattr(text_config(base), "output_router_logits", False):
-        raise ValueError(
+    adapter = getattr(model, "active_peft_config", None)
+    takes_mask = "attention_mask" in inspect.signature(base.forward).parameters
+    for fault, why in (
+        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
+        (not takes_mask, "it takes no attention_mask, in which Trainer passes documents on"),
+        (
+            getattr(text_config(base), "output_router_logits", False),
             "output_router_logits=True adds the balance of experts to the loss, which depends on "
-            "the documents of a micro-batch; set model.config.output_router_logits = False, or "
-            "train with PackedSFTTrainer"
-        )
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(_VIRTUAL_TOKENS)
-    if invokes_adapter(model):
-        raise ValueError(
+            "the documents of a micro-batch",
+        ),
+        (getattr(adapter, "is_prompt_learning", False), "virtual tokens belong to one document"),
+        (
+            invokes_adapter(model),
             "alora_invocation_tokens activate the adapter once in each row, and a packed row has "
-            "several documents; train it with PackedSFTTrainer"
-        )
+            "several documents",
+        ),
+    ):
+        if fault:
+            raise ValueError(
+                f"{type(base).__name__} cannot be enabled: {why}; train it with PackedSFTTrainer"
+            )
 
 
 @torch.no_grad()
@@ -209,94 +209,79 @@ def _divides_by_count(base: Any) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-# --- the forward of an enabled model --------------------------------------------------------------
+# --- the calls of an enabled model ----------------------------------------------------------------
 
 
-@dataclass
-class Packing:
-    """The state that `enable_packing` keeps on a model.
+@dataclass(eq=False)
+class EnabledPacking:
+    """What `enable_packing` keeps on a model: copies of the model share it, and pickles lose it.
 
     Attributes:
         guard: checks isolation.
         documents: token ids ``(T,)`` of the documents to check.
         reach: tokens of the longest document that the check covers.
         divides_by_count: whether the native loss is divided by `num_items_in_batch`.
-        inner_forward: the forward of the instance under ours, as a function of the model. None if
-            the model has the forward of its class.
+        is_checking: whether calls are those of the check.
     """
 
     guard: IsolationGuard
     documents: list[np.ndarray]
     reach: int
     divides_by_count: bool
-    inner_forward: Callable[..., Any] | None = None
+    is_checking: bool = False
 
+    def __deepcopy__(self, memo: Any) -> "EnabledPacking":
+        return self
 
-def find_packing(model: nn.Module) -> Packing | None:
-    """Return the state that `enable_packing` keeps on `model`, if it was called."""
-    return getattr(vars(model).get("forward"), "packing", None)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
+    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+        """Run a call of `model` by `forward`, with boundaries and loss if it is on a packed row."""
+        if call.get("key_index") is not None:
+            raise ValueError(
+                f"{type(model).__name__} was called on a row with shared prefixes (key_index), "
+                "whose tokens count once for each of their documents; train it with "
+                "PackedSFTTrainer, or set shares_prefixes=False in PackedCollator"
+            )
+        # Without numbers, maybe a row in memory or of our trainer; others are refused in training.
+        packed = complete_call(model, _with_boundaries(model, call))
+        if packed.get("cu_seq_lens_q") is not None:
+            self._ensure_isolation(model, packed)
+            return _run_with_packed_loss(forward, packed)
+        with other_rows():  # the model's calls of its parts or embeddings are not on packed rows
+            if call.get("num_items_in_batch") is not None and not self.divides_by_count:
+                return _run_with_packed_loss(forward, call)
+            return forward(**call)
 
-def _wrap_forward(model: nn.Module, packing: Packing) -> None:
-    """Make `model` recognize packed rows. An earlier wrapper of ours is replaced."""
-    earlier = find_packing(model)
-    if earlier is None:
-        packing.inner_forward = _pop_forward(model)
-    else:
-        packing.inner_forward = earlier.inner_forward
-        packing.divides_by_count = earlier.divides_by_count
-
-    # The state is in a closure and not on the model, which can be pickled without our classes.
-    @functools.wraps(type(model).forward)  # Trainer and `generate` read the signature
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, packing, *args, **kwargs)
-
-    forward.packing = packing  # type: ignore[attr-defined]
-    model.forward = MethodType(forward, model)
-
-
-@contextmanager
-def _unwrap_forward(model: Any, packing: Packing) -> Iterator[None]:
-    """Take our wrapper, and those put on top of it, off the model inside the block.
-
-    `install_attention` wraps the forward too, and recognizes its wrapper only on top.
-    """
-    on_top = vars(model).pop("forward")
-    if packing.inner_forward is not None:
-        model.forward = MethodType(packing.inner_forward, model)
-    try:
-        yield
-    finally:
-        packing.inner_forward = _pop_forward(model)
-        model.forward = on_top
-
-
-def _pop_forward(model: nn.Module) -> Callable[..., Any] | None:
-    """Remove the forward of the instance and return it as a function of the model."""
-    forward = vars(model).pop("forward", None)
-    return None if forward is None else unbind_forward(forward, model)
-
-
-def _run(self: Any, packing: Packing, *args: Any, **kwargs: Any) -> Any:
-    names = list(inspect.signature(type(self).forward).parameters)[1:]
-    call = dict(zip(names, args, strict=False)) | kwargs
-    if call.get("key_index") is not None:
-        raise ValueError(
-            f"{type(self).__name__} was called on a row with shared prefixes (key_index), whose "
-            "tokens count once for each of their documents; train it with PackedSFTTrainer, or "
-            "set shares_prefixes=False in PackedCollator"
-        )
-    # Without numbers, maybe a row in memory or of our trainer; others are refused in training.
-    call = complete_call(self, _with_boundaries(self, call))
-    forward = functools.partial(packing.inner_forward or type(self).forward, self)
-    if call.get("cu_seq_lens_q") is not None:
-        _ensure_isolation(self, packing, call)
-        with announce_documents(boundaries=call["cu_seq_lens_q"]):
-            return _run_with_packed_loss(forward, call)
-    with other_rows():  # the model's calls of its parts or embeddings are not on packed rows
-        if call.get("num_items_in_batch") is not None and not packing.divides_by_count:
-            return _run_with_packed_loss(forward, call)
-        return forward(*args, **kwargs)
+    @torch.compiler.disable
+    def _ensure_isolation(self, model: Any, batch: dict[str, Any]) -> None:
+        """Check what no earlier call has: another device, precision, mode or length."""
+        scale_noise_by_document(model)  # Trainer registers its hook when it trains
+        guard, documents, longest = self.guard, self.documents, int(batch["max_length_q"])
+        constants = length_constants(model) if longest > self.reach else []
+        crosses = any(self.reach <= c < longest for c in constants)
+        mode: dict[str, Any] = {"training": model.training, "precision": _precision(model)}
+        if not crosses and guard.covers(documents, **mode):
+            return
+        if is_sharded(model):  # other ranks would not send their part of the weights
+            if crosses or not guard.passed:
+                raise RuntimeError(
+                    f"no check of this model has passed on documents of {longest:,} tokens, and a "
+                    "sharded model cannot be checked in its forward; call enable_packing(model, "
+                    "dataset) before Trainer, and let it return"
+                )
+            logger.warning(f"the model is sharded: what was checked before is relied on for {mode}")
+            guard.trust(documents, **mode)
+            return
+        if crosses:
+            by_length = sorted([*documents, *_documents_of_batch(model, batch)], key=len)
+            documents = [by_length[0], by_length[-1]]
+        guard.model = model  # it may be a copy
+        with temporarily(self, is_checking=True):
+            guard.ensure(documents, **mode)
+        if crosses:  # later checks, in other modes or precisions, include these documents
+            self.reach, self.documents = longest, documents
 
 
 def _run_with_packed_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
@@ -323,9 +308,10 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
             document.
     """
     mask, ids = call.get("attention_mask"), call.get("input_ids")
-    lengths = None if call.get("cu_seq_lens_q") is not None else _lengths_of_row(model, call)
-    if lengths is None:
+    numbers = None if call.get("cu_seq_lens_q") is not None else _document_numbers(model, call)
+    if numbers is None:
         return call
+    lengths = lengths_from_numbers(numbers.cpu().numpy())
     is_longer = torch.is_tensor(mask) and ids is not None and mask.shape[-1] != ids.shape[-1]
     if ids is None or call.get("past_key_values") is not None or is_longer:
         raise ValueError(_VIRTUAL_TOKENS)
@@ -342,8 +328,8 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lengths_of_row(model: nn.Module, call: dict[str, Any]) -> np.ndarray | None:
-    """Return the lengths ``(N,)`` of the documents in the call's row, None if it is not packed.
+def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
+    """Return the document of each token of the call's row ``(T,)``, None if it is not packed.
 
     Raises:
         ValueError: several rows have numbered documents.
@@ -361,52 +347,20 @@ def _lengths_of_row(model: nn.Module, call: dict[str, Any]) -> np.ndarray | None
                 f"a packed batch is one row, got {len(mask)} with numbered documents; pass the "
                 "PackedDataset itself to Trainer, so that each micro-batch is one row"
             )
-        return lengths_from_numbers(mask[0].cpu().numpy())
-    if mask is not None or not torch.is_tensor(position_ids) or len(position_ids) != 1:
+        return mask[0]
+    if mask is not None or not torch.is_tensor(position_ids) or position_ids.dim() != 2:
         return None
     # In training, positions of one document are its boundaries too.
     least = 1 if model.training and not has_cache else 2
-    if position_ids.dim() != 2 or int((position_ids == 0).sum()) < least:
-        return None
-    return lengths_from_numbers((position_ids[0] == 0).cumsum(0).cpu().numpy())
-
-
-@torch.compiler.disable
-def _ensure_isolation(model: Any, packing: Packing, batch: dict[str, Any]) -> None:
-    """Check what no earlier call has: another device, precision, mode or length."""
-    scale_noise_by_document(unwrap_peft(model))  # Trainer registers its hook when it trains
-    guard, documents = packing.guard, packing.documents
-    longest = int(batch["max_length_q"])
-    constants = length_constants(model) if longest > packing.reach else []
-    crosses = any(packing.reach <= c < longest for c in constants)
-    mode: dict[str, Any] = {"training": model.training, "precision": _precision(model)}
-    if not crosses and guard.covers(documents, **mode):
-        return
-    if is_sharded(model):  # other ranks would not send their part of the weights
-        if crosses or not guard.passed:
-            raise RuntimeError(
-                f"no check of this model has passed on documents of {longest:,} tokens, and a "
-                "sharded model cannot be checked in its forward; call enable_packing(model, "
-                "dataset) before Trainer, and let it return"
-            )
-        logger.warning(f"the model is sharded: what was checked before is relied on for {mode}")
-        guard.trust(documents, **mode)
-        return
-    if crosses:
-        by_length = sorted([*documents, *_documents_of_batch(model, batch)], key=len)
-        documents = [by_length[0], by_length[-1]]
-    guard.model = model  # a copy of an enabled model shares the state of the original
-    with _unwrap_forward(model, packing):
-        guard.ensure(documents, **mode)
-    if crosses:  # later checks, in other modes or precisions, include these documents
-        packing.reach, packing.documents = longest, documents
+    starts = position_ids == 0
+    return starts[0].cumsum(0) if len(starts) == 1 and int(starts.sum()) >= least else None
 
 
 def _documents_of_batch(model: Any, batch: dict[str, Any]) -> list[np.ndarray]:
     """Return the token ids ``(T,)`` of each document; random ones if the row came embedded."""
     boundaries = batch["cu_seq_lens_q"].cpu().numpy()
     if batch.get("input_ids") is None:
-        draw = random_tokens(unwrap_peft(model), np.random.default_rng(0))
+        draw = random_tokens(model, np.random.default_rng(0))
         return [draw(int(length)) for length in np.diff(boundaries)]
     return np.split(batch["input_ids"][0].cpu().numpy(), boundaries[1:-1])
 

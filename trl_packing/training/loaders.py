@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
 from trl_packing.attention.calls import allows_other_rows, settle_first
-from trl_packing.attention.install import install_attention, use_attention
+from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
 from trl_packing.attention.state import temporarily
 from trl_packing.data.unpack import unpack_rows
@@ -125,43 +125,36 @@ class RunIsolation:
                 "prefix_sharing='bin' or 'off'"
             )
 
-    def settle(self, module: nn.Module, called: nn.Module) -> bool:
+    def settle(self, called: nn.Module) -> None:
         """Make a call of the model exact where no check has run: in a loop of the user's own.
 
         Args:
-            module: the model or a part of it.
-            called: the same, or a copy of it, which keeps the backend that it was copied with.
-
-        Returns:
-            Whether a backend was installed on `called`.
+            called: the model, a part of it, or a copy.
 
         Raises:
             RuntimeError: the model cannot be checked here, or is not exact.
         """
         trainer, guard = self.trainer, self.guard
         if allows_other_rows() or not guard.checks:  # the check itself, or isolation_check="off"
-            return False
+            return
         modes = {check.training for check in guard.passed} | self._settled
-        is_new = not (trainer.is_in_train or called.training in modes)
-        if is_new:
-            args = trainer.args
-            if args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-                raise RuntimeError(
-                    f"{type(called).__name__} was called on packed documents outside of train() and"
-                    " evaluate(), which check their isolation on all ranks; for a loop of your own,"
-                    " call enable_packing(model) first"
-                )
-            dataset, collator = trainer.train_dataset, self.collators.for_probes()
-            documents = [] if dataset is None else guard.sample(dataset, args.max_length)
-            with use_attention(trainer.model, guard.attention), trainer.accelerator.autocast():
-                guard.check_head(trainer.model)
-                guard.ensure(documents, training=called.training, collator=collator)
-            self._settled.add(called.training)
-            if args.torch_compile:
-                guard.forget_checks()  # the model will be wrapped before the first step
-        if called is not module:
-            install_attention(called, guard.attention)
-        return called is not module or is_new
+        if trainer.is_in_train or called.training in modes:
+            return
+        args = trainer.args
+        if args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise RuntimeError(
+                f"{type(called).__name__} was called on packed documents outside of train() and"
+                " evaluate(), which check their isolation on all ranks; for a loop of your own,"
+                " call enable_packing(model) first"
+            )
+        dataset, collator = trainer.train_dataset, self.collators.for_probes()
+        documents = [] if dataset is None else guard.sample(dataset, args.max_length)
+        with use_attention(trainer.model, guard.attention), trainer.accelerator.autocast():
+            guard.check_head(trainer.model)
+            guard.ensure(documents, training=called.training, collator=collator)
+        self._settled.add(called.training)
+        if args.torch_compile:
+            guard.forget_checks()  # the model will be wrapped before the first step
 
     def decide_on_groups(self) -> None:
         """Decide before an epoch is planned: bins of groups hold the tokens of shared rows."""
