@@ -44,13 +44,9 @@ def versions_for(capability: tuple[int, int] | None) -> list[str]:
 
 def installed() -> list[str]:
     """Return the FlashAttention versions that transformers finds installed, newest first."""
-    return [name for name in VERSIONS if _is_available(name)]
-
-
-def _is_available(name: str) -> bool:
     # transformers 5.17 does not know FlashAttention-4 yet.
-    available = getattr(import_utils, f"is_flash_attn_{name[-1]}_available", None)
-    return available is not None and bool(available())
+    checks = [getattr(import_utils, f"is_flash_attn_{v[-1]}_available", bool) for v in VERSIONS]
+    return [name for name, is_available in zip(VERSIONS, checks, strict=True) if is_available()]
 
 
 def is_flash_attention(implementation: str | None) -> bool:

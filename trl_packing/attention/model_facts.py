@@ -19,7 +19,6 @@ Attention reads the name in the backward too (gradient checkpointing), so it can
 after each forward. Packed calls set it, and the run or the evaluation around them restores it.
 """
 
-import inspect
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any
@@ -39,12 +38,14 @@ def layer_configs(config: Any) -> list[Any]:
     if config is None:
         return []
     # transformers before 5.20 has no per-layer configs.
-    return list(config.per_layer_config) if _differs_between_layers(config) else [config]
+    differ = getattr(config, "is_heterogeneous", False)
+    return list(config.per_layer_config) if differ else [config]
 
 
 def layer_config(config: Any, layer: int) -> Any:
     """Return the config of one layer."""
-    return config.per_layer_config[layer] if _differs_between_layers(config) else config
+    configs = layer_configs(config)
+    return configs[layer] if len(configs) > 1 else configs[0]
 
 
 def layer_values(config: Any, *names: str) -> list[Any]:
@@ -67,10 +68,6 @@ def layer_values(config: Any, *names: str) -> list[Any]:
     return [value for value in found if value is not None]
 
 
-def _differs_between_layers(config: Any) -> bool:
-    return bool(getattr(config, "is_heterogeneous", False))
-
-
 # Names of the number of experts. TRL's head knows only the first one (granitemoe, phimoe, ... have
 # others).
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -91,8 +88,8 @@ def length_constants(model: Any) -> list[int]:
     These are windows, chunks, scales by position, and rope thresholds.
     """
     config = text_config(model)
-    found = _positive(value for name in _LENGTH_FIELDS for value in layer_values(config, name))
-    return sorted(found.union(rope_thresholds(model)))
+    values = [value for name in _LENGTH_FIELDS for value in layer_values(config, name)]
+    return _positive([*values, *rope_thresholds(model)])
 
 
 def rope_thresholds(model: Any) -> list[int]:
@@ -107,11 +104,11 @@ def rope_thresholds(model: Any) -> list[int]:
     if any("dynamic" in str(one.get("rope_type")) for one in settings):
         # With other ropes nothing changes at this length; learned positions just end.
         found += layer_values(config, "max_position_embeddings")
-    return sorted(_positive(found))
+    return _positive(found)
 
 
-def _positive(values: Any) -> set[int]:
-    return {int(value) for value in values if isinstance(value, (int, float)) and value > 0}
+def _positive(values: list[Any]) -> list[int]:
+    return sorted({int(x) for x in values if isinstance(x, (int, float)) and x > 0})
 
 
 # --- modules around the model ---------------------------------------------------------------------
@@ -130,7 +127,7 @@ def invokes_adapter(model: Any) -> bool:
 
 def requires(model: nn.Module, argument: str) -> bool:
     """Whether `model.forward` cannot be called without `argument`."""
-    parameter = inspect.signature(model.forward).parameters.get(argument)
+    parameter = signature(model.forward).parameters.get(argument)
     return parameter is not None and parameter.default is parameter.empty
 
 
@@ -138,18 +135,14 @@ def unwrap_model(model: Any) -> nn.Module:
     """Return the model inside DDP, DeepSpeed, torch.compile and PEFT."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and (not hasattr(model, "config") or _is_deepspeed_engine(model)):
+        # The `config` of DeepSpeed's wrapper is DeepSpeed's dictionary.
+        is_engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+        if inner is None and (is_engine or not hasattr(model, "config")):
             inner = getattr(model, "module", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        if inner is None:
+        inner = unwrap_peft(model) if inner is None else inner
+        if inner is model:
             return model
         model = inner
-
-
-def _is_deepspeed_engine(model: Any) -> bool:
-    """Whether `model` is DeepSpeed's wrapper, whose `config` is DeepSpeed's dictionary."""
-    return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
 
 
 # --- the attention implementation of a model ------------------------------------------------------

@@ -8,6 +8,7 @@ A fused LM head reads `lm_head.weight` without running `lm_head`, so nothing gat
 Ranks that gather wait for each other, so all must run equally many forwards.
 """
 
+import functools
 import random
 import warnings
 from collections.abc import Iterator
@@ -131,7 +132,8 @@ def restore_state(model: nn.Module) -> Iterator[None]:
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and _may_change(buffer)
+        # No forward writes to the whole numbers of quantized weights.
+        if buffer is not None and (buffer.is_floating_point() or buffer.nbytes < 2**20)
     ]
     try:
         yield
@@ -140,11 +142,6 @@ def restore_state(model: nn.Module) -> Iterator[None]:
             vars(holder).update(values)
         for module, name, buffer, value in buffers:
             module._buffers[name] = buffer.copy_(value)
-
-
-def _may_change(buffer: torch.Tensor) -> bool:
-    """Whether a forward may write to `buffer`: not to the whole numbers of quantized weights."""
-    return buffer.is_floating_point() or buffer.nbytes < 2**20
 
 
 @contextmanager
@@ -308,11 +305,9 @@ def cpu_group() -> Any:
     With NCCL, the host would wait for the device. No forward uses it: what a rank says here meets
     no gathering of weights, even if another rank has left its forward by an error.
     """
-    world = dist.group.WORLD
-    if world not in _GROUPS:
-        _GROUPS.clear()
-        _GROUPS[world] = dist.new_group(backend="gloo")
-    return _GROUPS[world]
+    return _gloo_beside(dist.group.WORLD)
 
 
-_GROUPS: dict[Any, Any] = {}
+@functools.lru_cache(maxsize=1)
+def _gloo_beside(world: Any) -> Any:
+    return dist.new_group(backend="gloo")

@@ -6,6 +6,7 @@ cuDNN, which builds a graph for every row. The kernel has no dropout here and no
 sinks are exact on top of it, because it returns its log-sum-exp.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,11 +68,11 @@ def varlen_attention(
         cu_seqlens_k = keys.cu_seqlens_k
         longest_k = _longest(cu_seqlens_k, keys.max_length)
     spans = (cu_seqlens, cu_seqlens_k, longest, longest_k)
-    query, key, value = (x.contiguous() for x in (query, key, value))
+    rows = [x.contiguous() for x in (query, key, value)]
     if sinks is None and keys is None:
-        return _forward(query, key, value, spans, scale, window)[0]
+        return _forward(rows, spans, scale, window)[0]
     index = None if keys is None else keys.key_index
-    return _Attention.apply(query, key, value, sinks, index, spans, scale, window)
+    return _Attention.apply(*rows, sinks, index, spans, scale, window)
 
 
 def _longest(cu_seqlens: Tensor, known: int | None) -> int:
@@ -79,25 +80,16 @@ def _longest(cu_seqlens: Tensor, known: int | None) -> int:
 
 
 def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    rows: Iterable[Tensor],
     spans: tuple[Any, ...],
     scale: float,
     window: int | None,
     causal: bool = True,
 ) -> Any:
     """Return the output, the log-sum-exp and two states of the backward; it is differentiable."""
-    return torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        *spans,
-        0.0,
-        causal and not window,
-        False,
-        **_options(scale, window, causal),
-    )[:4]
+    options, is_causal = _options(scale, window, causal), causal and not window
+    attend = torch.ops.aten._flash_attention_forward
+    return attend(*rows, *spans, 0.0, is_causal, False, **options)[:4]
 
 
 def _options(scale: float, window: int | None, causal: bool = True) -> dict[str, Any]:
@@ -115,7 +107,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, key_index, spans, scale, window):
-        out, lse, *states = _forward(query, *_gathered(key, value, key_index), spans, scale, window)
+        rows = (query, *_gathered(key, value, key_index))
+        out, lse, *states = _forward(rows, spans, scale, window)
         if sinks is not None:
             with_sinks = lse_with_sinks(lse, sinks)
             out = out * share_of_keys(lse, with_sinks).to(out.dtype)
@@ -128,19 +121,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, out, lse, sinks, index, *boundaries, rng, unused = ctx.saved_tensors
         longest, scale, window = ctx.options
+        rows = (grad.contiguous(), query, *_gathered(key, value, index), out, lse)
+        spans, states = (*boundaries, *longest), (rng, unused)
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(),
-            query,
-            *_gathered(key, value, index),
-            out,
-            lse,
-            *boundaries,
-            *longest,
-            0.0,
-            not window,
-            rng,
-            unused,
-            **_options(scale, window),
+            *rows, *spans, 0.0, not window, *states, **_options(scale, window)
         )
         if index is not None:
             d_key, d_value = (sum_over_segments(x, index, key.shape[0]) for x in (d_key, d_value))
@@ -187,11 +171,9 @@ def tower_attention(
         return torch.cat(parts, 2).transpose(1, 2), None
     size, longest = query.shape[-1], _longest(cu_seq_lens_q, max_length_q)
     scale = size**-0.5 if scaling is None else scaling
-    query, key, value = (
-        F.pad(x[0].transpose(0, 1), (0, -size % 8)).contiguous() for x in (query, key, value)
-    )
+    wide = [F.pad(x[0].transpose(0, 1), (0, -size % 8)).contiguous() for x in (query, key, value)]
     spans = (cu_seq_lens_q, cu_seq_lens_q, longest, longest)
-    output = _forward(query, key, value, spans, scale, None, causal=False)[0]
+    output = _forward(wide, spans, scale, None, causal=False)[0]
     return output[..., :size].unsqueeze(0), None
 
 

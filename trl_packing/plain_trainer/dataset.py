@@ -19,6 +19,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,6 @@ logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 10**9  # tokenizers without a limit report 10**30
 _COLUMNS = ("input_ids", "labels", *MASK_COLUMNS)
-_REFUSED_COLUMNS = {
-    TOKEN_WEIGHTS: "a plain loss has no weights",
-    DOCUMENT_WEIGHT: "a plain loss has no weights",
-    SEQ_LENGTHS: "rows are packed already",
-}
 
 # Living models on which `enable_packing` was called.
 enabled_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -103,11 +99,11 @@ class PackedDataset(torch.utils.data.Dataset):
     ):
         is_stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
         columns = dataset.column_names if is_stored else list(dataset[0])
-        for column, reason in _REFUSED_COLUMNS.items():
+        for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in columns:
                 raise ValueError(
-                    f"the data set has {column}: {reason}; use PackedSFTTrainer, or drop the "
-                    f"column: dataset.remove_columns({column!r})"
+                    f"the data set has {column}, which a plain loss or these rows ignore; use "
+                    f"PackedSFTTrainer, or drop the column: dataset.remove_columns({column!r})"
                 )
         if rows_multiple_of < 1:
             raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
@@ -128,13 +124,9 @@ class PackedDataset(torch.utils.data.Dataset):
                 "pack_len, or cut the document before (make_supervised_dset does, and logs what is "
                 "lost)"
             )
-        self.check(ModelLimits())
+        ModelLimits().check_documents(self.documents, "of the data set")
         self._enabled_where_pickled = False
         self.repack(0)
-
-    def check(self, limits: ModelLimits) -> None:
-        """Raise ValueError for the first document with ids, labels or a length beyond `limits`."""
-        limits.check_documents(self.documents, "of the data set")
 
     def repack(self, epoch: int) -> None:
         """Draw the rows of an epoch. Every epoch has equally many."""
@@ -172,9 +164,7 @@ class PackedDataset(torch.utils.data.Dataset):
         return self.__dict__ | {"_enabled_where_pickled": bool(enabled_models)}
 
     def _joined(self, rows: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        documents = [
-            self._document(int(i)) if i >= 0 else self._empty() for row in rows for i in row
-        ]
+        documents = [self._document(int(i)) for row in rows for i in row]
         lengths = [len(ids) for ids, _ in documents]
         first = 2 if len(documents) == 1 else 1  # a mask of ones may be any collator's
         columns = {
@@ -186,14 +176,13 @@ class PackedDataset(torch.utils.data.Dataset):
         return {name: torch.from_numpy(values) for name, values in columns.items()}
 
     def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `input_ids` and `labels` of a document."""
+        """Return `input_ids` and `labels` of a document, or of a row without one (-1)."""
+        if index < 0:
+            token = getattr(self.tokenizer, "pad_token_id", None) or 0
+            return np.array([token]), np.array([IGNORE_INDEX])
         row = self.documents[index]
         ids = row["input_ids"].astype(np.int64)
         return ids, document_labels(row, ids)
-
-    def _empty(self) -> tuple[np.ndarray, np.ndarray]:
-        token = getattr(self.tokenizer, "pad_token_id", None) or 0
-        return np.array([token]), np.array([IGNORE_INDEX])
 
     def token_ids(self, document: int) -> np.ndarray:
         """Return the `input_ids` ``(T,)`` int64 of a document."""
@@ -281,12 +270,21 @@ def make_supervised_dset(
         ValueError: the data cannot be read.
     """
     paths = [data_path] if isinstance(data_path, (str, os.PathLike)) else list(data_path)
-    queries, responses = _for_each(paths, query_field), _for_each(paths, resp_field)
+    fields = []
+    for given in (query_field, resp_field):
+        names = [given] * len(paths) if isinstance(given, str) else list(given)
+        if len(names) != len(paths):
+            raise ValueError(
+                f"{len(names)} fields {names} were given for {len(paths)} data paths; give one "
+                "name, or one for each path"
+            )
+        fields.append(names)
     packs = pack_len is not None and pack_len > 0
     limits = [n for n in (pack_len if packs else None, tokenizer.model_max_length) if n]
     capacity = min(limits, default=_NO_LIMIT)
     parts = []
-    for path, query, response in zip(paths, queries, responses, strict=True):
+    for path, query, response in zip(paths, *fields, strict=True):
+        name = Path(path).name
         row_format = RowFormat(
             ChatTemplate(tokenizer),
             tokenizer.eos_token,
@@ -294,17 +292,16 @@ def make_supervised_dset(
             response_field=response,
         )
         rows = load_rows(os.fspath(path), cache_dir=tokenized_cache_home or None)
-        whole = documents_from_rows(rows, row_format, name=Path(path).name)
         fitted, counts = fit_and_count(
-            whole,
+            documents_from_rows(rows, row_format, name=name),
             Overflow(overflow, capacity if capacity < _NO_LIMIT else None),
             stop_ids=stop_token_ids(tokenizer, None, None),
-            name=Path(path).name,
+            name=name,
         )
         if str(counts):
             logger.warning(f"{path}: {counts}")
         parts.append(fitted)
-    documents = concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    documents = concatenate_datasets(parts)
     if packs and pack_len is not None:
         return PackedDataset(
             documents, tokenizer, pack_len, shuffle_seed, rows_multiple_of=rows_multiple_of
@@ -312,27 +309,13 @@ def make_supervised_dset(
     return documents.map(_with_mask, batched=True, desc="Adding attention_mask")
 
 
-def _for_each(paths: Sequence[Any], given: str | Sequence[str]) -> list[str]:
-    names = [given] if isinstance(given, str) else list(given)
-    names = names * len(paths) if len(names) == 1 else names
-    if len(names) != len(paths):
-        raise ValueError(
-            f"{len(names)} fields {names} were given for {len(paths)} data paths; give one field, "
-            "or one for each path"
-        )
-    return names
-
-
 def _with_mask(batch: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
     return {"attention_mask": [[1] * len(ids) for ids in batch["input_ids"]]}
 
 
-_PARTS = ("query_prompt", "prompt_after_query", "resp_prompt", "prompt_before_resp")
-
-
 def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
     if isinstance(given, PromptTemplate):
-        return PromptTemplate(given.template, given.with_input, query_field)
+        return replace(given, query_field=query_field)
     if isinstance(given, str):
         if not (given.endswith(".json") and os.path.isfile(given)):
             return PromptTemplate.from_setting(given, query_field)
@@ -343,11 +326,16 @@ def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
             f"prompt_template has {sorted(parts)}; a mapping must have query_prompt, and may have "
             "sys_prompt, prompt_after_query, resp_prompt and prompt_before_resp"
         )
-    before, *after = (_escaped(parts.get(name, "")) for name in _PARTS)
+    names = (
+        "sys_prompt",
+        "query_prompt",
+        "prompt_after_query",
+        "resp_prompt",
+        "prompt_before_resp",
+    )
+    system, before, *after = (
+        parts.get(name, "").replace("{", "{{").replace("}", "}}") for name in names
+    )
     # As in DART-Math, no space or line break separates the prompt from the response.
     prompt = f"{before}{{query}}{''.join(after)}".rstrip()
-    return PromptTemplate(_escaped(parts.get("sys_prompt", "")) + prompt, None, query_field)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
+    return PromptTemplate(system + prompt, None, query_field)

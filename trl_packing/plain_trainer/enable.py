@@ -112,7 +112,7 @@ def enable_packing(
         _check_loss(model, base)  # before the model is changed: if refused, it stays as it was
     limits = limits_of(base)
     if isinstance(dataset, PackedDataset):
-        dataset.check(limits)
+        limits.check_documents(dataset.documents, "of the data set")
         documents = [dataset.token_ids(i) for i in representative_documents(dataset.lengths)]
     else:
         documents = [np.asarray(document, np.int64) for document in dataset or ()]
