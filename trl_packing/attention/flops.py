@@ -162,7 +162,7 @@ def _share_of_experts(config: Any) -> float | None:
     return used.pop() / numbers.pop()
 
 
-def _per_pair(attention: Any) -> float:
+def _per_pair(attention: Any) -> int:
     """Return the operations of one layer for a pair of query and key, in the forward."""
     key_dim = getattr(attention, "qk_head_dim", None) or attention.head_dim
     value_dim = getattr(attention, "v_head_dim", key_dim)  # latent attention
