@@ -37,7 +37,7 @@ def run_with_mask(backbone: nn.Module, forward: Callable[..., Any], kwargs: dict
         dtype,
         kwargs["position_ids"].device,
         images,
-        windows_only=is_gemma4,
+        is_gemma4,
     )
     kept = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
     return forward(**kept | {"attention_mask": mask})
