@@ -10,31 +10,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_packing.attention.backends import resolve_attention
-    from trl_packing.attention.calls import other_rows
-    from trl_packing.config import PackedSFTConfig
-    from trl_packing.data.prepared import load_prepared, load_rows
-    from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
+    from trl_packing.attention.backends import resolve_attention as resolve_attention
+    from trl_packing.attention.calls import other_rows as other_rows
+    from trl_packing.config import PackedSFTConfig as PackedSFTConfig
+    from trl_packing.data.prepared import load_prepared as load_prepared
+    from trl_packing.data.prepared import load_rows as load_rows
+    from trl_packing.data.responses import (
+        DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
+    )
+    from trl_packing.documents.boundaries import block_diagonal_mask as block_diagonal_mask
+    from trl_packing.documents.boundaries import cu_seqlens_from_lengths as cu_seqlens_from_lengths
     from trl_packing.documents.boundaries import (
-        block_diagonal_mask,
-        cu_seqlens_from_lengths,
-        document_ids_from_lengths,
-        lengths_from_eos,
-        position_ids_from_lengths,
+        document_ids_from_lengths as document_ids_from_lengths,
     )
-    from trl_packing.isolation.check import check_isolation
-    from trl_packing.packing.bins import PackingPlan, pack
-    from trl_packing.packing.collator import DataCollatorWithFlattening, PackedCollator
-    from trl_packing.packing.sampler import PackedBatchSampler
-    from trl_packing.plain_trainer.dataset import (
-        PackedDataset,
-        RepackEveryEpoch,
-        make_supervised_dset,
+    from trl_packing.documents.boundaries import lengths_from_eos as lengths_from_eos
+    from trl_packing.documents.boundaries import (
+        position_ids_from_lengths as position_ids_from_lengths,
     )
-    from trl_packing.plain_trainer.enable import enable_packing
-    from trl_packing.tools.preview.show import show_document
-    from trl_packing.tools.preview.show_rows import show_rows
-    from trl_packing.trainer import PackedSFTTrainer
+    from trl_packing.isolation.check import check_isolation as check_isolation
+    from trl_packing.packing.bins import PackingPlan as PackingPlan
+    from trl_packing.packing.bins import pack as pack
+    from trl_packing.packing.collator import (
+        DataCollatorWithFlattening as DataCollatorWithFlattening,
+    )
+    from trl_packing.packing.collator import PackedCollator as PackedCollator
+    from trl_packing.packing.sampler import PackedBatchSampler as PackedBatchSampler
+    from trl_packing.plain_trainer.dataset import PackedDataset as PackedDataset
+    from trl_packing.plain_trainer.dataset import RepackEveryEpoch as RepackEveryEpoch
+    from trl_packing.plain_trainer.dataset import make_supervised_dset as make_supervised_dset
+    from trl_packing.plain_trainer.enable import enable_packing as enable_packing
+    from trl_packing.tools.preview.show import show_document as show_document
+    from trl_packing.tools.preview.show_rows import show_rows as show_rows
+    from trl_packing.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 __version__ = "0.1.0"
 
@@ -65,32 +72,7 @@ _HOME = {
     "other_rows": "attention.calls",
 }
 
-__all__ = [
-    "DataCollatorForCompletionOnlyLM",
-    "DataCollatorWithFlattening",
-    "PackedBatchSampler",
-    "PackedCollator",
-    "PackedDataset",
-    "PackedSFTConfig",
-    "PackedSFTTrainer",
-    "PackingPlan",
-    "RepackEveryEpoch",
-    "block_diagonal_mask",
-    "check_isolation",
-    "cu_seqlens_from_lengths",
-    "document_ids_from_lengths",
-    "enable_packing",
-    "lengths_from_eos",
-    "load_prepared",
-    "load_rows",
-    "make_supervised_dset",
-    "other_rows",
-    "pack",
-    "position_ids_from_lengths",
-    "resolve_attention",
-    "show_document",
-    "show_rows",
-]
+__all__ = [*_HOME]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:

@@ -44,26 +44,3 @@ def test_images_train_as_in_trl(tmp_path, monkeypatch, is_packed):
     assert isinstance(theirs.data_collator, DataCollatorForVisionLanguageModeling)
     assert_same_run(ours, theirs)
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"packing": True}, "Packing is not supported for vision"),
-        ({"padding_free": True, "max_length": None}, "Padding-free"),
-        ({"truncation_mode": "keep_end"}, "keep_end"),
-    ],
-)
-def test_images_train_with_what_trl_refuses(tmp_path, monkeypatch, changes, text):
-    pytest.importorskip("PIL")
-    pytest.importorskip("transformers", "5.23")  # older ones take TRL's path
-
-    def trainer():
-        model, processor = tiny_vlm("llava")
-        rows = tiny_dataset("images", 4)
-        return trainer_for(tmp_path, rows, model=model, processing_class=processor, **changes)
-
-    trainer().train()
-    monkeypatch.setattr(support, "FAMILIES", ())
-    with pytest.raises(ValueError, match=text):
-        trainer()

@@ -14,7 +14,7 @@ from helpers.drop_in import (
     trainer_for,
     trainer_from_id,
 )
-from helpers.tiny import VOCAB_SIZE, tiny_dataset, tiny_dataset_dict, tiny_iterable, tiny_tokenizer
+from helpers.tiny import tiny_dataset, tiny_dataset_dict, tiny_iterable, tiny_tokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 PADDED = DataCollatorForLanguageModeling(pad_token_id=0)
@@ -49,30 +49,9 @@ def test_arguments_that_cannot_be(tmp_path, model_id):
     ):
         with pytest.raises((ValueError, TypeError), match=text):
             trainer_for(tmp_path, dataset, **changes)
-    tokenizer = tiny_tokenizer(pad=None)
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"(?i)pad_token|eos"):
-        trainer_for(tmp_path, processing_class=tokenizer)
     given = {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)}
     with pytest.raises(ValueError, match="`quantization_config` both"):
         trainer_from_id(model_id, tmp_path, given, model_init_kwargs=given)
-
-
-def test_model_init_kwargs_with_a_model_only_warn(tmp_path, caplog):
-    trainer_for(tmp_path, model_init_kwargs={"dtype": "float32"})
-    assert "`model_init_kwargs` will be ignored" in caplog.text
-
-
-def test_liger_fused_loss_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        transformers.trainer, "is_liger_kernel_available", lambda: True, raising=False
-    )
-    kernels = {"fused_linear_cross_entropy": True}
-    with (
-        pytest.raises(ValueError, match="fused_linear_cross_entropy"),
-        pytest.warns(FutureWarning, match="use_liger_kernel"),
-    ):
-        trainer_for(tmp_path, use_liger_kernel=True, liger_kernel_config=kernels)
 
 
 @packed_only
@@ -114,18 +93,10 @@ LONG = [{"prompt": "a long prompt " * 9, "completion": "x"}]
 MISTAKES = {
     "no documents": ([], {}, "empty|no documents|no rows"),
     "an empty document": ([{"input_ids": []}], {}, "empty|no document|trained token"),
-    "no completion": ([{"prompt": "a"}], {}, "completion"),
-    "no known column": ([{"body": "a"}], {}, "column"),
     "max_length 0": ([{"text": "a b c"}], {"max_length": 0}, "max_length"),
     "unknown strategy": ([{"text": "a"}], {"packing_strategy": "best"}, "packing_strategy"),
     "all dropped": (LONG, {"max_length": 4}, "max_length"),
-    "short mask": ([{"input_ids": [7, 8], "assistant_masks": [1]}], {}, "assistant_masks"),
-    "short labels": ([{"input_ids": [7, 8, 9], "labels": [7, 8]}], {}, "labels"),
-    "fractional ids": ([{"input_ids": [7.5, 8.0, 9.0]}], {}, "integer"),
-    "text ids": ([{"input_ids": ["a", "b"]}], {}, "integer"),
-    "ids beyond the vocabulary": ([{"input_ids": [7, VOCAB_SIZE + 1]}], {}, "vocabulary"),
     "no eos": ([{"text": "a"}], {"processing_class": _no_eos}, "(?i)eos"),
-    "a missing text": ([{"text": "a"}, {"text": None}], {}, "text"),
 }
 
 

@@ -28,12 +28,6 @@ def trainer_of(args, **arguments) -> PackedSFTTrainer:
     return PackedSFTTrainer(args=args, **(defaults | arguments))
 
 
-def test_documents_are_packed_by_default():
-    assert config().packing is True
-    assert config(max_length=64).packing is True
-    assert config(packing=False).packing is False
-
-
 def test_the_command_line_tells_the_default_from_what_was_asked():
     parser = HfArgumentParser(PackedSFTConfig)
     fixed = ["--output_dir", "o", "--use_cpu", "true", "--bf16", "false"]

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,18 +16,6 @@ from trl_packing import PackedCollator, enable_packing
 DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 IDS = torch.tensor([DOCUMENTS[2]["input_ids"]])
 
-ELSEWHERE = """
-import sys, torch
-model = torch.load(sys.argv[1], weights_only=False).eval()
-ids = torch.load(sys.argv[2])
-before = torch.get_rng_state()
-found = model(input_ids=ids, use_cache=False).logits
-config = model.config
-built = type(model.get_base_model() if hasattr(model, "get_base_model") else model)(config)
-assert not [name for name in sys.modules if name.startswith("trl_packing")], "it needs us"
-torch.save((found.detach(), config._attn_implementation), sys.argv[3])
-"""
-
 
 def lora(model):
     torch.manual_seed(0)
@@ -43,15 +29,6 @@ def packed(documents):
 def alone(model, documents):
     rows = [torch.tensor([d["input_ids"]]) for d in documents]
     return torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
-
-
-def read_elsewhere(model, folder):
-    """Return logits of `IDS` by the saved model, and its attention, in a process without us."""
-    torch.save(model, folder / "model.pt")
-    torch.save(IDS, folder / "ids.pt")
-    arguments = [str(folder / name) for name in ("model.pt", "ids.pt", "found.pt")]
-    subprocess.run([sys.executable, "-c", ELSEWHERE, *arguments], check=True, cwd=folder)
-    return torch.load(folder / "found.pt")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -88,14 +65,6 @@ def saved(request, tmp_path):
     run = trainer_for(model, DOCUMENTS, tmp_path, callbacks=[saves], learning_rate=0.01)
     run.train()
     return run.model, run.model.eval()(input_ids=IDS, use_cache=False).logits, saves.saved
-
-
-@pytest.mark.slow
-def test_a_trained_model_is_read_where_we_are_not(saved, tmp_path):
-    model, expected, _ = saved
-    found, implementation = read_elsewhere(model, tmp_path)
-    assert implementation == "sdpa"
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_saved_while_ours_is_in_use_does_not_name_it(saved):

@@ -6,43 +6,31 @@ Losses are compared with those of TRL's own trainer, in float32: the same sums i
 import pytest
 import torch
 from datasets import Dataset
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
+from harness import make_trainer
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers import DataCollatorForSeq2Seq
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedCollator, PackedSFTTrainer
 
 TOLERANCE = 2e-5
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(18)], prompt=1)
 
 
-def config(folder, cls=SFTConfig, **options):
-    settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "num_train_epochs": 1,
-        "max_length": 64,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-    }
-    return cls(**(settings | options))
+SETTINGS = {
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 1,
+    "max_length": 64,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+}
 
 
 def trainer_of(folder, cls=PackedSFTTrainer, rows=ROWS, **options):
-    return cls(
-        tiny_model(),
-        config(folder, PackedSFTConfig, **({"packing": False} | options)),
-        train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:5]),
-        processing_class=tiny_tokenizer(),
-    )
+    options = SETTINGS | {"packing": False} | options
+    return make_trainer(folder, rows, cls=cls, evaluated=Dataset.from_list(ROWS[:5]), **options)
 
 
 def losses(trainer) -> list[float]:
@@ -98,16 +86,6 @@ def test_labels_given_afterwards_are_packed(tmp_path, packing):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_other_rows_are_reported_and_trained(tmp_path, packing):
-    trainer = trainer_of(tmp_path, packing=packing)
-    assert trainer.packing_report.documents == 18
-    trainer.train_dataset = trainer.train_dataset.select(range(10))
-    trainer.train()
-    assert trainer.packing_report.documents == 10
-    assert trainer.packing_report.steps_per_epoch == trainer.state.global_step
-
-
-@pytest.mark.parametrize("packing", [False, True])
 def test_raw_rows_are_prepared(tmp_path, packing):
     trainer = trainer_of(tmp_path, packing=packing)
     trainer.train_dataset = tiny_dataset("language_modeling")
@@ -119,12 +97,7 @@ def test_raw_rows_are_prepared(tmp_path, packing):
 
 def test_one_of_the_sources_set_afterwards_is_trained_alone(tmp_path):
     math, chat = Dataset.from_list(ROWS[:7]), Dataset.from_list(ROWS[7:])
-    trainer = PackedSFTTrainer(
-        tiny_model(),
-        config(tmp_path, PackedSFTConfig),
-        train_dataset={"math": math, "chat": chat},
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = trainer_of(tmp_path, rows={"math": math, "chat": chat}, packing=True)
     assert trainer.packing_report.documents == len(ROWS)
     trainer.train_dataset = math
     trainer.train()

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-import trl
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from harness import TWO_RUNS
 from helpers.drop_in import (
     TEXT_FORMS,
     PackedSFTTrainer,
     both_modes,
-    config,
     documents,
     logged,
     packed_only,
@@ -25,12 +23,10 @@ from helpers.drop_in import (
     train_moves_all,
     trained_text,
     trainer_for,
-    trainer_from_id,
     unchanged,
 )
 from helpers.tiny import (
     CHATML,
-    MODELS,
     QUESTIONS_AND_ANSWERS,
     VOCAB_SIZE,
     documents_of_lengths,
@@ -42,7 +38,7 @@ from helpers.tiny import (
     tiny_vlm,
 )
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 # --- it trains ------------------------------------------------------------------------------------
@@ -55,14 +51,9 @@ OPTIONS = [
     {"optim": "adafactor"},
     {"auto_find_batch_size": True},
     {"full_determinism": True},
-    {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
     {"gradient_checkpointing_kwargs": {"selective": True}},
-    {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
-    {"include_num_input_tokens_seen": "non_padding"},
     {"accelerator_config": {"even_batches": False}},
-    {"pad_to_multiple_of": 16},
     {"packing_strategy": "wrapped", "max_length": 24},
-    pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow),
     pytest.param(
         {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow
     ),
@@ -96,16 +87,6 @@ def test_every_form_trains_and_evaluates(tmp_path, form, packing):
         stream = IterableDataset.from_generator(lambda: iter(tiny_rows(form)))
         options = {"processing_class": tokenizer_for(form), "packing": packing}
         train_moves_all(trainer_for(tmp_path, stream, **options))
-
-
-@packed_only
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_trains_packed(tmp_path, name):
-    """Those that carry a state from token to token too: rows are padded inside the model."""
-    model = tiny_model(name)
-    train_moves_all(
-        trainer_for(tmp_path, model=model, packing=True, num_train_epochs=1, max_length=64)
-    )
 
 
 @both_modes
@@ -186,16 +167,6 @@ def test_a_model_id_brings_its_tokenizer_and_trls_defaults_train(tmp_path, model
     assert {"mean_token_accuracy", "entropy", "num_tokens"} <= {*trainer.state.log_history[-1]}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_model_init_kwargs_reach_the_model(tmp_path, model_id, dtype):
-    named = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
-    options = {"model_init_kwargs": named, "bf16": True, "learning_rate": 0.1}
-    trainer = trainer_from_id(model_id, tmp_path, **options)
-    train_moves_all(trainer)
-    assert {p.dtype for p in trainer.model.parameters()} == {getattr(torch, dtype)}
-    assert trainer.model.config._attn_implementation == "eager"
-
-
 def test_args_may_be_none_or_plain(tmp_path, model_id, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # the default, bf16, asks for a GPU that has it; autocast on a CPU does too
@@ -243,40 +214,6 @@ def test_documents_are_the_rows_that_trl_prepares(tmp_path, form, max_length):
         assert documents(ours.train_dataset) == theirs
 
 
-@pytest.mark.parametrize(
-    ("form", "completion_only_loss", "trained"),
-    [
-        ("prompt_completion", None, "Beautiful.<eos>"),
-        ("prompt_completion", False, "What is better than ugly? Beautiful.<eos>"),
-        ("conversational_prompt_completion", None, "Beautiful.<|im_end|>\n"),
-        ("tokenized_completion_mask", True, "Beautiful.<eos>"),
-        ("tokenized_completion_mask", None, "What is better than ugly? Beautiful.<eos>"),
-        ("tokenized_assistant_masks", None, "Beautiful.<eos>"),
-        ("tokenized_labels", False, "Beautiful.<eos>"),
-    ],
-)
-def test_only_these_tokens_are_trained(tmp_path, form, completion_only_loss, trained):
-    options = {"completion_only_loss": completion_only_loss, "max_length": 500}
-    assert trained_text(trainer_for(tmp_path, form, **options), 0) == trained
-
-
-@pytest.mark.parametrize("template", ["generation", "qwen3"])
-def test_assistant_only_loss_trains_the_answers(tmp_path, template):
-    """Qwen3's own template has no generation marks; TRL renders with one that has."""
-    tokenizer = tiny_tokenizer(chat="generation")
-    if template == "qwen3":
-        path = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    trainer = trainer_for(
-        tmp_path,
-        "conversational_prompt_completion",
-        processing_class=tokenizer,
-        assistant_only_loss=True,
-    )
-    assert "Beautiful.<|im_end|>" in trained_text(trainer, 0)
-    assert "ugly" not in trained_text(trainer, 0)
-
-
 ROWS = {  # rows, settings, the documents that are trained
     "keep_start": ([{"input_ids": [7, 8, 9, 10, 11]}], {"max_length": 3}, [[7, 8, 9]]),
     "keep_end": (
@@ -291,14 +228,6 @@ ROWS = {  # rows, settings, the documents that are trained
         ],
         {"max_length": 3},
         [[20, 21]],
-    ),
-    "masked, whole": (
-        [
-            {"input_ids": [7, 8], "labels": [-100] * 2},
-            {"input_ids": [20, 21], "labels": [-100, 21]},
-        ],
-        {"max_length": None},
-        [[7, 8], [20, 21]],
     ),
 }
 
@@ -410,53 +339,6 @@ def test_every_kind_of_eval_dataset(tmp_path, kind, packing):
 
 @packed_only
 @both_modes
-@pytest.mark.parametrize(
-    ("eval_packing", "batch_size"), [(True, 1), (True, 3), (False, 3), (None, 1)]
-)
-def test_eval_loss_is_the_exact_mean_over_trained_tokens(
-    tmp_path, packing, eval_packing, batch_size
-):
-    rows, model = documents_of_lengths([5, 17, 3, 30, 9], prompt=2), tiny_model("llama")
-    total = sum(
-        model(**{k: torch.tensor([row[k]]) for k in ("input_ids", "labels")}).loss.item()
-        * (len(row["input_ids"]) - 2)
-        for row in rows
-    )
-    trainer = trainer_for(
-        tmp_path,
-        model=model,
-        packing=packing,
-        eval_packing=eval_packing,
-        per_device_eval_batch_size=batch_size,
-        max_length=32,
-        arguments={"eval_dataset": Dataset.from_list(rows)},
-    )
-    exact = total / sum(len(row["input_ids"]) - 2 for row in rows)
-    # fp32 sums of 54 log-probabilities in another order
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(exact, abs=1e-5)
-
-
-@packed_only
-@both_modes
-def test_rows_packed_by_trl_keep_their_documents_apart(tmp_path, packing):
-    row = tiny_dataset("packed", 1)[0]
-    first = row["seq_lengths"][0]
-    parts = (slice(first), slice(first, None))
-    apart = [{k: row[k][part] for k in ("input_ids", "labels")} for part in parts]
-    packed, alone = (
-        trainer_for(
-            tmp_path,
-            "packed",
-            packing=packing,
-            arguments={"eval_dataset": Dataset.from_list(rows)},
-        ).evaluate()["eval_loss"]
-        for rows in ([row], apart)
-    )
-    assert packed == pytest.approx(alone, abs=1e-5)
-
-
-@packed_only
-@both_modes
 def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing):
     rows, model, seen = documents_of_lengths([5, 17, 3, 9], prompt=2), tiny_model("llama"), []
     with torch.no_grad():
@@ -555,60 +437,3 @@ def test_the_best_model_is_loaded_and_a_trainer_trains_again(tmp_path, packing):
     assert trainer.state.best_metric == pytest.approx(best, rel=TWO_RUNS)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=TWO_RUNS)
     train_moves_all(trainer)
-
-
-@both_modes
-def test_callbacks_see_the_run_and_stop_it(tmp_path, packing):
-    events = []
-
-    class Recorder(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            events.append("begin")
-
-        def on_step_end(self, args, state, control, **kwargs):
-            events.append("step")
-            control.should_training_stop = state.global_step == 2
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            events.append("log")
-
-        def on_train_end(self, args, state, control, **kwargs):
-            events.append("end")
-
-    options = {"packing": packing, "max_length": 64, "max_steps": 4}
-    trainer_for(tmp_path, arguments={"callbacks": [Recorder()]}, **options).train()
-    assert events == ["begin", "step", "log", "step", "log", "log", "end"]
-
-
-def test_dropout_and_seeds_name_a_run(tmp_path):
-    def run(seed):
-        options = {"packing": True, "max_length": 64, "train_sampling_strategy": "random"}
-        trainer = sgd_run(tmp_path, PackedSFTTrainer, seed=seed, model="gpt2_dropout", **options)
-        return parameters(trainer)
-
-    first, again, other = run(1), run(1), run(2)
-    assert all(torch.equal(first[n], again[n]) for n in first)
-    assert not all(torch.equal(first[n], other[n]) for n in first)
-
-
-@both_modes
-def test_the_balance_of_experts_is_logged_by_its_coefficient(tmp_path, packing):
-    for coefficient, expected in ((None, 0.001), (0.5, 0.5), (0.0, 0.0)):
-        model = tiny_model("qwen3_moe")
-        options = {"router_aux_loss_coef": coefficient, "packing": packing, "logging_steps": 10}
-        trainer = trainer_for(tmp_path, model=model, **options)
-        assert trainer.router_aux_loss_coef == expected
-        trainer.train()
-        assert ("aux_loss" in trainer.state.log_history[-1]) == (expected > 0)
-
-
-def test_tensorboard_gets_the_logs(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    trainer_for(tmp_path, report_to="tensorboard", packing=True).train()
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
-def test_chunked_nll_is_nll(tmp_path):
-    with pytest.warns(FutureWarning, match="chunked_nll"):
-        assert config(tmp_path, loss_type="chunked_nll").loss_type == "nll"

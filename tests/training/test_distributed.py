@@ -22,12 +22,6 @@ SAME_STEPS = {
     "packed": {"lengths": MANY, "epochs": 2},
     "packed, two bins a micro-batch": {"lengths": MANY, "batch_size": 2, "epochs": 2},
     "unpacked": {"lengths": LENGTHS, "packing": False},
-    "unpacked, three documents a micro-batch": {
-        "lengths": LENGTHS,
-        "packing": False,
-        "batch_size": 3,
-        "epochs": 2,
-    },
     # Three bins of one document: rank 1 has none in the second step.
     "a rank with an empty micro-batch": {"lengths": [32, 32, 32], "epochs": 3},
     # 31, 1, 30 and 2 trained tokens.
@@ -38,13 +32,6 @@ SAME_STEPS = {
     },
     # Packed, each rank fills bins from its own documents, so two ranks have other steps than one.
     "stream": {"lengths": MANY, "stream": True, "max_steps": 8, "packing": False},
-    "stream with a worker": {
-        "lengths": MANY,
-        "stream": True,
-        "max_steps": 8,
-        "packing": False,
-        "workers": 1,
-    },
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
     "the end of a stream": {
         "lengths": [32, 32, 32],
@@ -65,8 +52,7 @@ SAME_STEPS = {
 }
 EVALUATIONS = {
     "packed": {},
-    "packed, two bins a micro-batch": {"batch_size": 2},
-    "unpacked": {"options": {"eval_packing": False}},
+    "unpacked": {"options": {"eval_packing": False}, "batch_size": 2},
     "fewer documents than ranks": {"eval_lengths": [9]},
     "stream": {"stream": True, "max_steps": 1},
     "stream, by rank": {"stream": True, "max_steps": 1, "shards": 2},
@@ -77,13 +63,11 @@ UNEVEN = [*[31] * 8, *[7] * 8] * 2
 BY_RANK = {
     "packed": {},
     "two bins a micro-batch, accumulated": {"batch_size": 2, "accumulation": 2},
-    "with two workers": {"workers": 2},
     "unpacked": {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
 }
 REFUSED = {
     "packed": {},
     "unpacked": {"packing": False, "batch_size": 1},
-    "in data-set order": {"options": {"train_sampling_strategy": "sequential"}},
 }
 
 
@@ -169,25 +153,6 @@ def test_ranks_that_train_other_documents_fail_the_same_comparison(one_rank, two
         assert_same_training(two_ranks["same steps: packed, two bins a micro-batch"], one_rank)
 
 
-@pytest.mark.slow
-def test_the_rank_without_documents_runs_one_masked_token(two_ranks):
-    ranks = two_ranks["same steps: a rank with an empty micro-batch"]
-    assert [[len(batch) for batch in rank["batches"]] for rank in ranks] == [
-        [32, 32] * 3,
-        [32, 1] * 3,
-    ]
-
-
-@pytest.mark.slow
-def test_a_stream_reaches_two_ranks_exactly_once_an_epoch(two_ranks):
-    """Three documents that fill a bin each; the round is completed by one token of padding."""
-    ranks = two_ranks["same steps: the end of a stream"]
-    lengths = [[len(batch) for batch in rank["batches"]] for rank in ranks]
-    assert lengths == [[32, 32] * 2, [32, 1] * 2]
-    first, second, third = ranks[0]["batches"][0], ranks[1]["batches"][0], ranks[0]["batches"][1]
-    assert len({tuple(batch) for batch in (first, second, third)}) == 3
-
-
 def documents_of(inputs: dict) -> list[tuple[int, ...]]:
     """Return the documents of a micro-batch that train anything."""
     starts = [*(inputs["position_ids"][0] == 0).nonzero().flatten().tolist(), None]
@@ -268,14 +233,6 @@ def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
 def test_ranks_stay_in_step_after_an_evaluation_before_training(one_rank, two_ranks):
     """transformers 5.23 marks the model as prepared, and accelerate 1.15 then leaves DDP out."""
     assert_same_training(two_ranks["evaluation, then training"], one_rank)
-
-
-@pytest.mark.slow
-@both("same steps: a recurrent model, on padded rows")
-def test_two_ranks_pad_the_rows_of_a_recurrent_model(one_rank, two_ranks):
-    ranks = two_ranks["same steps: a recurrent model, on padded rows"]
-    assert [result["attention"] for result in (one_rank, *ranks)] == ["padded"] * 3
-    assert all(len(result["losses"]) > 1 for result in ranks)
 
 
 @pytest.mark.slow

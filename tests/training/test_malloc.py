@@ -9,7 +9,6 @@ from harness import make_trainer
 from helpers.tiny import documents_of_lengths
 
 from trl_packing.training import malloc as allocator
-from trl_packing.training.malloc import keep_freed_pages
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="mallopt is a function of Linux's C libraries"
@@ -49,19 +48,6 @@ def page_faults(how: str, **environment: str) -> int:
 def test_pages_are_zeroed_once_and_not_every_step():
     # The first steps find pages, those after them find the same ones.
     assert page_faults("kept") < 0.3 * page_faults("not") + 1000
-
-
-@pytest.mark.parametrize("tuned", [True, False])
-def test_tuned_malloc_another_device_and_another_library_are_left_alone(tuned, monkeypatch):
-    if tuned:
-        monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
-    else:
-        monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
-        with keep_freed_pages(True):
-            pass
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: pytest.fail("was asked"))
-    with keep_freed_pages(tuned):
-        pass
 
 
 class Libc:

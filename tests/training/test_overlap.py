@@ -1,21 +1,14 @@
 """Runs with `overflow="overlap"`: pieces repeat a context, and each token is trained once."""
 
-import json
-from pathlib import Path
-
 import pytest
-import torch
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
 from helpers.by_hand import assert_same_step, by_hand, one_step, weighted
 from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
-from helpers.one_step import ONE_STEP
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_model
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 OVERLAP = {"overflow": "overlap", "overlap_tokens": 6}
 PER_TOKEN = ("input_ids", "labels", "loss_weights")
 
@@ -40,19 +33,6 @@ def pieces_by_hand(documents, capacity, overlap=6, masked=True):
 
 def num_trained(documents):
     return sum(label != IGNORE_INDEX for d in documents for label in d["labels"][1:])
-
-
-def tokens_of(dataset):
-    return [{k: list(row[k]) for k in ("input_ids", "labels")} for row in dataset]
-
-
-def text_trainer(rows, folder, tokenizer, **options):
-    return PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(str(folder), **ONE_STEP, **options),
-        train_dataset=rows,
-        processing_class=tokenizer,
-    )
 
 
 def test_pieces_by_hand_train_every_token_once():
@@ -97,39 +77,6 @@ def test_a_step_is_that_of_the_pieces_one_at_a_time(name, tmp_path):
         assert_same_step(found, by_hand(model, again, weighting=options["loss_weighting"]))
 
 
-def chats(number=10):
-    return [
-        {
-            "messages": [
-                {"role": role, "content": f"{word} {i}, {turn}: " + "and so on " * (i % 4 + turn)}
-                for turn in range(1 + i % 3)
-                for role, word in (("user", "Question"), ("assistant", "Answer"))
-            ]
-        }
-        for i in range(number)
-    ]
-
-
-@pytest.mark.parametrize("train_on", ["every_turn", "assistant"])
-def test_turns_are_cut_as_documents(train_on, tmp_path):
-    """A piece has the context of its own turn, and one without a target is left out."""
-
-    def prepared(rows, **options):
-        tokenizer = tiny_tokenizer(chat=True)
-        made = text_trainer(rows, tmp_path, tokenizer, train_on=train_on, **options)
-        return tokens_of(made.train_dataset)
-
-    rows = Dataset.from_list(chats())
-    whole = prepared(rows, max_length=4096)
-    assert len(whole) == (19 if train_on == "every_turn" else 10)
-    pieces = pieces_by_hand(whole, 40)
-    assert len(pieces) > len(whole)
-    assert num_trained(pieces) == num_trained(whole)
-    assert prepared(rows, max_length=40, **OVERLAP) == pieces
-    assert prepared(rows.to_iterable_dataset(), max_length=40, **OVERLAP) == pieces
-    assert prepared(rows, max_length=40, overflow="split") != pieces, "the control"
-
-
 # --- resuming, ranks ------------------------------------------------------------------------------
 
 LONG = documents_of_lengths([5 + (i * 23) % 71 for i in range(24)])
@@ -168,36 +115,3 @@ def test_two_ranks_train_the_pieces_that_one_trains(tmp_path):
 
 
 # --- real data ------------------------------------------------------------------------------------
-
-
-def gsm8k(number):
-    file = SHARED / "gsm8k_train.jsonl"
-    if not file.exists():
-        pytest.skip(f"no real data: {file} does not exist")
-    rows = [json.loads(line) for line in file.read_text().splitlines()[:number]]
-    return Dataset.from_list(
-        [{"prompt": row["question"] + "\n", "completion": row["answer"]} for row in rows]
-    )
-
-
-@pytest.mark.shared
-def test_pieces_of_real_documents_train_every_token_once(tmp_path):
-    rows = gsm8k(200)
-
-    def prepared(dataset=rows, **options):
-        trainer = text_trainer(dataset, tmp_path, tiny_tokenizer(), **options)
-        return trainer, tokens_of(trainer.train_dataset)
-
-    _, whole = prepared(max_length=8192)
-    trainer, pieces = prepared(max_length=256, **OVERLAP)
-    assert pieces == pieces_by_hand(whole, 256)
-    assert len(pieces) > len(whole) == 200
-    assert num_trained(pieces) == num_trained(whole)
-    _, streamed = prepared(rows.to_iterable_dataset(4), max_length=256, **OVERLAP)
-    assert streamed == pieces
-    counts = trainer.packing_report.preparation
-    losses = [stage.lost for stage in counts.stages]
-    assert sum(losses, counts.after) == counts.before
-    assert counts.after.trained == counts.before.trained == num_trained(whole)
-    trainer.train()
-    assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))

@@ -128,22 +128,6 @@ def test_two_ranks_resume_within_a_later_epoch(mode, on_two_ranks):
                 assert_continues(on_two_ranks[f"forgetful {mode}"][rank], on_two_ranks[mode][rank])
 
 
-OTHER_WORKERS = [  # then and now
-    ("packed", 0, 2),
-    ("stream by rank", 1, 3),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "then", "now"), OTHER_WORKERS)
-def test_the_number_of_workers_may_differ(mode, then, now, tmp_path):
-    arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode]}
-    whole = run(Scenario(str(tmp_path), LENGTHS, **arguments | {"workers": then}))
-    checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], 1)
-    other = arguments | {"workers": now, "resume": checkpoint}
-    assert_continues(run(Scenario(str(tmp_path), LENGTHS, **other)), whole)
-
-
 @dataclass(frozen=True)
 class Layout:
     """A run of `ranks`, of which each is looked at on its own."""

@@ -96,9 +96,7 @@ def resume(before: Recorder, step: int, folder: Path, **settings) -> Recorder:
 
 CHANGES = {  # settings then, settings now, words of the refusal
     "accumulation": ({}, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
-    "longer rows": ({}, {"max_length": 64}, "max_length=64 instead of 32"),
     "greedy": ({}, {"packing_strategy": "greedy"}, "packing_strategy=greedy instead of bfd"),
-    "padding-free": ({}, {"packing": False}, "packing=False instead of True"),
     "documents": ({}, {"documents_per_step": 7}, "documents_per_step=7 instead of None"),
     "by length": (
         {"packing": False},
