@@ -313,18 +313,12 @@ def _is(value: Any, kind: Any) -> bool:
 
 # --- ranges and conflicts -------------------------------------------------------------------------
 
-_LEAST = {  # transformers does not check its own
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "seed": 0,
-    "data_seed": 0,
-    "max_length": 1,
-    "documents_per_step": 1,
-    "pad_to_multiple_of": 1,
-    "max_patches": 1,
-    "overlap_tokens": 1,
-    "prefix_group_size": 2,
-}
+_FROM_ONE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"),
+    *("max_length", "overlap_tokens", "pad_to_multiple_of", "max_patches"),
+)
+# transformers does not check its own.
+_LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
 _MOST_TOKENS = 2**31 - 1
 
 # Settings that do nothing without one of these others; None stands for any value.

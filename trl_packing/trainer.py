@@ -65,7 +65,6 @@ from trl_packing.training.arguments import (
     leave_packing,
     reason_for_trl_path,
     reason_to_keep_rows_apart,
-    unpack_without_capacity,
 )
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
@@ -203,7 +202,6 @@ class PackedSFTTrainer(SFTTrainer):
                 model, args, data_collator, train_dataset, eval_dataset, processing_class, **rest
             )
             return
-        unpack_without_capacity(args)
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._run_data.completion_only, data_collator = data_collator, None

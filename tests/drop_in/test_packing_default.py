@@ -54,18 +54,15 @@ def test_a_copy_is_packed_as_the_original():
         dataclasses.replace(config(), max_length=None)
 
 
-@pytest.mark.parametrize("when", ["constructed", "set afterwards"])
-def test_without_max_length_documents_are_trained_as_without_packing(tmp_path, when):
-    args = config(
-        output_dir=str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=4,
-        save_strategy="no",
-        **({"max_length": None} if when == "constructed" else {}),
-    )
-    args.max_length = None
+def test_without_max_length_documents_are_trained_as_without_packing(tmp_path):
+    options = {"output_dir": str(tmp_path), "max_steps": 1, "save_strategy": "no"}
+    args = config(**options, per_device_train_batch_size=4, max_length=None)
     trainer = trainer_of(args)
     assert args.packing is False
     assert trainer.packing_report.bins is None
     assert trainer.packing_report.documents_per_step == 4
     trainer.train()
+    args = config(**options)
+    args.max_length = None  # set later: no bin has a capacity
+    with pytest.raises(ValueError, match=NO_CAPACITY):
+        trainer_of(args)

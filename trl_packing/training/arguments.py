@@ -127,16 +127,6 @@ def packs_by_default(args: Any) -> bool:
 # --- our path -------------------------------------------------------------------------------------
 
 
-def unpack_without_capacity(args: Any) -> None:
-    """Turn `packing` off if it has our default and bins would have no capacity."""
-    if packs_by_default(args) and args.max_length is None:
-        args.packing = False
-        logger.warning(
-            "max_length=None: bins have no capacity, so documents are not packed; batches are "
-            "those of packing=False"
-        )
-
-
 @contextmanager
 def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
     """Keep TRL's constructor from packing inside the block; yields (packing, eval_packing)."""
@@ -260,14 +250,14 @@ def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> N
             "response_template in the config (labels of a data set are kept); to change batches, "
             "pass a subclass of PackedCollator, or a padding collator, to the constructor"
         )
-    is_set = isinstance(dataset, (Dataset, IterableDataset))
-    reason = reason_for_trl_path(dataset, None) if is_set else "it is no Dataset of `datasets`"
-    if is_set and ours.images is None and {*IMAGE_COLUMNS} & {*columns_of(dataset)}:
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return  # there is none, or preparation refuses it
+    reason = reason_for_trl_path(dataset, None)
+    if ours.images is None and {*IMAGE_COLUMNS} & {*columns_of(dataset)}:
         reason = "the data set has images"
-    if reason and dataset is not None:
+    if reason:
         raise ValueError(
-            f"train_dataset was set to a {type(dataset).__name__} on a built trainer, but "
-            f"{reason}: pass it to the constructor"
+            f"train_dataset was set on a built trainer, but {reason}: pass it to the constructor"
         )
 
 
