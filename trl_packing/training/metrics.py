@@ -156,7 +156,16 @@ class ThroughputMeter:
 
     def peak_flops(self) -> float | None:
         """Return the peak of this process' devices in FLOP/s, None if unknown."""
-        return _peak_flops(self.trainer)
+        args = self.trainer.args
+        if args.device.type != "cuda":
+            return None
+        dtype = str(self.trainer.model.dtype).removeprefix("torch.")  # of matrix products
+        if args.bf16 or args.fp16:
+            dtype = "bfloat16" if args.bf16 else "float16"
+        elif dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            dtype = "tf32"
+        peak = peak_flops(torch.cuda.get_device_name(args.device), dtype)
+        return None if peak is None else peak * max(args.n_gpu, 1)
 
     # --- the clock ----------------------------------------------------------------------------
 
@@ -388,22 +397,6 @@ def stream_sources(dataset: IterableDataset, options: PackingOptions) -> tuple[s
             "a stream tells them only by being read; pass train_dataset as a dictionary of streams"
         )
     return ()
-
-
-# --- the devices of one process -------------------------------------------------------------------
-
-
-def _peak_flops(trainer: SFTTrainer) -> float | None:
-    args = trainer.args
-    if args.device.type != "cuda":
-        return None
-    dtype = str(trainer.model.dtype).removeprefix("torch.")  # of matrix products
-    if args.bf16 or args.fp16:
-        dtype = "bfloat16" if args.bf16 else "float16"
-    elif dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = "tf32"
-    peak = peak_flops(torch.cuda.get_device_name(args.device), dtype)
-    return None if peak is None else peak * max(args.n_gpu, 1)
 
 
 def peak_memory_bytes(device: torch.device) -> float | None:

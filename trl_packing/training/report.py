@@ -162,7 +162,7 @@ class PackingReport:
             ("documents", self._documents()),
             *_source_lines(self.sources),
             ("images", str(self.images or "")),
-            *self._bins(),
+            *self._rows(),
             ("prefixes", str(self.prefixes or "")),
             *self._epoch(),
             ("order", self.order),
@@ -186,18 +186,19 @@ class PackingReport:
             f" ({self.trained_tokens / self.tokens:.0%})"
         )
 
-    def _bins(self) -> list[Line]:
-        shapes = ""
-        if self.tokens_per_micro_batch:
-            shapes = f"every micro-batch has {self.tokens_per_micro_batch:,} tokens"
-            shapes += "" if self.padding is None else f" · {self.padding:.2%} padding in all"
-        if self.bins is None:
-            return [("micro-batch", self.micro_batch), ("shapes", shapes)]
-        packed = f"{self.bins:,} rows"
-        if self.utilization is not None:
-            bins = quantity(self.bins, "bin")
-            packed = f"{bins} of {self.capacity:,} tokens · {self.utilization:.2%} filled"
-        return [("packed into", packed), ("shapes", shapes)]
+    def _rows(self) -> list[Line]:
+        rows = ("micro-batch", self.micro_batch)
+        if self.bins is not None:
+            packed = f"{self.bins:,} rows"
+            if self.utilization is not None:
+                bins = quantity(self.bins, "bin")
+                packed = f"{bins} of {self.capacity:,} tokens · {self.utilization:.2%} filled"
+            rows = ("packed into", packed)
+        if not self.tokens_per_micro_batch:
+            return [rows]
+        shapes = f"every micro-batch has {self.tokens_per_micro_batch:,} tokens"
+        shapes += "" if self.padding is None else f" · {self.padding:.2%} padding in all"
+        return [rows, ("shapes", shapes)]
 
     def _epoch(self) -> list[Line]:
         steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
@@ -216,12 +217,8 @@ class PackingReport:
 
     def _padded(self) -> list[Line]:
         """Return the steps of a padded run, how to keep them, and a warning for few steps."""
-        lines = []
-        steps, padded, size = (
-            self.steps_per_epoch,
-            self.padded_steps,
-            self.padded_documents_per_step,
-        )
+        steps, padded, lines = self.steps_per_epoch, self.padded_steps, []
+        size, largest = self.padded_documents_per_step, self.largest_micro_batch
         if steps and padded and size and steps != padded:
             keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
             lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
@@ -232,29 +229,24 @@ class PackingReport:
                 for name, value in self.given_in_steps.items()
             )
             lines.append(("", "; ".join(in_epochs)))
-        largest = self.largest_micro_batch
         if largest and self.capacity and largest > self.capacity:
-            seen = (
-                f"the largest micro-batch seen has {largest:,} tokens; if memory runs out, raise "
-                "gradient_accumulation_steps"
-            )
-            lines.append(("", seen))
+            seen = f"the largest micro-batch seen has {largest:,} tokens"
+            lines.append(("", f"{seen}; if memory runs out, raise gradient_accumulation_steps"))
         if steps and steps < WARN_STEPS:
-            few = f"warning: {quantity(steps, 'optimizer step')} an epoch{self._more_steps()}"
+            few = f"warning: {quantity(steps, 'optimizer step')} an epoch{self._more_steps(steps)}"
             lines.append(("", few))
         return lines
 
-    def _more_steps(self) -> str:
+    def _more_steps(self, steps: int) -> str:
         """Return the setting that makes more steps of an epoch, where there is one."""
-        steps, documents = self.steps_per_epoch or 0, self.documents or 0
+        documents = self.documents or 0
         if self.padded_documents_per_step is None:  # rows or a user's sampler stay as they are
             can = (self.micro_batches_per_epoch or 0) > steps * self.ranks
             return "; lower gradient_accumulation_steps, if the run has few epochs" * can
         size = max(documents // WARN_STEPS, self.ranks * self.accumulation)
         more = -(-documents // size)
-        if more <= steps:
-            return ""
-        return f"; documents_per_step={size} makes {more}, if the run has few epochs"
+        makes = f"; documents_per_step={size} makes {more}, if the run has few epochs"
+        return makes if more > steps else ""
 
 
 def _in_short(epochs: float) -> str:
@@ -321,17 +313,18 @@ def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
     if len(sources) < 2 and all(source.drawn == source.documents for source in sources):
         return []
     total = max(sum(source.tokens for source in sources), 1)
-    largest = sorted(sources, key=lambda source: -source.tokens)
-    shown = [source for source in sources if source in largest[:_MOST_SOURCES]]
+    by_size = sorted(sources, key=lambda source: -source.tokens)
+    shown, others = by_size[:_MOST_SOURCES], by_size[_MOST_SOURCES:]
     lines = [
         f"{source.name}: {times(source.epochs)} {quantity(source.documents, 'document')} · "
         f"{source.tokens:,} tokens ({source.tokens / total:.1%}) · {source.trained:,} trained"
-        for source in shown
+        for source in sources
+        if source in shown
     ]
-    if len(shown) < len(sources):
-        tokens = sum(source.tokens for source in largest[_MOST_SOURCES:])
-        others = quantity(len(sources) - len(shown), "other source")
-        lines.append(f"{others} · {tokens:,} tokens ({tokens / total:.1%})")
+    if others:
+        tokens = sum(source.tokens for source in others)
+        number = quantity(len(others), "other source")
+        lines.append(f"{number} · {tokens:,} tokens ({tokens / total:.1%})")
     return [("sources" if not i else "", line) for i, line in enumerate(lines)]
 
 
@@ -403,7 +396,6 @@ def report_of(
     *,
     columns: Sequence[str],
     micro_batches: int | None = None,
-    attention: str | None = None,
     user_loss: bool = False,
     preparation: PreparationCounts | None = None,
     prefix_sharing: str = "off",
@@ -417,7 +409,6 @@ def report_of(
         sampler: of one rank. A user's draws documents one by one.
         columns: of the training set, with its weights.
         micro_batches: of an epoch of one rank, where a user's sampler draws; None if not known yet.
-        attention: what keeps documents apart, in words.
         user_loss: a user's function computes the loss.
         preparation: what was kept and lost when documents were prepared.
         prefix_sharing: of the run.
@@ -438,7 +429,7 @@ def report_of(
         ranks=ranks,
         accumulation=accumulation,
         micro_batch=f"{size:g} {'bin' if by_bins else 'document'}{'s' * (size != 1)}",
-        attention=attention,
+        attention=None,
         capacity=args.max_length,
         loss=None if user_loss else in_words(options.loss_weighting, list(columns)),
         tokens_per_micro_batch=tokens_per_micro_batch,
@@ -448,17 +439,22 @@ def report_of(
         if options.documents_per_step is not None:
             raise ValueError(
                 f"documents_per_step={options.documents_per_step} needs to know the documents, but "
-                "a stream is packed as it is read; leave it out, or load the data set without "
-                "streaming"
+                "a stream is packed as it is read; leave it out, or do not stream the data set"
             )
         return report
-    lengths, trained = documents.lengths(), documents.num_trained()
+    lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
+    in_data = None
     if is_planned:
         micro_batches = len(sampler)
+        if sampler.draw is not None:
+            drawn = sampler.draw.documents(0)
+            number, in_data = sampler.num_drawn, len(documents)
+            lengths, trained = lengths[drawn], trained[drawn]
     steps = None if micro_batches is None else -(-micro_batches // accumulation)
     report = replace(
         report,
-        documents=documents.num_documents,
+        documents=number,
+        documents_in_data=in_data,
         tokens=int(lengths.sum()),
         trained_tokens=int(trained.sum()),
         micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
@@ -467,38 +463,32 @@ def report_of(
     )
     if not is_planned:
         return report
-    if sampler.draw is not None:
-        drawn = sampler.draw.documents(0)
-        report = replace(
-            report,
-            documents=sampler.num_drawn,
-            documents_in_data=len(documents),
-            tokens=int(lengths[drawn].sum()),
-            trained_tokens=int(trained[drawn].sum()),
-        )
-    plan, size = sampler.plan(), padded_batch_size(batch_size, packing=sampling.packing)
+    plan, padded = sampler.plan(), padded_batch_size(batch_size, packing=sampling.packing)
+    largest = None
+    if not by_bins:
+        batches = sampler.micro_batches()[: _STEPS_LOOKED_AT * sampler.drawn().slots]
+        largest = int(sampler.tokens_of(batches).max())
+    shares: tuple[SourceShare, ...] = ()
+    if mixture is not None:
+        shares = mixture.shares(documents.lengths(), documents.num_trained())
+    prefixes = None
     # Equal ids of images may stand for other images.
-    looks_for_prefixes = not (tokens_per_micro_batch or IMAGE_IDS in documents.columns)
+    if not (tokens_per_micro_batch or IMAGE_IDS in documents.columns):
+        prefixes = prefix_savings(documents, sampler, prefix_sharing)
     return replace(
         report,
         bins=sampler.num_bins,
-        documents_per_step=(report.documents or 0) / (steps or 1),
-        padded_documents_per_step=None if sampler.rows else size * accumulation * ranks,
-        largest_micro_batch=None if by_bins else _largest_micro_batch(sampler),
+        documents_per_step=number / (steps or 1),
+        padded_documents_per_step=None if sampler.rows else padded * accumulation * ranks,
+        largest_micro_batch=largest,
         given_in_steps=_settings_in_steps(args),
         room=sampler.tokens_per_batch,
         tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
-        sources=() if mixture is None else mixture.shares(lengths, trained),
+        sources=shares,
         order=_order_in_words(options, sampler),
         images=ImageCounts.of(sampler),
-        prefixes=prefix_savings(documents, sampler, prefix_sharing) if looks_for_prefixes else None,
+        prefixes=prefixes,
     )
-
-
-def _largest_micro_batch(sampler: PackedBatchSampler) -> int:
-    """Return the tokens of the largest micro-batch of documents in the first 200 steps."""
-    batches = sampler.micro_batches()[: _STEPS_LOOKED_AT * sampler.drawn().slots]
-    return int(sampler.tokens_of(batches).max())
 
 
 def _settings_in_steps(args: Any) -> dict[str, int]:
@@ -517,17 +507,18 @@ def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str
     if sampler.stages is None:
         return ""
     curriculum = str(options.curriculum)
-    name, ends = column_of(curriculum), ("smallest", "shortest")
-    if curriculum.startswith("-"):
-        ends = ("largest", "longest")
+    name = column_of(curriculum)
+    smallest, largest = ("shortest", "longest") if name == LENGTH else ("smallest", "largest")
+    first = largest if curriculum.startswith("-") else smallest
     stages = quantity(len(np.unique(sampler.stages)), "stage")
-    return f"by {name}, {ends[name == LENGTH]} first · {stages}, each random"
+    return f"by {name}, {first} first · {stages}, each random"
 
 
+@dataclass(eq=False)
 class RunReport(TrainerCallback):
     """Keeps the report of a run up to date, and prints it; shows the throughput on the bar.
 
-    Args:
+    Attributes:
         trainer: its training set, arguments and callbacks are read.
         collators: know the shape of micro-batches, and the attention in use.
         preparation: counts of each prepared data set, by its name.
@@ -536,34 +527,21 @@ class RunReport(TrainerCallback):
         samples_bins: whether training draws bins, and not the documents of a user's sampler.
         before_first_step: called when the model is wrapped and nothing is trained yet.
         so_far: returns the counts of the run, of all ranks.
-
-    Attributes:
         batch_size: bins or documents of a micro-batch, for which the epoch is planned.
     """
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        collators: RunCollators,
-        preparation: dict[str, PreparationCounts],
-        sharing: PrefixSharing,
-        epochs: ResumedEpochs,
-        *,
-        samples_bins: bool,
-        before_first_step: Callable[[], None],
-        so_far: Callable[[], dict[str, float] | None],
-    ):
-        self.trainer = trainer
-        self.guard = collators.guard
-        self.collators = collators
-        self.sampling = collators.sampling
-        self.preparation = preparation
-        self.sharing = sharing
-        self.epochs = epochs
-        self.samples_bins = samples_bins
-        self.before_first_step = before_first_step
-        self.so_far = so_far
-        self._has_warned = False
+    trainer: SFTTrainer
+    collators: RunCollators
+    preparation: dict[str, PreparationCounts]
+    sharing: PrefixSharing
+    epochs: ResumedEpochs
+    samples_bins: bool
+    before_first_step: Callable[[], None]
+    so_far: Callable[[], dict[str, float] | None]
+    batch_size: int = 0
+    _has_warned: bool = False
+
+    def __post_init__(self) -> None:
         self.plan()
 
     @property
@@ -574,8 +552,8 @@ class RunReport(TrainerCallback):
             prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
         return replace(
             self._planned,
-            attention=str(self.guard.attention),
-            checked=self.guard.checked,
+            attention=str(self.collators.guard.attention),
+            checked=self.collators.guard.checked,
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
             prefixes=None if mode == "off" and reason else prefixes,
         )
@@ -588,8 +566,7 @@ class RunReport(TrainerCallback):
     @property
     def plans_groups(self) -> bool:
         """Whether the planned epoch holds groups of documents with a common prefix."""
-        prefixes = self._planned.prefixes
-        return prefixes is not None and prefixes.per_step is not None
+        return getattr(self._planned.prefixes, "per_step", None) is not None
 
     def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
         """Plan the first epoch anew.
@@ -600,15 +577,15 @@ class RunReport(TrainerCallback):
             micro_batches: of an epoch of one rank, if known.
         """
         user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
-        self.batch_size = self.sampling.batch_size
-        documents, is_stream = None, isinstance(dataset, IterableDataset)
+        sampling, documents = self.collators.sampling, None
+        self.batch_size, is_stream = sampling.batch_size, isinstance(dataset, IterableDataset)
         if not is_stream:
             documents = documents_of(dataset, user_loss)
-            self.guard.limits.check(dataset, "train")
+            self.collators.guard.limits.check(dataset, "train")
             if sampler is None and self.samples_bins:
-                sampler = self.sampling.for_training(documents)
+                sampler = sampling.for_training(documents)
         self._planned = report_of(
-            self.sampling,
+            sampling,
             documents,
             sampler,
             columns=columns_kept(dataset) if is_stream else columns_of(dataset),
@@ -682,16 +659,12 @@ def throughput_in_short(logs: dict[str, float]) -> str:
 
 
 def _scaled(number: float) -> str:
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:,.3g}G"
+    factor, unit = (1e6, "M") if number >= 1e6 else (1e3, "k") if number >= 1e3 else (1, "")
+    return f"{number / factor:.3g}{unit}"
 
 
 # --- the model card -------------------------------------------------------------------------------
 
-TAG = "trl-packing"
 _BEFORE = "### Framework versions"  # of TRL's template
 
 
@@ -702,7 +675,7 @@ def with_tag(tags: str | list[str] | None) -> list[str]:
         >>> with_tag("math"), with_tag(None)
         (['math', 'trl-packing'], ['trl-packing'])
     """
-    return list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags or []), TAG]))
+    return list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags or []), "trl-packing"]))
 
 
 def describe_packing(output_dir: str, report: PackingReport) -> None:
