@@ -5,10 +5,9 @@
 """
 
 import logging
+import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-
-from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +23,9 @@ TESTED = {
 def warn_of_untested_versions() -> None:
     """Log one warning for each process, with the installed versions outside of `TESTED`."""
     untested = [
-        f"{name} {installed} (tested: {oldest} to {newest})"
+        f"{name} {installed_version(name)} (tested: {oldest} to {newest})"
         for name, (oldest, newest) in TESTED.items()
-        if (installed := installed_version(name)) is not None and not is_tested(name, installed)
+        if not is_tested(name)
     ]
     if untested:
         logger.warning(
@@ -36,15 +35,13 @@ def warn_of_untested_versions() -> None:
         )
 
 
-def is_tested(name: str, number: str) -> bool:
-    """Whether a version of one of `TESTED` is in its range. Patch releases are ignored.
-
-    Examples:
-        >>> is_tested("trl", TESTED["trl"][1] + ".7"), is_tested("trl", "99.0")
-        (True, False)
-    """
-    oldest, newest = TESTED[name]
-    return _minor(oldest) <= _minor(number) <= _minor(newest)
+def is_tested(name: str) -> bool:
+    """Whether the installed version of one of `TESTED` is in its range; patches are ignored."""
+    oldest, found, newest = (
+        [int(number) for number in re.findall(r"\d+", text)[:2]]
+        for text in (TESTED[name][0], installed_version(name) or "0", TESTED[name][1])
+    )
+    return oldest <= found <= newest
 
 
 @cache
@@ -54,7 +51,3 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _minor(number: str) -> tuple[int, ...]:
-    return Version(number).release[:2]

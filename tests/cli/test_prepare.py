@@ -74,20 +74,18 @@ def test_a_mixture_is_prepared_as_its_yaml_file_trains_it(place, capsys):
         {"path": folders["chats"], "source": "chats", "epochs": 0.5},
         {"path": folders["a.b"], "source": "a.b"},
     ]
-    assert main(["prepare", "made", "--config", "run.yaml"]) == 0
-    assert capsys.readouterr().out.count("\nunchanged ") == 2
+    assert main(["prepare", "made", "--config", "run.yaml"]) == 2
+    assert "made is there already; name a new folder" in capsys.readouterr().err
     assert run_of(printed) == rows
     entries[1]["prompt_template"] = "{question}: "
     assert run_of(entries) != rows, "the comparison above can fail"
-    assert main(["prepare", "made", "--config", "run.yaml"]) == 2
-    assert "the source 'a.b': made/a%2Eb holds other prepared data (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("out", "more", "said"),
     [
         ("made", {"test_split_size": 0.2}, "rows to evaluate: leave out test_split_size and eval"),
-        ("run.yaml", {}, "run.yaml is a file; name a new folder for the sources"),
+        ("run.yaml", {}, "run.yaml is there already; name a new folder"),
         ("made", {"streaming": True, "max_steps": 1}, "the source 'chats': the train dataset is"),
     ],
 )
@@ -112,13 +110,10 @@ def test_a_run_with_other_settings_is_refused_in_one_line(place, capsys):
     ("words", "said"),
     [
         (["prepare", *RUN], "name the data and the folder to write first"),
-        (["prepare", "a", "b", "c", *RUN], "name the data and the folder to write first"),
-        (["prepare", "chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is a file; name a folder"),
+        (["prepare", "chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
         (["prepare", "none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
-        (["prepare", "chats.jsonl", "out", *RUN, "--num_proc", "0"], "--num_proc 0 must be at"),
         (["prepare", "chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength is unknown"),
         (["prepare", "out", *RUN], "name the model and the data"),
-        (["prepare", "chats.jsonl", "model", *RUN], "model holds other files; name a new folder"),
     ],
 )
 def test_mistakes_are_one_line(place, capsys, words, said):

@@ -2,19 +2,18 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from trl_packing import versions
 from trl_packing.attention.backends import CHOICES
 from trl_packing.cli import main
 from trl_packing.isolation import guard
 from trl_packing.packing import prefix_tree
 from trl_packing.tools import doctor
-from trl_packing.tools.doctor import Device, Trial, Trials, advice, diagnose, try_backends
-from trl_packing.versions import TESTED
+from trl_packing.tools.doctor import PREFIXES, Device, Trial, advice, diagnose, try_backends
 
 CPU = Device("cpu", "2 cores", 16 * 10**9)
 A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9, (8, 0))
@@ -22,24 +21,24 @@ T4 = Device("cuda", "Tesla T4", 16 * 10**9, (7, 5))
 
 
 @pytest.fixture(scope="module")
-def trials() -> Trials:
+def trials():
     return try_backends("cpu", torch.float32)
 
 
-def found(trials: Trials, name: str, device: Device = CPU) -> list[str]:
+def found(trials, name, device=CPU):
     """Return the findings with this name, each as its status and text."""
     sections = diagnose([device], trials).sections
     return [f"{f.status} {f.text}" for each in sections.values() for f in each if f.name == name]
 
 
 def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
-    assert [trial.backend for trial in trials.trials] == list(CHOICES[1:])
-    exact = [trial.backend for trial in trials.trials if trial.verdict == "exact"]
-    assert exact == ["documents", "model", "mask", "padded", "equal_lengths"]
+    assert list(trials) == [*CHOICES[1:], PREFIXES]
+    exact = [name for name, trial in trials.items() if trial.verdict == "exact"]
+    assert exact == ["documents", "model", "mask", "padded", "equal_lengths", PREFIXES]
     assert trials["varlen"].verdict == "refused"
-    assert trials.chosen == trials.prefixes.backend == "documents"
-    assert trials.prefixes.difference < trials.prefixes.leak / 100
-    assert found(trials, "shared prefixes")[0].startswith("ok exact, by ")
+    assert trials["documents"].is_chosen
+    assert trials[PREFIXES].difference < trials[PREFIXES].leak / 100
+    assert found(trials, PREFIXES)[0].startswith("ok exact, by ")
 
 
 def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
@@ -60,7 +59,7 @@ def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
     assert trials["documents"].verdict == "differs"
     assert trials["documents"].difference > trials["documents"].leak / 10
     assert trials["model"].reason == "RuntimeError: CUDA error: no kernel image"
-    assert trials.chosen == "mask"
+    assert trials["mask"].is_chosen
 
 
 def test_siblings_that_see_each_other_differ(trials, monkeypatch):
@@ -77,20 +76,14 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
     tried = doctor.trial_of_prefixes(doctor.tiny_llama(), "documents", torch.float32)
     assert tried.verdict == "differs"
     assert tried.difference > tried.leak / 10
-    (text,) = found(replace(trials, prefixes=tried), "shared prefixes")
-    assert text.startswith("note ")
-    assert "a run computes them in every document" in text
-
-
-def test_no_exact_backend_fails(trials):
-    assert "fail no backend keeps" in found(replace(trials, chosen=None), "attention")[0]
+    (text,) = found(trials | {PREFIXES: tried}, PREFIXES)
+    assert re.match("note .* a run computes them in every document", text)
 
 
 @pytest.mark.parametrize(
     ("capability", "chosen", "missing", "words"),
     [
-        (None, "documents", "", "need an NVIDIA GPU"),
-        ((7, 5), "documents", "", "from sm80"),
+        (None, "documents", "", "need an NVIDIA GPU from sm80"),
         ((8, 0), "varlen", "", "FlashAttention 2 from PyTorch itself"),
         ((9, 0), "varlen", "", "folder hopper"),
         ((8, 0), "documents", "", "pip install flash-attn --no-build-isolation"),
@@ -99,36 +92,27 @@ def test_no_exact_backend_fails(trials):
     ],
 )
 def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
-    flash = [
-        Trial(name, "exact" if name == chosen else "not installed", missing)
-        for name in ("flash_attention_4", "flash_attention_3", "flash_attention_2")
-    ]
-    trials = Trials("cuda", "bfloat16", (*flash, Trial(chosen, "exact")), chosen)
-    assert words in advice(trials, capability)
+    flash = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
+    trials = {name: Trial("not installed", missing) for name in flash}
+    assert words in advice(trials | {chosen: Trial("exact", is_chosen=True)}, capability)
 
 
-def test_half_precision_fits_the_device(trials):
+def test_half_precision_versions_and_no_backend_are_judged(monkeypatch, trials):
     assert "set --fp16 True" in found(trials, "bf16", device=T4)[0]
     assert found(trials, "bf16", device=A100) == found(trials, "bf16") == []
+    refused = {"documents": Trial("refused", "no kernel")}
+    assert "fail no backend keeps" in found(refused, "attention")[0]
+    for module in (doctor, versions):
+        monkeypatch.setattr(module, "installed_version", lambda name: "99.0")
+    assert found(trials, "trl")[0].startswith("note 99.0 (tested: ")
 
 
-def test_versions_are_judged(monkeypatch, trials):
-    real = doctor.installed_version
-    monkeypatch.setattr(doctor, "installed_version", lambda n: "99.0" if n == "trl" else real(n))
-    assert found(trials, "trl")[0].startswith("note 99.0 is not among those tested")
-    assert set(TESTED) <= set(diagnose([CPU], trials).facts["versions"])
-
-
-def test_the_text_fits_its_terminal_and_keeps_its_words(trials):
-    diagnosis = diagnose([CPU], trials)
-    for width in (60, 80, 100):
-        assert max(map(len, diagnosis.text(width).splitlines())) <= width
-    assert diagnosis.text(60).split() == diagnosis.text(100).split()
-    broken = doctor.Diagnosis({"A": [doctor.Finding("fail", "name", "\x1b[2J")]})
-    assert "\n  - name: \\x1b[2J" in broken.text()
-
-
-def test_the_command_prints_json(capsys, monkeypatch, trials):
+def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials):
+    odd = trials | {"model": Trial("error", "\x1b[2J " + "word " * 40)}
+    for width in (60, 100):
+        text = diagnose([CPU], odd).text(width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "error: \\x1b[2J" in text
     monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
     assert main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ from helpers.tiny import save_tiny_model
 from trl import ModelConfig
 
 from trl_packing import PackedSFTConfig
-from trl_packing.tools.options import check_typing
+from trl_packing.tools.options import check_names, known_names
 from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ("--model", "m", "--data", "d.jsonl")
@@ -86,13 +86,9 @@ def test_the_script_runs_once(tmp_path):
 
 def test_typing_errors_are_known_from_the_files_of_libraries():
     """Every option of a run is in these files, so none is refused that exists."""
-    names = {
-        f.name for kind in (RecipeArguments, PackedSFTConfig, ModelConfig) for f in fields(kind)
-    }
-    check_typing([f"--{name}" for name in names])
-    check_typing(["--max_len", "5", "--no_remove_unused_columns", "--lora_r=3", "--data", "d"])
-    for word in ("--max_lenght", "--max-lenght=5"):
-        with pytest.raises(
-            ValueError, match=r"--max_lenght is unknown; did you mean --max_length\?"
-        ):
-            check_typing([word])
+    kinds = (RecipeArguments, PackedSFTConfig, ModelConfig)
+    check_names([f"--{each.name}" for kind in kinds for each in fields(kind)], known_names())
+    abbreviated = ["--max_len", "5", "--no_remove_unused_columns", "--lora_r=3", "--data", "d"]
+    check_names(abbreviated, known_names())
+    with pytest.raises(ValueError, match=r"--max_lenght is unknown; did you mean --max_length\?"):
+        check_names(["--max-lenght=5"], known_names())

@@ -4,6 +4,7 @@ Its docstring is the help of the command. It takes the options of the command, w
 
     words           the training command without its launcher, as the user wrote it
     command_line    the whole command, without the values of secrets
+    say             print, or nothing with --json
     notes           sentences that follow the result on stderr
 
 and returns the exit status. Libraries are imported inside, so that `--help` and typing errors are
@@ -12,7 +13,6 @@ quick.
 
 import argparse
 import json
-import shutil
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -41,12 +41,14 @@ def inspect(arguments: argparse.Namespace) -> int:
       2  the run cannot be shown; stderr has the reason in one line
     """
     from trl_packing.tools.preview.preview import preview_losses, preview_rows
+    from trl_packing.tools.rows import PackedEpoch, micro_batches, show_row
+    from trl_packing.tools.rows_page import rows_page
     from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
     if arguments.against:
         return _compare_preparations(arguments)
-    drawn, chosen = arguments.micro_batches or [], arguments.rows
+    say, drawn, chosen = arguments.say, arguments.micro_batches or [], arguments.rows
     if drawn and chosen is None:
         chosen = []
     reads_all = arguments.all or arguments.html or drawn
@@ -59,38 +61,27 @@ def inspect(arguments: argparse.Namespace) -> int:
     rows = []
     for preview in preview_rows(run, chosen, color=color):
         rows.append(preview)
-        for text in () if arguments.json else preview.texts:
-            print(text, end="\n\n")
+        for text in preview.texts:
+            say(text, end="\n\n")
     shown: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "losses": None}
     if drawn or arguments.html:
-        shown |= _show_packed_rows(run, arguments, drawn, color)
+        epoch = PackedEpoch.of(run)
+        packed = list(micro_batches(epoch, drawn))
+        for row in packed:
+            say(show_row(row, epoch, color=color), end="\n\n")
+        if drawn:
+            shown["packed_rows"] = [row.to_dict() for row in packed]
+        if arguments.html:
+            title = f"Packed rows · {_name_of_data(arguments.words)}"
+            beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
+            command = arguments.command_line
+            _write(rows_page(epoch, title=title, note=beside, command=command), arguments)
     if arguments.all:
         shown["losses"] = preview_losses(run)
+        say(shown["losses"], end="\n\n")
     if arguments.json:
         print_json(shown)
-    elif arguments.all:
-        print(shown["losses"], end="\n\n")
     return 0 if all(row.documents for row in rows) else 1
-
-
-def _show_packed_rows(
-    run: "PreviewedRun", arguments: argparse.Namespace, drawn: Sequence[int], color: bool
-) -> dict[str, Any]:
-    """Print micro-batches, write the page of rows, and return the micro-batches for JSON."""
-    from trl_packing.tools.rows import PackedEpoch, micro_batches, show_row
-    from trl_packing.tools.rows_page import rows_page
-
-    epoch = PackedEpoch.of(run)
-    rows = list(micro_batches(epoch, drawn))
-    for row in () if arguments.json else rows:
-        print(show_row(row, epoch, color=color), end="\n\n")
-    if arguments.html:
-        title = f"Packed rows · {_name_of_data(arguments.words)}"
-        beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
-        _write(
-            rows_page(epoch, title=title, note=beside, command=arguments.command_line), arguments
-        )
-    return {"packed_rows": [row.to_dict() for row in rows]} if drawn else {}
 
 
 def _compare_preparations(arguments: argparse.Namespace) -> int:
@@ -131,22 +122,19 @@ def plan(arguments: argparse.Namespace) -> int:
       0  the plan is printed
       2  the run cannot be planned; stderr has the reason in one line
     """
+    from trl_packing.tools.plan.page import plan_page
+    from trl_packing.tools.plan.plan import plan_run
     from trl_packing.tools.preview.preview import preview_epoch
     from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
     run = _previewed_run(arguments)
     if arguments.html:
-        from trl_packing.tools.plan.page import plan_page
-        from trl_packing.tools.plan.plan import plan_run
-
         found = plan_run(run, ranks=arguments.ranks)
         data = _name_of_data(arguments.words)
         title = f"Plan · {Path(data).name if Path(data).exists() else data}"
         _write(plan_page(found, title=title, command=arguments.command_line), arguments)
-        report = found.report
-    else:
-        report = preview_epoch(run, ranks=arguments.ranks)
+    report = found.report if arguments.html else preview_epoch(run, ranks=arguments.ranks)
     if arguments.json:
         rows = {"rows": len(run.dataset), "is_stream": run.is_stream}
         print_json(json.loads(report.to_json()) | rows)
@@ -187,30 +175,20 @@ def prepare(arguments: argparse.Namespace) -> int:
     words = [*script, *arguments.words[len(places) :]]
     words += ["--dataset_name", *data] if data else []
     if arguments.num_proc is not None:
-        if arguments.num_proc < 1:
-            raise ValueError(f"--num_proc {arguments.num_proc} must be at least 1")
         words += ["--dataset_num_proc", str(arguments.num_proc)]
     quiet_libraries()
     from trl_packing.tools import prepare as preparing
     from trl_packing.tools.training_command import TrainingCommand
 
     command, folder = TrainingCommand.from_words(words), Path(out).expanduser()
-    options = command.options
-    if "datasets" not in options:
-        preparing.check_place(folder)  # before the data are loaded
-    if isinstance(command.call.train_dataset, dict):
-        sources = preparing.prepare_sources(command.call, folder, options=options)
-        text = preparing.sources_as_text(sources, command.call.args.mixture)
-        told: dict[str, Any] = {"sources": sources}
-    else:
-        told = preparing.prepare_run(command.call, folder, options=options)
-        text = preparing.as_text(told)
+    preparing.check_place(folder)  # before the data are loaded
+    call = command.call
+    made = preparing.prepare_run(call, folder, options=command.options)
     if not command.is_named:
         arguments.notes.append("prepared as sft_packed.py trains it")
+    arguments.say(preparing.as_text(made, call.args.mixture))
     if arguments.json:
-        print_json(told)
-    else:
-        print(text)
+        print_json(made)
     return 0
 
 
@@ -238,34 +216,33 @@ def verify(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.training_command import TrainingCommand
     from trl_packing.tools.verify import VerifiedModel, image_probes
 
-    command = TrainingCommand.from_words(arguments.words)
+    say, command = arguments.say, TrainingCommand.from_words(arguments.words)
     name_or_model, args = command.model_and_settings()
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
-    say = (lambda *_: None) if arguments.json else print
-    images = image_probes(model.model, name_or_model, args, command)
+    processor = command.call.processing_class if command.is_named else None
+    images = image_probes(model.model, name_or_model, args, processor)
     say(f"{model}\n")
     results = []
     for result in model.verify(gradients=arguments.gradients, images=images):
         results.append(result)
         say(result)
     exact = results[-1].backend if results[-1].is_exact else None
+    found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
+    with_images = ", also with images" if images else ""
+    text = f"Training on packed documents is exact with attention={exact!r}{with_images}."
+    if exact is None:
+        text = "No attention backend keeps the documents of a packed row apart on this model."
     shared = None
-    if exact and arguments.prefixes:
+    if arguments.prefixes and exact:
         shared = model.verify_prefixes(exact, gradients=arguments.gradients)
         say(shared)
+        verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
+        text += f"\nSharing the prefixes of documents {verb}."
+    if arguments.prefixes:
+        found["prefixes"] = shared and shared.to_dict()
+    say(f"\n{text}")
     if arguments.json:
-        found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
-        if arguments.prefixes:
-            found["prefixes"] = shared and shared.to_dict()
         print_json(model.to_dict() | found)
-    elif exact:
-        with_images = f", also with images ({images.source})" if images else ""
-        print(f"\nTraining on packed documents is exact with attention={exact!r}{with_images}.")
-        if shared is not None:
-            verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
-            print(f"Sharing the prefixes of documents {verb}.")
-    else:
-        print("\nNo attention backend keeps the documents of a packed row apart on this model.")
     return 0 if exact and (shared is None or shared.is_exact) else 1
 
 
@@ -281,6 +258,8 @@ def doctor(arguments: argparse.Namespace) -> int:
       1  training would fail, for the reasons that are printed
       2  an option cannot be used; stderr has the reason in one line
     """
+    import shutil
+
     from transformers.utils import logging as transformers_logging
 
     from trl_packing.tools.doctor import diagnose
@@ -288,10 +267,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     transformers_logging.set_verbosity_error()
     diagnosis = diagnose()
+    arguments.say(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
     if arguments.json:
-        print_json(diagnosis.as_json())
-    else:
-        print(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+        print_json(diagnosis.to_dict())
     return 1 if diagnosis.failures else 0
 
 
@@ -318,10 +296,9 @@ def compare(arguments: argparse.Namespace) -> int:
     check_can_write("--html", arguments.html)
     records = [load_run(path) for path in arguments.runs]
     comparison = compare_runs(records)
+    arguments.say(comparison)
     if arguments.json:
         print_json(json.loads(comparison.to_json()))
-    else:
-        print(comparison)
     if arguments.html:
         _write(compare_page(records, comparison), arguments)
     return 0

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,7 @@ def uses_color(choice: str, stream: TextIO | None = None) -> bool:
         return False
     if os.environ.get("FORCE_COLOR", "0") != "0":  # https://force-color.org
         return True
-    is_terminal = (stream or sys.stdout).isatty()
-    return is_terminal and os.environ.get("TERM") != "dumb"
+    return (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_json(value: Any) -> None:
@@ -38,7 +36,7 @@ def print_json(value: Any) -> None:
 
 
 # The values of --hub_token, --api_key and --password are secrets, those of --eos_token are not.
-_SECRET = re.compile(r"^--(?!eos|pad)\w*(token|key|password|secret)(=.*)?$", re.IGNORECASE)
+_SECRET = re.compile(r"--(?!eos|pad)[\w-]*(token|key|password|secret)", re.IGNORECASE)
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
@@ -48,14 +46,14 @@ def command_line(program: str, words: Sequence[str]) -> str:
         >>> command_line("trl-packing", ["plan", "--hub_token", "hf_123", "--eos_token", "</s>"])
         "trl-packing plan --hub_token ... --eos_token '</s>'"
     """
-    shown: list[str] = []
-    hides_next = False
-    for word in words:
-        found = _SECRET.match(word.replace("-", "_").replace("__", "--", 1))
-        name = word.partition("=")[0]
-        shown.append("..." if hides_next else f"{name}=..." if found and "=" in word else word)
-        hides_next = bool(found) and "=" not in word
-    return " ".join([program, *(word if word == "..." else shlex.quote(word) for word in shown)])
+    import shlex
+
+    shown = [program]
+    for before, word in zip([program, *words], words, strict=False):
+        name, equals, _ = word.partition("=")
+        hidden = f"{name}=..." if equals and _SECRET.fullmatch(name) else word
+        shown.append("..." if _SECRET.fullmatch(before) else hidden)
+    return shlex.join(shown)
 
 
 def note(text: str) -> None:
@@ -65,7 +63,7 @@ def note(text: str) -> None:
     print(escape_hidden(text), file=sys.stderr)
 
 
-class _LogOnce(logging.Handler):
+class _Notes(logging.Handler):
     """Print each warning of this package once, as a note."""
 
     def __init__(self) -> None:
@@ -86,13 +84,13 @@ def short_log() -> Iterator[None]:
 
     bitsandbytes tells of kernels that no command runs, when it is imported.
     """
-    handler = _LogOnce()
+    handler, log = _Notes(), logging.getLogger("trl_packing")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    logging.getLogger("trl_packing").addHandler(handler)
+    log.addHandler(handler)
     try:
         yield
     finally:
-        logging.getLogger("trl_packing").removeHandler(handler)
+        log.removeHandler(handler)
 
 
 def quiet_libraries() -> None:

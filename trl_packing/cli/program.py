@@ -11,22 +11,20 @@ trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 """
 
 import argparse
-import ast
 import io
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from inspect import cleandoc
 from itertools import takewhile
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NoReturn
 
 import trl_packing
 from trl_packing.cli.commands import COMMANDS, script_of
 from trl_packing.cli.output import command_line, note, short_log
-from trl_packing.data.printable import escape_hidden
-from trl_packing.tools.options import check_typing, message_of, suggest, values_of
+from trl_packing.tools.options import check_names, known_names, message_of, suggest, values_of
 
 _NUMBERS: dict[str, Any] = {"type": int, "nargs": "+"}
 _FLAG: dict[str, Any] = {"action": "store_true"}
@@ -97,12 +95,36 @@ _USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose help lists the options of a run, if any."""
+
+    is_of_run = False
 
     def error(self, message: str) -> NoReturn:
+        from trl_packing.data.printable import escape_hidden
+
         written = message.partition("invalid choice: '")[2].partition("'")[0]
         hint = suggest(written, OPTIONS) if "argument COMMAND:" in message else ""
         self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
+
+    def format_help(self) -> str:
+        if not self.is_of_run:
+            return super().format_help()
+        self.is_of_run = False
+        run = self.add_argument_group(
+            "the run",
+            "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
+            "not train. Without it, the run is that of recipes/sft_packed.py.",
+        )
+        for names, metavar, text in RUN:
+            run.add_argument(*names, metavar=metavar, help=text)
+        ours = self.add_argument_group(
+            "settings of trl_packing",
+            "All options of TRL and transformers work as in training, too.",
+        )
+        for setting, is_flag, text in our_settings():
+            metavar = "[BOOL]" if is_flag else "VALUE"
+            ours.add_argument(f"--{setting}", metavar=metavar, help=text.replace("%", "%%"))
+        return super().format_help()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
-        _check_typing(arguments)
         with short_log():
+            _check_typing(arguments)
             status = arguments.run(arguments)
         sys.stdout.flush()
         for sentence in arguments.notes:
@@ -152,10 +174,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
     arguments, words = parser.parse_known_args(argv)
     if words and arguments.command in _WITHOUT_RUN:
-        known = [name.replace("_", "-") for name in vars(arguments)]
-        hint = suggest(words[0].strip("-"), known, mark="--")
-        parser.error(f"{arguments.command} has no option {' '.join(words)}{hint}")
+        parser.error(f"{arguments.command} has no option {' '.join(words)}")
     arguments.words, arguments.notes = words, []
+    arguments.say = (lambda *_, **__: None) if arguments.json else print
     arguments.command_line = command_line("trl-packing", argv)
     return arguments
 
@@ -163,12 +184,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _check_typing(arguments: argparse.Namespace) -> None:
     """Raise ValueError for an unknown option of sft_packed.py, before anything slow is imported."""
     places = list(takewhile(lambda word: not word.startswith("--"), arguments.words))
+    options = arguments.words
     if arguments.command == "prepare" and not script_of(places):
-        places, options = [], arguments.words[len(places) :]
-    else:
-        options = arguments.words
-    if not places:
-        check_typing([f"--{name}" for name in values_of(options)], vars(arguments).keys())
+        places, options = [], options[len(places) :]
+    if not places and options and (known := known_names()):
+        check_names([f"--{name}" for name in values_of(options)], known, vars(arguments).keys())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,53 +201,27 @@ def _parser() -> argparse.ArgumentParser:
     version = f"trl-packing {trl_packing.__version__}"
     parser.add_argument("--version", action="version", version=version)
     added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    of_run = _help_of_a_run()
     for run in COMMANDS:
         name = run.__name__
         description, epilog = _help_of(run)
         summary = description[0].lower() + description[1:].removesuffix(".")
         command = added.add_parser(name, help=summary, description=description, **settings)
-        for option, given in OPTIONS[name].items():
-            command.add_argument(option, **given)
         output = command.add_argument_group("output")
-        for option, given in _OUTPUT.items():
-            output.add_argument(option, **given)
+        for group, options in ((command, OPTIONS[name]), (output, _OUTPUT)):
+            for option, given in options.items():
+                group.add_argument(option, **given)
         command.epilog = epilog
         if name not in _WITHOUT_RUN:
             command.usage = _USAGE.format(name, " [DATA] OUT" * (name == "prepare"))
-            command.epilog = f"{of_run}\n{epilog}"
+            command.is_of_run = True
         command.set_defaults(run=run)
     return parser
 
 
 def _help_of(function: Any) -> tuple[str, str]:
     """Return the first line of a docstring, and the rest."""
-    first, _, rest = cleandoc(function.__doc__).partition("\n\n")
+    first, _, rest = dedent("    " + function.__doc__).strip().partition("\n\n")
     return first, rest
-
-
-def _help_of_a_run() -> str:
-    """Return the help of options that are passed on to the training script."""
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,
-        add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run = parser.add_argument_group(
-        "the run",
-        "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
-        "not train. Without it, the run is that of recipes/sft_packed.py.",
-    )
-    ours = parser.add_argument_group(
-        "settings of trl_packing",
-        "All options of TRL and transformers work as in training, too.",
-    )
-    for names, metavar, text in RUN:
-        run.add_argument(*names, metavar=metavar, help=text)
-    for setting, is_flag, text in our_settings():
-        metavar = "[BOOL]" if is_flag else "VALUE"
-        ours.add_argument(f"--{setting}", metavar=metavar, help=text.replace("%", "%%"))
-    return parser.format_help()
 
 
 def our_settings() -> Iterator[tuple[str, bool, str]]:
@@ -235,6 +229,8 @@ def our_settings() -> Iterator[tuple[str, bool, str]]:
 
     They are read from the source, because importing it would take seconds.
     """
+    import ast
+
     source = (Path(trl_packing.__file__).parent / "config.py").read_text("utf-8")
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     for node in next(each for each in classes if each.name == "PackingOptions").body:

@@ -1,7 +1,7 @@
 """The doctor: whether this machine can train packed documents, and what to install.
 
-    Device          what can train here                                    → Finding
-    try_backends    the isolation check of each backend on a tiny Llama    → Trials
+    read_devices    what can train here                                    → Device
+    try_backends    the isolation check of each backend on a tiny Llama    → Trial, by name
     diagnose        versions, devices, both of these                       → Diagnosis: text, JSON
 
 Verdicts of a trial are "exact" (within rounding), "differs", "refused" (it cannot be exact, and
@@ -19,8 +19,8 @@ import copy
 import os
 import platform
 import textwrap
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,34 @@ _OTHERS = ("trl-packing", "numpy", "torch", "peft", "bitsandbytes", "deepspeed",
 # furthest above rounding.
 HALF_PRECISION = (*flash_attn.VERSIONS, "varlen")
 
+PREFIXES = "shared prefixes"  # the trial of a row that shares them, by the chosen backend
 _MAX_LENGTH = 128  # tokens of a row of the trial
-_NAMES = 18  # columns of the names of findings
+
+
+class Device(NamedTuple):
+    """A device that can train: "cuda", "mps", "xpu" or "cpu", its bytes and CUDA's capability."""
+
+    kind: str
+    name: str
+    total_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        memory = "" if self.total_bytes is None else f", {self.total_bytes / 1e9:,.1f} GB"
+        capability = "" if self.capability is None else ", sm{}{}".format(*self.capability)
+        return f"{self.name}{memory}{capability}"
+
+
+def read_devices() -> list[Device]:
+    """Return the devices that training uses: the accelerators, or the CPU."""
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return [Device("cuda", f.name, f.total_memory, (f.major, f.minor)) for f in found]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        return [Device(accelerator.type, accelerator.type.upper())]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [Device("cpu", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")]
 
 
 class Finding(NamedTuple):
@@ -57,7 +83,7 @@ class Diagnosis:
     """Findings under their headings, and the facts behind them as plain values for JSON."""
 
     sections: dict[str, list[Finding]]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
 
     def of(self, status: str) -> list[str]:
         """Return the findings with this status, in words."""
@@ -69,7 +95,7 @@ class Diagnosis:
         """The reasons why training would fail; empty if it would not."""
         return self.of("fail")
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         failures, notes = self.failures, self.of("note")
         return {"trains": not failures, "failures": failures, "notes": notes, **self.facts}
@@ -78,103 +104,48 @@ class Diagnosis:
         """Return the diagnosis for a terminal of `width` columns."""
         lines: list[str] = []
         for heading, findings in self.sections.items():
-            lines += textwrap.wrap(heading, width)
+            lines.append(heading)
             for status, name, text in findings:
-                lines += _wrap(text, f"  {status:4}  {name:{_NAMES - 1}} ", width)
+                start = f"  {status:4}  {name:17} "
+                indent: Any = {"initial_indent": start, "subsequent_indent": " " * len(start)}
+                whole = escape_hidden(text)
+                lines += textwrap.wrap(whole, width, break_on_hyphens=False, **indent)
             lines.append("")
-        number = len(self.failures)
-        verdict = f"Training would fail, for {number} reason{'s' * (number > 1)}:"
-        lines += textwrap.wrap(
-            verdict if number else "Nothing here would stop a training run.", width
-        )
-        for failure in self.failures:
-            lines += _wrap(failure, "  - ", width)
-        return "\n".join(lines)
+        verdict = "Training would fail: see above." if self.failures else ""
+        return "\n".join([*lines, verdict or "Nothing here would stop a training run."])
 
 
-def _wrap(text: str, start: str, width: int) -> list[str]:
-    """Return `text` after `start`; further lines are indented by as much."""
-    indent: Any = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-    width = max(width, len(start) + 20)
-    return textwrap.wrap(escape_hidden(text), width, break_on_hyphens=False, **indent)
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device that can train.
-
-    Attributes:
-        kind: ``"cuda"``, ``"mps"``, ``"xpu"`` or ``"cpu"``.
-        name: of the product.
-        total_bytes: its memory; None if it is not known.
-        capability: CUDA's compute capability, such as (8, 0).
-    """
-
-    kind: str
-    name: str
-    total_bytes: int | None = None
-    capability: tuple[int, int] | None = None
-
-    def __str__(self) -> str:
-        memory = "" if self.total_bytes is None else f"{self.total_bytes / 1e9:,.1f} GB"
-        capability = "" if self.capability is None else "sm{}{}".format(*self.capability)
-        return ", ".join(filter(None, [self.name, memory, capability]))
-
-
-def read_devices() -> list[Device]:
-    """Return the devices that training uses: the accelerators, or the CPU."""
-    if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return [Device("cuda", f.name, f.total_memory, (f.major, f.minor)) for f in found]
-    for kind in ("mps", "xpu"):
-        backend = getattr(torch, kind, None)
-        if backend is not None and backend.is_available():
-            return [Device(kind, kind.upper())]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [Device("cpu", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")]
-
-
-def diagnose(devices: Sequence[Device] = (), trials: "Trials | None" = None) -> Diagnosis:
+def diagnose(
+    devices: Sequence[Device] = (), trials: "Mapping[str, Trial] | None" = None
+) -> Diagnosis:
     """Return the diagnosis of this machine.
 
     Args:
         devices: of the machine; none reads them.
-        trials: results of the attention backends; None tries them.
+        trials: results of the attention backends, by name; None tries them.
     """
-    devices = devices or read_devices()
-    is_half = devices[0].kind == "cuda" and (devices[0].capability or (0, 0)) >= (8, 0)
-    trials = trials or try_backends(devices[0].kind, torch.bfloat16 if is_half else torch.float32)
-    versions = {name: installed_version(name) for name in (*TESTED, *_OTHERS)}
-    found = [Finding("ok", device.kind, str(device)) for device in devices]
-    if devices[0].kind == "cuda" and not is_half:
-        found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
-    attention = "Attention (a tiny Llama, packed against each document alone)"
-    sections = {"Versions": _versions(versions), "Devices": found}
-    sections[attention] = _attention(trials, devices[0])
-    facts = {
-        "versions": {name: number for name, number in versions.items() if number is not None},
-        "machine": {"system": _system(), "devices": [asdict(device) for device in devices]},
-        "attention": asdict(trials),
-    }
-    return Diagnosis(sections, facts)
-
-
-def _versions(versions: dict[str, str | None]) -> list[Finding]:
-    """Return which of the versions are tested."""
-    findings = [Finding("ok", "python", _system())]
+    first, *_ = devices = list(devices or read_devices())
+    is_half = first.kind == "cuda" and (first.capability or (0, 0)) >= (8, 0)
+    trials = trials or try_backends(first.kind, torch.bfloat16 if is_half else torch.float32)
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    installed = {name: installed_version(name) for name in (*TESTED, *_OTHERS)}
+    versions = [Finding("ok", "python", system)]
     for name, (oldest, newest) in TESTED.items():
-        number = versions[name] or "0"
-        if is_tested(name, number):
-            findings.append(Finding("ok", name, f"{number} (tested: {oldest} to {newest})"))
-        else:
-            text = f"{number} is not among those tested: {oldest} to {newest}"
-            findings.append(Finding("note", name, text))
-    others = [f"{name} {versions[name]}" for name in _OTHERS if versions[name] is not None]
-    return [*findings, Finding("ok", "also", ", ".join(others))]
-
-
-def _system() -> str:
-    return f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+        tested = f"{installed[name]} (tested: {oldest} to {newest})"
+        versions.append(Finding("ok" if is_tested(name) else "note", name, tested))
+    others = [f"{name} {installed[name]}" for name in _OTHERS if installed[name] is not None]
+    versions.append(Finding("ok", "also", ", ".join(others)))
+    found = [Finding("ok", device.kind, str(device)) for device in devices]
+    if first.kind == "cuda" and not is_half:
+        found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
+    attention = _attention(trials, first)
+    facts = {
+        "versions": {name: number for name, number in installed.items() if number is not None},
+        "machine": {"system": system, "devices": [device._asdict() for device in devices]},
+        "attention": {"chosen": chosen_of(trials)} | {k: asdict(v) for k, v in trials.items()},
+    }
+    heading = "Attention (a tiny Llama, packed against each document alone)"
+    return Diagnosis({"Versions": versions, "Devices": found, heading: attention}, facts)
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -185,25 +156,25 @@ class Trial:
     """The result of one backend.
 
     Attributes:
-        backend: its name.
         verdict: "exact", "differs", "refused", "not installed" or "error".
         reason: why it was refused, or the error; empty if it ran.
         difference: the largest difference of a logit between packed and alone.
         leak: the difference if documents see each other.
+        is_chosen: a run takes this backend.
     """
 
-    backend: str
     verdict: str
     reason: str = ""
     difference: float | None = None
     leak: float | None = None
+    is_chosen: bool = False
 
     @classmethod
-    def of(cls, backend: str, result: CheckResult) -> "Trial":
+    def of(cls, result: CheckResult) -> "Trial":
         """Return the trial with this result of a check."""
         if isinstance(result, Refusal):
-            return cls(backend, "error", result.error)
-        return cls(backend, "exact" if result else "differs", "", result.difference, result.leak)
+            return cls("error", result.error)
+        return cls("exact" if result else "differs", "", result.difference, result.leak)
 
     def __str__(self) -> str:
         if self.difference is None:
@@ -211,69 +182,46 @@ class Trial:
         return f"{self.verdict}, by {self.difference:.0e} (a leak: {self.leak:.1g})"
 
 
-@dataclass(frozen=True)
-class Trials:
-    """The results of all backends, from fast to slow.
-
-    Attributes:
-        device: where they ran.
-        dtype: of kernels that compute in half precision only.
-        trials: the results.
-        chosen: the backend that a run takes; None if none is exact.
-        prefixes: a row of it that shares prefixes; None if none was tried.
-    """
-
-    device: str
-    dtype: str
-    trials: tuple[Trial, ...]
-    chosen: str | None
-    prefixes: Trial | None = None
-
-    def __getitem__(self, backend: str) -> Trial:
-        return next(trial for trial in self.trials if trial.backend == backend)
+def chosen_of(trials: Mapping[str, Trial]) -> str | None:
+    """Return the backend that a run takes; None if none is exact."""
+    return next((name for name, trial in trials.items() if trial.is_chosen), None)
 
 
 def tiny_llama() -> LlamaForCausalLM:
     """Return a random model of two layers on the CPU; random numbers elsewhere stay as they are."""
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=0.2,
-    )
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2))
 
 
-def try_backends(device: str, dtype: torch.dtype) -> Trials:
-    """Try all backends on a device of torch, those of half precision in `dtype`."""
+def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
+    """Try all backends on a device, from fast to slow, those of half precision in `dtype`."""
     tiny = tiny_llama().to(device)
     reasons = refusals(tiny, device=device, dtype=dtype)
-    trials = tuple(_trial(tiny, name, reasons.get(name), dtype) for name in CHOICES[1:])
-    exact = {trial.backend for trial in trials if trial.verdict == "exact"}
-    choices = with_fallbacks(resolve_attention(tiny, device=device, dtype=dtype))
-    chosen = next((c.backend for c in choices if c.backend in exact), None)
-    prefixes = trial_of_prefixes(tiny, chosen, dtype) if chosen else None
-    return Trials(device, str(dtype).removeprefix("torch."), trials, chosen, prefixes)
-
-
-def _trial(tiny: Any, name: str, refusal: str | None, dtype: torch.dtype) -> Trial:
-    if name in flash_attn.VERSIONS and name not in flash_attn.installed():
-        return Trial(name, "not installed", refusal or "")
-    if refusal is not None:
-        return Trial(name, "refused", refusal)
-    return Trial.of(name, _check(_in_dtype(tiny, name, dtype), name, gradients=True))
+    trials = {}
+    for name in CHOICES[1:]:
+        reason = reasons.get(name)
+        if name in flash_attn.VERSIONS and name not in flash_attn.installed():
+            trials[name] = Trial("not installed", reason or "")
+        elif reason is not None:
+            trials[name] = Trial("refused", reason)
+        else:
+            trials[name] = Trial.of(_check(_in_dtype(tiny, name, dtype), name, gradients=True))
+    for choice in with_fallbacks(resolve_attention(tiny, device=device, dtype=dtype)):
+        trial = trials[choice.backend]
+        if trial.verdict == "exact":
+            trials[choice.backend] = replace(trial, is_chosen=True)
+            return trials | {PREFIXES: trial_of_prefixes(tiny, choice.backend, dtype)}
+    return trials
 
 
 def trial_of_prefixes(tiny: Any, name: str, dtype: torch.dtype) -> Trial:
     """Return the result of a row that computes the common prefixes of its documents once."""
     model = _in_dtype(tiny, name, dtype)
     _check(model, name)  # installs the backend
-    return Trial.of(name, VerifiedModel(model, "", name, _MAX_LENGTH).verify_prefixes(name).result)
+    return Trial.of(VerifiedModel(model, "", name, _MAX_LENGTH).verify_prefixes(name).result)
 
 
 def _check(model: Any, name: str, *, gradients: bool = False) -> CheckResult:
@@ -285,21 +233,22 @@ def _in_dtype(tiny: Any, name: str, dtype: torch.dtype) -> Any:
     return copy.deepcopy(tiny).to(dtype if name in HALF_PRECISION else torch.float32).train()
 
 
-def _attention(trials: Trials, device: Device) -> list[Finding]:
+def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
     findings = []
-    for trial in trials.trials:
-        status, text = "-", str(trial) + ", but slower" * (trial.verdict == "exact")
-        if trial.verdict in ("error", "differs"):
-            status = "note"
-        elif trial.backend == trials.chosen:
+    for name, trial in trials.items():
+        status, text = "-", str(trial)
+        if trial.is_chosen:
             status, text = "ok", f"chosen: the fastest here; {trial}"
-        findings.append(Finding(status, trial.backend, text))
-    if trials.prefixes is not None:  # if they are not exact, a run trains without sharing them
-        is_exact = trials.prefixes.verdict == "exact"
-        without = "; a run computes them in every document" * (not is_exact)
-        status = "ok" if is_exact else "note"
-        findings.append(Finding(status, "shared prefixes", f"{trials.prefixes}{without}"))
-    if trials.chosen is None:
+        elif name == PREFIXES and trial.verdict == "exact":
+            status = "ok"
+        elif name == PREFIXES:  # a run trains without sharing them
+            status, text = "note", f"{trial}; a run computes them in every document"
+        elif trial.verdict == "exact":
+            text += ", but slower"
+        elif trial.verdict in ("error", "differs"):
+            status = "note"
+        findings.append(Finding(status, name, text))
+    if chosen_of(trials) is None:
         text = "no backend keeps documents apart on this device; train on another one"
         return [*findings, Finding("fail", "attention", text)]
     return [*findings, Finding("ok", "to be faster", advice(trials, device.capability))]
@@ -315,21 +264,18 @@ _INSTALL = {
 }
 
 
-def advice(trials: Trials, capability: tuple[int, int] | None) -> str:
+def advice(trials: Mapping[str, Trial], capability: tuple[int, int] | None) -> str:
     """Return what to install to be faster, or why nothing is.
 
     Args:
         trials: the results of all backends.
         capability: CUDA's compute capability; None on other devices.
     """
-    chosen, oldest = trials.chosen, "flash_attention_2"
-    if capability is None:
+    chosen, oldest = chosen_of(trials), "flash_attention_2"
+    if capability is None or capability < (8, 0):
         return (
-            f"nothing to install: flash-attn and varlen need an NVIDIA GPU, and {chosen} is the "
-            "fastest exact backend here"
+            "nothing to install: flash-attn and varlen need an NVIDIA GPU from sm80 (A100, RTX 30)"
         )
-    if capability < (8, 0):
-        return "nothing to install: FlashAttention needs an NVIDIA GPU from sm80 (A100, RTX 30)"
     best = flash_attn.versions_for(capability)[0]
     if chosen == best:
         return f"nothing to install: {chosen} is the fastest exact backend here"

@@ -9,21 +9,13 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import cache, wraps
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, NoReturn, ParamSpec, TypeVar
-from unittest.mock import patch
-
-import yaml
 
 from trl_packing.data.printable import escape_hidden
-from trl_packing.versions import TESTED, installed_version, is_tested
 
 # Short names of options, and their names in training.
 SHORT = {
@@ -39,22 +31,9 @@ TRACEBACK = "TRL_PACKING_TRACEBACK"
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Files with the fields of a run's configs, by library.
-_FIELDS = {
-    "transformers": ("training_args.py",),
-    "trl": ("trainer/*config*.py", "scripts/utils.py"),
-    "trl_packing": ("config.py",),
-}
-_FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
-
 
 def suggest(name: str, known: Collection[str], *, mark: str = "") -> str:
-    """Return "; did you mean …?" with the most similar of `known`, or "".
-
-    Args:
-        name: as it was written.
-        known: the names that exist.
-        mark: stands before the suggestion, such as "--".
+    """Return "; did you mean …?" with the most similar of `known` after `mark`, or "".
 
     Examples:
         >>> suggest("max_lenght", ["max_length", "max_steps"], mark="--")
@@ -62,6 +41,8 @@ def suggest(name: str, known: Collection[str], *, mark: str = "") -> str:
         >>> suggest("zebra", ["max_length"])
         ''
     """
+    from difflib import get_close_matches
+
     folded = {other.lower().replace("-", "_"): other for other in sorted(known)}
     found = get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.7)
     return f"; did you mean {mark}{folded[found[0]]}?" if found else ""
@@ -82,30 +63,33 @@ def check_names(words: Sequence[str], known: Collection[str], alike: Collection[
             raise ValueError(f"--{name} is unknown{hint}")
 
 
-def check_typing(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Raise ValueError for an option that no recipe has, before TRL is imported (10 seconds).
-
-    The names are read from the files of installed libraries. With versions that are not tested,
-    which may keep them elsewhere, this is left to the parser of the recipe.
-
-    Args:
-        words: a command line; or "--NAME" for each key of a file.
-        more: further names to suggest.
-    """
-    if all(is_tested(name, installed_version(name) or "0") for name in TESTED):
-        check_names(words, {*_known_names(), *SHORT}, more)
-
-
 @cache
-def _known_names() -> frozenset[str]:
-    """Return the names of all options of all recipes, and some that are none."""
-    files = [*import_module("trl_packing.recipes").FOLDER.glob("*.py")]
-    for library, patterns in _FIELDS.items():
+def known_names() -> frozenset[str]:
+    """Return the names of all options of all recipes and more, without importing TRL (10 seconds).
+
+    They are read from the files of the installed libraries. It is empty with versions that are not
+    tested, which may keep them elsewhere.
+    """
+    from importlib.util import find_spec
+
+    from trl_packing.recipes import FOLDER
+
+    from trl_packing.versions import TESTED, is_tested
+
+    if not all(map(is_tested, TESTED)):
+        return frozenset()
+    files = [*FOLDER.glob("*.py"), Path(__file__).parents[1] / "config.py"]
+    for library, pattern in (
+        ("transformers", "training_args.py"),
+        ("trl", "trainer/*config*.py"),
+        ("trl", "scripts/utils.py"),
+    ):
         spec = find_spec(library)
         for folder in (spec and spec.submodule_search_locations) or ():
-            files += [file for pattern in patterns for file in Path(folder).glob(pattern)]
-    names = {name for file in files for name in _FIELD.findall(file.read_text(encoding="utf-8"))}
-    return frozenset({"config", "help", *names, *(f"no_{name}" for name in names)})
+            files += Path(folder).glob(pattern)
+    fields = re.compile(r"^    (\w+): ", re.MULTILINE)
+    names = {name for file in files for name in fields.findall(file.read_text(encoding="utf-8"))}
+    return frozenset({"config", "help", *SHORT, *names, *(f"no_{name}" for name in names)})
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
@@ -115,40 +99,20 @@ def values_of(words: Sequence[str]) -> dict[str, Any]:
         ValueError: a word belongs to no option, or the YAML file cannot be read.
     """
     on_line: dict[str, list[str]] = {}
-    name = None
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            name = SHORT.get(name, name.replace("-", "_"))
-            on_line[name] = [value] if equals else []
-        elif name is None:
+            values = [value] if equals else []
+            on_line[SHORT.get(name, name.replace("-", "_"))] = values
+        elif not on_line:
             raise ValueError(f"{word!r} belongs to no option; options are --NAME VALUE")
         else:
-            on_line[name].append(word)
+            values.append(word)
     files = on_line.pop("config", None)
     if files is not None and len(files) != 1:
         raise ValueError("--config takes one YAML file")
     in_file = read_config(Path(files[0])) if files else {}
     return in_file | {name: " ".join(values) for name, values in on_line.items()}
-
-
-# --- YAML files -----------------------------------------------------------------------------------
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML keeps the last one silently."""
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
-    if twice is not None:
-        raise ValueError(f"it gives {twice!r} twice; keep one")
-    loader.flatten_mapping(node)
-    return loader.construct_mapping(node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
@@ -157,10 +121,21 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     Raises:
         ValueError: it does not exist, or is no mapping from names, each given once, to values.
     """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is given twice, of which YAML keeps the last one silently."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if key.value != "<<"]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise ValueError(f"it gives {twice[0]!r} twice; keep one")
+            return super().construct_mapping(node, deep)
+
     if not path.is_file():
         raise ValueError(f"{option} {path} does not exist (looked from {Path.cwd()})")
     try:
-        content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        content = Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{option} {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -170,36 +145,28 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     return content
 
 
-def check_values(config: Mapping[str, Any], types: Mapping[str, Any], path: str) -> None:
-    """Raise ValueError for a value of a YAML file that is a list where none can be, or the reverse.
-
-    Args:
-        config: keys and values of the file.
-        types: annotations of options, by name. Others are not checked.
-        path: of the file.
-    """
-    for name, value in config.items():
-        kinds = str(types.get(name, "list dict Any"))
-        for kind, word in ((list, "a list"), (dict, "a mapping")):
-            if isinstance(value, kind) and not re.search(rf"\b({kind.__name__}|Any)\b", kinds):
-                raise ValueError(f"--config {path}: {name}={value!r} must be one value, not {word}")
-        if name == "datasets" and not isinstance(value, list):
-            raise ValueError(f"--config {path}: datasets={value!r} must be a list of entries")
-
-
 # --- errors as one line ---------------------------------------------------------------------------
 
 
 @contextmanager
-def short_usage_errors() -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute inside the block, as `unittest.mock.patch`, which is slow to import."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def short_usage_errors() -> Any:
     """Make errors of `argparse` a ValueError, without the usage, which has hundreds of lines."""
 
     def fail(self: argparse.ArgumentParser, message: str) -> NoReturn:
         # argparse names both spellings of an option.
         raise ValueError(re.sub(r"(--\w+)/--[\w-]+", r"\1", message))
 
-    with patch.object(argparse.ArgumentParser, "error", fail):
-        yield
+    return replaced(argparse.ArgumentParser, "error", fail)
 
 
 def message_of(error: Exception) -> str | None:
@@ -208,6 +175,8 @@ def message_of(error: Exception) -> str | None:
     The traceback is printed for errors inside a training step, and for every error if the
     environment variable TRL_PACKING_TRACEBACK is set.
     """
+    from traceback import walk_tb
+
     frames = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
     if os.environ.get(TRACEBACK) or "training_step" in frames:
         return None

@@ -20,16 +20,21 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import patch
 
-from transformers import AutoConfig, AutoProcessor, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTTrainer, TrlParser
 from trl.chat_template_utils import clone_chat_template
 
 from trl_packing.config import PackedSFTConfig
-from trl_packing.tools.options import SHORT, short_usage_errors, suggest, values_of
+from trl_packing.tools.options import SHORT, replaced, short_usage_errors, suggest, values_of
 from trl_packing.trainer import PackedSFTTrainer
 
 # A machine without a GPU accepts these arguments. None of them affects the data.
@@ -51,8 +56,6 @@ _RECIPES = "trl_packing.recipes"
 
 # Options that a file must not keep, and one that is none of the run's.
 _NOT_KEPT = ("hub_token", "push_to_hub_token", "env")
-
-_SIGNATURE = inspect.signature(PackedSFTTrainer.__init__)
 
 
 @dataclass(frozen=True)
@@ -99,54 +102,47 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
         ValueError: the script ends before, or builds another trainer.
     """
     name = script.rpartition(".")[2] + ".py" if is_module else Path(script).name
-    try:
-        with _stops_at_trainer(script, words, is_module):
+    folder = [] if is_module else [str(Path(script).resolve().parent)]
+    signature = inspect.signature(PackedSFTTrainer.__init__)
+
+    def reach(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        given = signature.bind(self, *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        raise _Built({field.name: given.get(field.name) for field in fields(TrainerCall)})
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Built(f"{type(self).__module__.partition('.')[0]}.{type(self).__name__}")
+
+    with ExitStack() as stack:
+        for context in (
+            fits_any_machine(),
+            redirect_stdout(sys.stderr),
+            replaced(PackedSFTTrainer, "__init__", reach),
+            replaced(SFTTrainer, "__init__", refuse),
+            replaced(Trainer, "__init__", refuse),
+            short_usage_errors(),
+            replaced(sys, "argv", [script, *words]),
+            replaced(sys, "path", [*folder, *sys.path]),
+        ):
+            stack.enter_context(context)
+        try:
             if is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-    except _Built as built:
-        if isinstance(built.args[0], TrainerCall):
-            return built.args[0]
-        other = f"{name} builds {built.args[0]}; only a PackedSFTTrainer can be shown"
-        raise ValueError(other) from None
-    except SystemExit as end:
-        ended = f"{name} ended with status {end.code} before its trainer"
-        raise ValueError(end.code if isinstance(end.code, str) else ended) from end
+        except _Built as built:
+            if isinstance(built.args[0], dict):
+                return TrainerCall(**built.args[0])
+            other = f"{name} builds {built.args[0]}; only a PackedSFTTrainer can be shown"
+            raise ValueError(other) from None
+        except SystemExit as end:
+            ended = f"{name} ended with status {end.code} before its trainer"
+            raise ValueError(end.code if isinstance(end.code, str) else ended) from end
     raise ValueError(f"{name} builds no PackedSFTTrainer, so there is nothing to show")
 
 
 @contextmanager
-def _stops_at_trainer(script: str, words: Sequence[str], is_module: bool) -> Iterator[None]:
-    """Make a trainer raise `_Built`, and errors one line."""
-    folder = [] if is_module else [str(Path(script).resolve().parent)]
-    with ExitStack() as stack:
-        stack.enter_context(_fits_any_machine())
-        stack.enter_context(redirect_stdout(sys.stderr))
-        stack.enter_context(patch.object(PackedSFTTrainer, "__init__", _reach))
-        for other in (SFTTrainer, Trainer):
-            stack.enter_context(patch.object(other, "__init__", _refuse_trainer))
-        stack.enter_context(short_usage_errors())
-        stack.enter_context(patch.object(sys, "argv", [script, *words]))
-        stack.enter_context(patch.object(sys, "path", [*folder, *sys.path]))
-        yield
-
-
-def _reach(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    given = _SIGNATURE.bind(self, *args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    raise _Built(
-        TrainerCall(**{field.name: given.get(field.name) for field in fields(TrainerCall)})
-    )
-
-
-def _refuse_trainer(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    kind = type(self)
-    raise _Built(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
-
-
-@contextmanager
-def _fits_any_machine() -> Iterator[None]:
+def fits_any_machine() -> Iterator[None]:
     """Change settings that need a GPU, or write somewhere, inside the block."""
     post_init = TrainingArguments.__post_init__
 
@@ -156,7 +152,7 @@ def _fits_any_machine() -> Iterator[None]:
                 setattr(self, name, value)
         post_init(self)
 
-    with patch.object(TrainingArguments, "__post_init__", fit):
+    with replaced(TrainingArguments, "__post_init__", fit):
         yield
 
 
@@ -193,25 +189,28 @@ class TrainingCommand:
             if find_spec(words[1].partition(".")[0]) is None:
                 raise ValueError(f"there is no module {words[1]}")
             return cls(words[1], tuple(words[2:]), is_module=True)
+        folder = import_module(_RECIPES).FOLDER
         if not words or words[0].startswith("-"):
-            return cls(str(_recipes() / "sft_packed.py"), _with_long_names(words), is_named=False)
-        script = _existing(words[0])
-        is_recipe = cls(script, ()).is_recipe
-        return cls(script, _with_long_names(words[1:]) if is_recipe else tuple(words[1:]))
+            return cls(str(folder / "sft_packed.py"), _with_long_names(words), is_named=False)
+        script, recipe = Path(words[0]), folder / Path(words[0]).name
+        if not script.is_file() and not recipe.is_file():
+            hint = suggest(recipe.name, [file.name for file in folder.glob("*.py")])
+            raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()}){hint}")
+        # A recipe need not be in the current folder.
+        command = cls(words[0] if script.is_file() else str(recipe), tuple(words[1:]))
+        is_recipe = command.is_recipe
+        return cls(command.script, _with_long_names(words[1:])) if is_recipe else command
 
     @property
     def names_data(self) -> bool:
         """Whether it names its data: by an option, a file, or in its script."""
-        return self.is_named or not values_of(self.words).keys().isdisjoint(
-            ("dataset_name", "datasets")
-        )
+        return self.is_named or bool({"dataset_name", "datasets"} & values_of(self.words).keys())
 
     @property
     def is_recipe(self) -> bool:
         """Whether the script is a recipe of this package."""
-        return self.script.startswith(f"{_RECIPES}.") or (
-            Path(self.script).resolve().parent == _recipes().resolve()
-        )
+        folder = import_module(_RECIPES).FOLDER.resolve()
+        return self.script.startswith(_RECIPES) or Path(self.script).resolve().parent == folder
 
     @property
     def options(self) -> dict[str, str]:
@@ -235,9 +234,8 @@ class TrainingCommand:
             return call_of_script(self.script, self.words, is_module=self.is_module)
         except ValueError as error:
             if self.is_named:
-                raise
-            message = str(error).removeprefix(f"{Path(self.script).name}: ")
-            raise ValueError(message) from error  # the user has not named this script
+                raise  # otherwise, the user has not named this script
+            raise ValueError(str(error).removeprefix("sft_packed.py: ")) from error
 
     def model_and_settings(self) -> tuple[Any, Any]:
         """Return the model, or its name, and the settings; only a script that is named loads data.
@@ -249,35 +247,17 @@ class TrainingCommand:
             return self.call.model, self.call.args
         if "model_name_or_path" not in values_of(self.words):
             raise ValueError("name the model (--model NAME), a file with it, or the script")
-        recipe = import_module(f"{_RECIPES}.sft_packed")
-        with _fits_any_machine():
-            data = () if self.names_data else ("--dataset_name", "none")
-            _, args, model = recipe.parse([*self.words, *data])
-        recipe.set_model_options(args, model)
+        data = () if self.names_data else ("--dataset_name", "none")
+        with fits_any_machine():
+            _, args, model = import_module(f"{_RECIPES}.sft_packed").parse([*self.words, *data])
         return model.model_name_or_path, args
-
-
-def _recipes() -> Path:
-    return import_module(_RECIPES).FOLDER
-
-
-def _existing(script: str) -> str:
-    """Return the path of a script; a recipe need not be in the current folder."""
-    recipe = _recipes() / Path(script).name
-    if not Path(script).is_file() and not recipe.is_file():
-        hint = suggest(recipe.name, [file.name for file in _recipes().glob("*.py")])
-        raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()}){hint}")
-    return script if Path(script).is_file() else str(recipe)
 
 
 def _with_long_names(words: Sequence[str]) -> tuple[str, ...]:
     """Return a command line with --model as --model_name_or_path, --data as --dataset_name, ..."""
-    written = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        long = SHORT.get(name.removeprefix("--")) if name.startswith("--") else None
-        written.append(word if long is None else f"--{long}{equals}{value}")
-    return tuple(written)
+    long = {f"--{short}": f"--{name}" for short, name in SHORT.items()}
+    parts = (word.partition("=") for word in words)
+    return tuple(long.get(name, name) + equals + value for name, equals, value in parts)
 
 
 # --- settings, tokenizer and config without a trainer ---------------------------------------------
@@ -289,16 +269,10 @@ def config_from_settings(settings: Sequence[str]) -> PackedSFTConfig:
     Raises:
         ValueError: an option is unknown, or has a value that it cannot have.
     """
-    with _fits_any_machine(), short_usage_errors():
-        args, unknown = TrlParser((PackedSFTConfig,)).parse_args_into_dataclasses(
-            args=["--output_dir", "unused", *settings],
-            return_remaining_strings=True,
-            look_for_args_file=False,
+    with fits_any_machine(), short_usage_errors():
+        (args,) = TrlParser((PackedSFTConfig,)).parse_args_into_dataclasses(
+            args=["--output_dir", "unused", *settings], look_for_args_file=False
         )
-    if unknown:
-        known = [field.name for field in fields(PackedSFTConfig)]
-        hint = suggest(unknown[0].lstrip("-"), known, mark="--") or "; check its spelling"
-        raise ValueError(f"PackedSFTConfig has no option {' '.join(unknown)}{hint}")
     return args
 
 
@@ -314,17 +288,11 @@ def processing_class_of(model: Any, args: Any) -> Any:
 
     Raises:
         OSError: the model has neither.
-        ValueError: `model` is a path that does not exist, or a package is missing.
+        ValueError: `model` is a path that does not exist.
     """
     name = model if isinstance(model, str) else model.config.name_or_path
     check_path_exists("the model", name)
-    try:
-        return AutoProcessor.from_pretrained(name, **loading_options(args))
-    except ImportError as error:  # processors of images need Pillow and torchvision
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"the processor of {name} needs a package: {reason}; pip install 'trl-packing[vision]'"
-        ) from error
+    return AutoProcessor.from_pretrained(name, **loading_options(args))
 
 
 def config_of(model: Any, args: Any) -> Any:
@@ -341,10 +309,9 @@ def config_of(model: Any, args: Any) -> Any:
 def config_value(model: Any, args: Any, name: str) -> int | None:
     """Return a number of the text model's config, such as "hidden_size"; None if there is none."""
     try:
-        config = config_of(model, args)
+        return getattr(config_of(model, args).get_text_config(), name, None)
     except (OSError, ValueError):  # a folder with only a tokenizer
         return None
-    return getattr(config.get_text_config(), name, None)
 
 
 def loading_options(args: Any) -> dict[str, Any]:
@@ -361,16 +328,18 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
         ValueError: `eos_token` or `pad_token` is not in the vocabulary.
         OSError: `chat_template_path` is neither a template nor a tokenizer.
     """
-    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer, path = copy.deepcopy(tokenizer), args.chat_template_path
     inner = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer inside a processor
     if args.eos_token is not None:
         inner.eos_token = _in_vocabulary(inner, "eos_token", args.eos_token)
-    path = args.chat_template_path
-    if path is not None and Path(path).is_file() and path.endswith((".jinja", ".j2")):
-        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-    elif path is not None:
+    if path is not None:
         check_path_exists("chat_template_path", path)
-        _, tokenizer, _ = clone_chat_template(_NoModel(), tokenizer, path)
+        if Path(path).is_file() and path.endswith((".jinja", ".j2")):
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        else:  # it also resizes the embeddings of a model
+            sizes = {"hidden_size": 2, "intermediate_size": 2, "num_attention_heads": 1}
+            tiny = LlamaConfig(vocab_size=2, num_hidden_layers=0, num_key_value_heads=1, **sizes)
+            _, tokenizer, _ = clone_chat_template(LlamaForCausalLM(tiny), tokenizer, path)
     inner.pad_token = inner.pad_token or inner.eos_token
     if args.pad_token is not None:
         inner.pad_token = _in_vocabulary(inner, "pad_token", args.pad_token)
@@ -383,21 +352,3 @@ def _in_vocabulary(tokenizer: Any, name: str, token: str) -> str:
             f"{name}={token!r} is not in the vocabulary of the tokenizer; name one of its tokens"
         )
     return token
-
-
-class _NoModel:
-    """Stands in for the model whose embeddings `clone_chat_template` resizes."""
-
-    def __init__(self) -> None:
-        self.vocab_size = 0
-        self.config = self.generation_config = SimpleNamespace(eos_token_id=None)
-        self.config.get_text_config = lambda: self.config
-
-    def can_generate(self) -> bool:
-        return True
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int, pad_to_multiple_of: int | None = None
-    ) -> None:
-        multiple = pad_to_multiple_of or 1
-        self.vocab_size = -(-new_num_tokens // multiple) * multiple

@@ -1,12 +1,12 @@
 """Verify one model: measure whether packed documents see each other, backend by backend.
 
-Documents with images are those of the data that the command names, or noise of two sizes.
+Documents with images are noise of two sizes; a run checks those of its own data.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import (
     TrainerCall,
-    TrainingCommand,
     check_path_exists,
     config_from_settings,
     config_of,
@@ -41,10 +40,9 @@ from trl_packing.tools.training_command import (
 )
 from trl_packing.vision.batch import ImageBatches, hide_boundaries
 from trl_packing.vision.guard import check_images, documents_to_check
-from trl_packing.vision.support import FAMILIES, has_images
+from trl_packing.vision.support import FAMILIES
 
 _LONGEST_PROBE = 1024  # tokens, in a run without a max_length
-_ROWS = 64  # of the data set, among which documents with images are chosen
 _SIZES = ((224, 336), (168, 112))  # height and width of noise, in pixels
 
 
@@ -86,19 +84,11 @@ class BackendResult:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class ImageProbes:
-    """Documents with images, and how a row is made of them.
-
-    Attributes:
-        documents: with `input_ids`, and `images` of each row of the user; some have none.
-        collator: makes the rows.
-        source: where the documents come from, in words.
-    """
+class ImageProbes(NamedTuple):
+    """Documents with `input_ids` and `images`, and the collator that makes rows of them."""
 
     documents: list[dict[str, Any]]
     collator: PackedCollator
-    source: str
 
 
 @dataclass(frozen=True)
@@ -134,15 +124,20 @@ class VerifiedModel:
         """
         dtype = str(dtype or (args.model_init_kwargs or {}).get("dtype") or "float32")
         longest = args.max_length or _LONGEST_PROBE
-        _check_arguments(dtype, device, longest)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"--device {device} cannot be used: {error}") from error
         name = model if isinstance(model, str) else type(model).__name__
         if isinstance(model, str):
             check_path_exists("the model", model)
             kind = config_of(model, args).model_type
-            reads_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
-            is_text = kind not in reads_images or kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-            loader = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+            is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            reads_images = not is_text and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            loader = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
             model = loader.from_pretrained(model, dtype=dtype, **loading_options(args))
         return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
 
@@ -181,8 +176,8 @@ class VerifiedModel:
             return BackendResult("prefixes", Refusal(reason))
         longest = random_tokens(self.model, np.random.default_rng(1))(self.max_length)
         options: Any = {"attention": attention, "gradients": gradients, "training": True}
-        check = partial(check_prefixes, self.model, [longest], collator=PackedCollator())
-        return BackendResult("prefixes", attempt(partial(check, **options)))
+        check = partial(check_prefixes, self.model, [longest], collator=PackedCollator(), **options)
+        return BackendResult("prefixes", attempt(check))
 
     def to_dict(self) -> dict[str, str]:
         """Return the model for JSON: name, class, data type, and type of device."""
@@ -204,69 +199,33 @@ def check_with_images(
     if attention in PADDED:
         return Refusal("padded rows hold the tokens in another order than the images")
     options: Any = {"attention": attention, "gradients": gradients, "training": True}
-    check = partial(check_images, model, images.documents, collator=images.collator)
-    return attempt(partial(check, **options))
-
-
-def _check_arguments(dtype: str, device: str | None, max_length: int) -> None:
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
-    if max_length < 2:
-        raise ValueError(f"--max_length {max_length} must be at least 2")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device} cannot be used: {error}") from error
+    collator = images.collator
+    return attempt(partial(check_images, model, images.documents, collator=collator, **options))
 
 
 # --- documents with images ------------------------------------------------------------------------
 
 
 def image_probes(
-    model: Any, name_or_model: Any, args: Any, command: TrainingCommand
+    model: Any, name_or_model: Any, args: Any, processor: Any = None
 ) -> ImageProbes | None:
-    """Return documents with images for a model; None if no rows with images are packed for it.
+    """Return two documents with images of noise; None if no rows with images are packed for it.
 
     Args:
         model: on its device.
         name_or_model: as the command names it.
         args: the settings of the run.
-        command: names the data, if it does.
+        processor: that of the script; None: the model's.
 
     Raises:
-        ValueError: the rows cannot be prepared.
-        OSError: the model has no processor.
+        ValueError: the processor is a tokenizer alone.
+        OSError: the model has none.
     """
+    from PIL import Image
+
     if model.config.model_type not in FAMILIES:
         return None
-    call, source = command.call if command.names_data else None, "of the data"
-    if call is None or not has_images(call.train_dataset):
-        processor = call and call.processing_class
-        call = _noise(model, processor or processing_class_of(name_or_model, args))
-        source = "of noise"
-    rows = _first(call.train_dataset)
-    run = PreviewedRun.from_call(replace(call, model=model, train_dataset=rows))
-    found = documents_to_check(run.documents()[0], run.images.store)
-    if not found:
-        raise ValueError(f"none of the first {_ROWS} rows of the data set has an image")
-    hide_boundaries(model)
-    images = ImageBatches(run.images.store, run.preparation.processing_class, model)
-    pad = run.preparation.eos.tokenizer.pad_token_id
-    return ImageProbes(found, PackedCollator(pad, images=images), source)
-
-
-def _first(rows: Any) -> Any:
-    """Return the first rows of a data set, or of each of a dictionary; a stream as it is."""
-    if isinstance(rows, dict):
-        return {name: _first(of_source) for name, of_source in rows.items()}
-    # A stream is refused by name later.
-    return rows.select(range(min(len(rows), _ROWS))) if isinstance(rows, Dataset) else rows
-
-
-def _noise(model: Any, processor: Any) -> TrainerCall:
-    """Return the arguments of a run on two images of noise."""
-    from PIL import Image as PillowImage
-
+    processor = processor or processing_class_of(name_or_model, args)
     if not isinstance(processor, ProcessorMixin):
         raise ValueError(
             f"{type(processor).__name__} is no processor, which images need; save the model's "
@@ -275,11 +234,17 @@ def _noise(model: Any, processor: Any) -> TrainerCall:
     rng = np.random.default_rng(0)
     rows = [
         {
-            "images": [PillowImage.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))],
+            "images": [Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))],
             "prompt": f"{processor.image_token} Say what this is.",
             "completion": f" It is picture {number}.",
         }
         for number, size in enumerate(_SIZES)
     ]
     args = config_from_settings(["--max_length", "16384"])
-    return TrainerCall(model, args, Dataset.from_list(rows), processor)
+    run = PreviewedRun.from_call(TrainerCall(model, args, Dataset.from_list(rows), processor))
+    found = documents_to_check(run.documents()[0], run.images.store)
+    hide_boundaries(model)
+    images = ImageBatches(run.images.store, run.preparation.processing_class, model)
+    return ImageProbes(
+        found, PackedCollator(run.preparation.eos.tokenizer.pad_token_id, images=images)
+    )
