@@ -141,7 +141,6 @@ NAMES = (
     "accelerate.data_loader.DataLoaderShard",
     "accelerate.logging.get_logger",
     "datasets.exceptions.DatasetGenerationError",
-    "datasets.fingerprint.Hasher",
     "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

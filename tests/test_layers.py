@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[set[str], set[str]]] = {
-    "versions": (set(), {"packaging"}),
+    "versions": (set(), set()),
     "documents": (set(), {"datasets", "numpy", "pyarrow", "torch"}),
     "attention": ({"documents"}, {"numpy", "torch", "transformers"}),
     "packing": ({"attention", "documents"}, {"numpy", "pyarrow", "torch", "transformers"}),
@@ -72,7 +72,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "versions",
             "vision",
         },
-        {"datasets", "numpy", "pyarrow", "torch", "transformers", "trl", "yaml"},
+        {"datasets", "numpy", "torch", "transformers", "trl", "yaml"},
     ),
     "cli": ({"data", "tools", "training"}, set()),
 }

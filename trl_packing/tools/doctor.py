@@ -44,7 +44,8 @@ PREFIXES = "shared prefixes"  # the trial of a row that shares them, by the chos
 _MAX_LENGTH = 128  # tokens of a row of the trial
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True)
+class Device:
     """A device that can train: "cuda", "mps", "xpu" or "cpu", its bytes and CUDA's capability."""
 
     kind: str
@@ -141,7 +142,7 @@ def diagnose(
     attention = _attention(trials, first)
     facts = {
         "versions": {name: number for name, number in installed.items() if number is not None},
-        "machine": {"system": system, "devices": [device._asdict() for device in devices]},
+        "machine": {"system": system, "devices": [asdict(device) for device in devices]},
         "attention": {"chosen": chosen_of(trials)} | {k: asdict(v) for k, v in trials.items()},
     }
     heading = "Attention (a tiny Llama, packed against each document alone)"

@@ -70,15 +70,17 @@ def known_names() -> frozenset[str]:
     They are read from the files of the installed libraries. It is empty with versions that are not
     tested, which may keep them elsewhere.
     """
+    from importlib import import_module
     from importlib.util import find_spec
-
-    from trl_packing.recipes import FOLDER
 
     from trl_packing.versions import TESTED, is_tested
 
     if not all(map(is_tested, TESTED)):
         return frozenset()
-    files = [*FOLDER.glob("*.py"), Path(__file__).parents[1] / "config.py"]
+    files = [
+        *import_module("trl_packing.recipes").FOLDER.glob("*.py"),
+        Path(__file__).parents[1] / "config.py",
+    ]
     for library, pattern in (
         ("transformers", "training_args.py"),
         ("trl", "trainer/*config*.py"),
