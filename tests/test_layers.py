@@ -39,7 +39,17 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "training": (
         {"attention", "config", "data", "documents", "isolation", "loss", "packing", "versions"},
-        {"accelerate", "datasets", "numpy", "safetensors", "torch", "transformers", "trl"},
+        {
+            "accelerate",
+            "datasets",
+            "jinja2",
+            "markupsafe",
+            "numpy",
+            "safetensors",
+            "torch",
+            "transformers",
+            "trl",
+        },
     ),
     "plain_trainer": (
         {"attention", "config", "data", "documents", "isolation", "loss", "packing", "versions"},

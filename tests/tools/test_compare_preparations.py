@@ -78,7 +78,7 @@ def test_settings_that_trl_has_prepare_the_same(rows, options):
     options = ["--max_length", "64", *options]
     tokenizer = tiny_tokenizer(chat="generation")
     comparison = compared(rows, options, options, by_trl=True, tokenizer=tokenizer)
-    assert comparison.is_equal
+    assert comparison.different == 0
     assert comparison.counts[EQUAL] + comparison.counts[DROPPED_BY_BOTH] == len(rows)
     assert comparison.totals[0].tolist() == comparison.totals[1].tolist()
     assert comparison.totals.all()
@@ -107,12 +107,12 @@ def test_one_label_among_many_rows_is_found(monkeypatch):
     """The negative control: everything is equal but for one label of one row."""
     monkeypatch.setattr(compare_preparations, "_CHUNK", 7)
     rows = tokenized([list(range(7, 12))] * 50)
-    assert compared(rows).is_equal
+    assert compared(rows).different == 0
     comparison = compared(rows, other=changed(rows, 33, "labels", 3, -100))
     assert found(comparison) == {LABELS: 1}
     assert comparison.counts[EQUAL] == 49
     (difference,) = comparison.differences
-    assert (difference.row, difference.at) == (33, 3)
+    assert (difference["row"], difference["first_token"]) == (33, 3)
 
 
 def test_each_kind_of_difference_is_found():
@@ -124,8 +124,8 @@ def test_each_kind_of_difference_is_found():
     assert found(compared(rows, other=weighted)) == {WEIGHTS: 1}
     # A weight without a trained token, and the label of a first token, train nothing.
     untrained = tokenized([[7, -100, 9]] * 3, loss_weights=[[1.0, 1.0, 1.0]] * 3)
-    assert compared(untrained, other=changed(untrained, 2, "loss_weights", 1, 0.5)).is_equal
-    assert compared(rows, other=changed(rows, 1, "labels", 0, -100)).is_equal
+    assert compared(untrained, other=changed(untrained, 2, "loss_weights", 1, 0.5)).different == 0
+    assert compared(rows, other=changed(rows, 1, "labels", 0, -100)).different == 0
     limit = ["--max_length", "16"]
     comparison = compared(texts(12, 1, 12), [*limit, "--overflow", "drop"], limit)
     assert found(comparison) == {DROPPED: 2}
@@ -135,7 +135,7 @@ def test_each_kind_of_difference_is_found():
 
 def test_shuffled_rows_are_compared_with_themselves():
     shuffled = ["--shuffle_dataset", "true", "--packing", "false"]
-    assert compared(chats(), [*shuffled, "--seed", "1"], [*shuffled, "--seed", "2"]).is_equal
+    assert compared(chats(), [*shuffled, "--seed", "1"], [*shuffled, "--seed", "2"]).different == 0
 
 
 def test_the_text_shows_counts_and_the_lines_that_differ():

@@ -10,7 +10,7 @@ from datasets import Dataset
 from helpers.attacks import harmful
 from helpers.browser import HOSTILE, open_page
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.vision import tiny_processor, tiny_vision_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -100,19 +100,13 @@ SETTINGS = {
         {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
     ),
     "split": (chats, ["--max_length", "24", "--overflow", "split", "--pad_to_multiple_of", "16"]),
-    "without packing": (
-        chats,
-        ["--packing", "false", "--max_length", "40", "--shuffle_dataset", "true"],
-        {"per_device_train_batch_size": 4},
-    ),
     "documents per step": (
         chats,
         ["--documents_per_step", "6", "--max_length", "64"],
         {"gradient_accumulation_steps": 2},
     ),
-    "weights": (lambda: tokenized(loss_weights=weights), ["--max_length", "32"]),
-    "document weights": (
-        lambda: tokenized(loss_weight=lambda n: [0.5 + i for i in range(len(n))]),
+    "weights": (
+        lambda: tokenized(loss_weights=weights, loss_weight=lambda n: [0.5 + x % 3 for x in n]),
         ["--max_length", "32", "--loss_weighting", "sqrt"],
     ),
     "static shapes": (
@@ -206,7 +200,7 @@ DOCUMENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(DOCUMENTS, st.sampled_from([1, 3]))
 def test_the_segments_of_a_document_add_up_to_it(documents, min_shared):
     tree = build_prefix_tree(documents, min_shared=min_shared)
@@ -262,7 +256,7 @@ def test_a_page_of_shared_prefixes_says_who_holds_and_who_trains_a_token():
 # --- documents ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overflow", ["truncate", "split", "drop"])
+@pytest.mark.parametrize("overflow", ["split", "drop"])
 def test_documents_know_their_row_and_their_uncut_length(overflow):
     tokenizer = tiny_tokenizer()
     texts = [" ".join(WORDS[:n]) for n in (2, 9, 1, 10, 3)]
@@ -321,7 +315,7 @@ def test_the_page_is_bounded_and_says_what_is_left_out():
         page_of(run, max_rows=0)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=st.text(max_size=30))
 def test_the_texts_of_tokens_add_up_to_the_document(text):
     tokenizer = tiny_tokenizer()
@@ -369,39 +363,29 @@ def test_images_stand_at_the_tokens_of_their_document(tmp_path):
             assert sizes <= {f"{24 + 8 * (document['row'] % 3)} × 24"}
             seen += len(images)
     assert seen == 9
+    trainer = PackedSFTTrainer(model, args, None, colored(), processing_class=processor)
+    batches = list(trainer.get_train_dataloader())
+    assert joined(rows, "ids") == [batch["input_ids"][0].tolist() for batch in batches]
+    counted = [batch["position_ids"][0, 0].tolist() for batch in batches]  # the first of four
+    assert joined(rows, "positions") == counted
     row = next(row for row in micro_batches(epoch, [1]) if row.num_images)
     heading, line = show_row(row, epoch).split("\n")
     assert f" · {row.num_images} image" in heading
     assert "▒" in line
     assert sum(len(d.get("images", ())) for d in row.to_dict()["documents"]) == row.num_images
-    trainer = PackedSFTTrainer(model, args, None, image_dataset(), processing_class=processor)
-    epoch = PackedEpoch.of(
-        PreviewedRun.from_call(TrainerCall(model, args, image_dataset(), processor))
-    )
-    rows = data_of(rows_page(epoch, max_rows=100))["rows"]
-    batches = list(trainer.get_train_dataloader())
-    assert joined(rows, "ids") == [batch["input_ids"][0].tolist() for batch in batches]
-    counted = [batch["position_ids"][0, 0].tolist() for batch in batches]  # the first of four
-    assert joined(rows, "positions") == counted
 
 
 # --- in a browser ---------------------------------------------------------------------------------
 
 
-def hostile_page(tmp_path):
-    """Write a page of hostile texts, most of which are a token each, so that they stay whole."""
+def test_hostile_text_is_shown_and_never_run(tmp_path):
     rows = Dataset.from_dict({"prompt": ["Why? "] * len(HOSTILE), "completion": list(HOSTILE)})
     tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens(list(HOSTILE[:-1]))
+    tokenizer.add_tokens(list(HOSTILE[:-1]))  # most texts are a token each, so they stay whole
     run = run_of(rows, "--max_length", "64", tokenizer=tokenizer)
-    path = tmp_path / "rows.html"
-    path.write_text(page_of(run, title=HOSTILE[0], command=HOSTILE[2]), encoding="utf-8")
-    return path
-
-
-def test_hostile_text_is_shown_and_never_run(tmp_path):
-    path = hostile_page(tmp_path)
-    assert not harmful(path.read_text(encoding="utf-8"))
+    path, text = tmp_path / "rows.html", page_of(run, title=HOSTILE[0], command=HOSTILE[2])
+    path.write_text(text, encoding="utf-8")
+    assert not harmful(text)
     tokens = "[...document.querySelectorAll('.token')].map((t) => t.textContent).join('')"
     with open_page(path) as page:
         found = ""
@@ -411,8 +395,7 @@ def test_hostile_text_is_shown_and_never_run(tmp_path):
         assert page.problems() == []
     assert all(text in found for text in HOSTILE if not harmful(text))
     assert "\\u202e\\x1b[2Jbackwards" in found
-    unsafe = path.read_text(encoding="utf-8").replace(r"\u003c", "<").replace(r"\u003e", ">")
-    path.write_text(unsafe, encoding="utf-8")
+    path.write_text(text.replace(r"\u003c", "<").replace(r"\u003e", ">"), encoding="utf-8")
     with open_page(path) as page:  # the negative control
         assert page.evaluate("window.hostile") == 1
 

@@ -1,7 +1,8 @@
-"""The page of a run shows its curves, report and settings, whatever texts they hold."""
+"""The record of a run, its charts, and its page: every value is drawn, and any text is safe."""
 
 import json
 import math
+import re
 
 import pytest
 from helpers.browser import HOSTILE, open_page
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_packing.training.report import as_html
-from trl_packing.training.run_page import NOTHING, UNKNOWN, RunRecord, Totals, charts_of, run_page
+from trl_packing.training.run_page import (
+    NOTHING,
+    UNKNOWN,
+    Point,
+    RunRecord,
+    Totals,
+    charts_of,
+    run_page,
+    thinned,
+)
 
 TEXT = "".join(HOSTILE)
 
@@ -101,10 +111,10 @@ def test_charts_are_grouped_by_kind_and_figures_of_the_whole_run_have_none():
         *("tokens per second", "utilization"),
     ]
     assert titles[main:] == ["entropy"]
-    assert [c.name for c in charts[1].curves] == ["eval_loss", "eval_loss_math"]
+    assert [name for name, *_ in charts[1].curves] == ["eval_loss", "eval_loss_math"]
     both, main = charts_of([record(), record(name="outputs/b")])
     assert [c.title for c in both[:3]] == ["loss", "eval_loss", "eval_loss_math"]
-    assert [c.name for c in both[1].curves] == ["outputs/a", "outputs/b"]
+    assert [name for name, *_ in both[1].curves] == ["outputs/a", "outputs/b"]
     assert [c.title for c in both[main:]] == ["entropy"]
 
 
@@ -120,8 +130,8 @@ def test_sources_of_the_training_share_a_chart_of_losses_and_one_of_tokens():
     titles = ["loss", "loss by source", "share of tokens by source", "loss_of_mine"]
     assert [chart.title for chart in charts] == titles
     assert main == 3
-    assert [c.name for c in charts[1].curves] == ["loss_math", "loss_code"]
-    shares = {c.name: [p.value for p in c.points] for c in charts[2].curves}
+    assert [name for name, *_ in charts[1].curves] == ["loss_math", "loss_code"]
+    shares = {name: [p.value for p in points] for name, _, points in charts[2].curves}
     assert shares == {"math": [0.75, 0.75], "code": [0.25, 0.25]}
     assert charts[2].percent
     # Two runs: a chart for each loss, with a curve for each run.
@@ -129,12 +139,31 @@ def test_sources_of_the_training_share_a_chart_of_losses_and_one_of_tokens():
     assert [c.title for c in both] == ["loss", "loss_math", "loss_code", "loss_of_mine"]
 
 
+finite = st.floats(-1e6, 1e6)
+
+
+@given(st.lists(st.one_of(finite, st.just(math.nan)), min_size=1, max_size=300))
+def test_thinned_curves_keep_order_ends_and_extremes(values):
+    points = [Point(10 * i, 30 * i, 150 * i, 5.0 * i, value) for i, value in enumerate(values)]
+    kept = thinned(points, 20)
+    assert kept == points if len(values) <= 20 else len(kept) <= 20
+    assert [point.step for point in kept] == sorted(point.step for point in kept)
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    if not any(map(math.isnan, values)):
+        shown = [point.value for point in kept]
+        assert (max(shown), min(shown)) == (max(values), min(values))
+
+
 # --- the page -------------------------------------------------------------------------------------
+
+
+def page_of(made):
+    return run_page(made, as_html(made.report))
 
 
 def written(folder, made):
     path = folder / "run.html"
-    path.write_text(run_page(made, as_html(made.report)))
+    path.write_text(page_of(made))
     return path
 
 
@@ -154,6 +183,16 @@ def test_the_page_shows_figures_report_settings_and_versions(tmp_path):
         assert opened.evaluate("document.querySelectorAll('details .line').length") == 1
 
 
+def test_values_in_the_page_are_those_of_the_log():
+    values = (6.123456789, math.nan, -math.inf, 1e-9)
+    page = page_of(record(log=[{"loss": x, "step": 10 * i} for i, x in enumerate(values, 1)]))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    drawn = data["charts"][0]["curves"][0]["points"]
+    assert [point[4] for point in drawn] == [6.123457, None, None, 1e-9]  # a value, no bound
+    assert drawn[0][:4] == [10, 200, 9000, 5.0]
+    assert "2 values of loss NaN or infinite, left out (step 20, 30)" in page
+
+
 @pytest.mark.parametrize(
     "made",
     [
@@ -171,15 +210,62 @@ def test_odd_runs_have_a_page(tmp_path, made):
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_hostile_texts_are_shown_and_do_nothing(tmp_path, width, monkeypatch):
-    log = [{"loss": 1.0, f"eval_loss_{TEXT}": 2.0, TEXT: 1.0, "step": 10}]
+    log = [{"loss": 1.0, f"eval_loss_{TEXT}": 2.0, "eval_loss": 1.0, TEXT: 1.0, "step": 10}]
     texts = dict.fromkeys(("name", "path", "status", "written"), TEXT)
     tables = {"settings": {TEXT: {TEXT: TEXT}}, "versions": {TEXT: TEXT}, "facts": {TEXT: TEXT}}
     lists = {"report": [["loss", TEXT]], "changed": [TEXT], "notes": [TEXT], "log": log}
     made = record(**texts, **tables, **lists)
     with open_page(written(tmp_path, made), width=width, dark=True) as opened:
-        assert opened.problems() == []
         assert "<img src=x" in opened.text("table")
+        opened.hover("[data-chart='1'] > svg")
+        assert "<img src=x" in opened.text("[data-chart='1'] .tip")
+        assert opened.problems() == []
     # The control: they act where they are not escaped.
     monkeypatch.setattr("trl_packing.training.report.escape", str)
     with open_page(written(tmp_path, record(report=[["", TEXT]]))) as opened:
         assert "hostile text acts" in opened.problems()
+
+
+# --- the controls of its curves -------------------------------------------------------------------
+
+
+def labels(page):
+    """Return the texts of the first chart."""
+    texts = "document.querySelectorAll('[data-chart=\"0\"] > svg text')"
+    return page.evaluate(f"[...{texts}].map(t => t.textContent)")
+
+
+def test_the_axis_is_chosen_and_survives_a_reload(tmp_path):
+    log = [{"loss": x, "step": 10 * i} for i, x in enumerate((4.0, 3.0, math.nan, 2.0, 1.0), 1)]
+    with open_page(written(tmp_path, record(log=log))) as opened:
+        assert "documents trained" in labels(opened)
+        line = opened.evaluate("document.querySelector('.line').getAttribute('d')")
+        assert (line.count("M"), line.count("L")) == (2, 2), "four values with a gap"
+        assert opened.evaluate("document.querySelectorAll('.gap').length") == 1
+        assert opened.evaluate("document.getElementById('warning').hidden")
+        opened.click("input[value=steps] + span")
+        assert "optimizer steps" in labels(opened)
+        assert "over documents or tokens" in opened.text("#warning")
+        opened.click("input[value=hours] + span")
+        assert any("seconds" in text for text in labels(opened))
+        opened.reload()
+        assert any("seconds" in text for text in labels(opened))
+        assert opened.problems() == []
+
+
+def test_a_logarithmic_axis_smoothing_and_the_place_of_the_mouse_change_the_drawing(tmp_path):
+    drawing = "document.querySelector('[data-chart=\"0\"]').innerHTML"
+    with open_page(written(tmp_path, record())) as opened:
+        before = opened.evaluate(drawing)
+        opened.click("#log")
+        logarithmic = opened.evaluate(drawing)
+        opened.evaluate(
+            "(s => { s.value = 0.9; s.dispatchEvent(new Event('input')); })"
+            "(document.getElementById('smooth'))"
+        )
+        assert len({before, logarithmic, opened.evaluate(drawing)}) == 3
+        opened.hover("[data-chart='0'] > svg")
+        assert "smoothed" in opened.text(".tip")
+        assert "documents" in opened.text(".tip")
+        assert opened.evaluate("document.querySelectorAll('.cursor').length") > 1, "in all charts"
+        assert opened.problems() == []

@@ -20,7 +20,6 @@ from trl_packing.training.run_recorder import (
     RunRecorder,
     all_settings,
     changed_settings,
-    installed_versions,
 )
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
@@ -81,6 +80,7 @@ def test_the_record_holds_the_log_and_what_was_trained_at_each_entry(tmp_path, p
     assert record.report[0][0] == "documents"
     assert record.verdict == "not checked", "by the scenario"
     assert "eval_loss_code" in (tmp_path / "run.html").read_text()
+    assert {"python", "torch", "trl", "transformers", "datasets"} <= record.versions.keys()
     assert not list(tmp_path.glob(".run*"))
 
 
@@ -172,20 +172,15 @@ def test_files_are_written_where_trl_writes(tmp_path, changes, expected):
         assert "run.json" in files(checkpoint)
 
 
-def test_a_removed_callback_another_rank_or_an_evaluation_alone_writes_nothing(
-    tmp_path, monkeypatch
-):
+def test_a_removed_callback_and_an_evaluation_alone_write_nothing(tmp_path):
     made = trainer(tmp_path)
     made.evaluate(made.train_dataset)
     made.remove_callback(RunRecorder)
     made.train()
-    other = trainer(tmp_path)
-    monkeypatch.setattr(other, "is_world_process_zero", lambda: False)
-    other.train()
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["all_settings", "replace_file", "run_page.run_page"])
+@pytest.mark.parametrize("name", ["all_settings", "replace_file"])
 def test_no_fault_of_the_page_stops_a_run(tmp_path, monkeypatch, caplog, name):
     def fails(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -288,20 +283,6 @@ def test_on_trls_path_tokens_and_hours_are_known(tmp_path):
     assert record.total.tokens > 0
 
 
-def test_nan_is_a_gap_with_a_note(tmp_path):
-    class Breaks(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            if state.global_step == 2:
-                with torch.no_grad():
-                    next(model.parameters()).fill_(math.nan)
-
-    trainer(tmp_path, callbacks=[Breaks()], logging_nan_inf_filter=False).train()
-    points = RunRecord.load(tmp_path / FILE).points("loss")
-    assert [math.isnan(point.value) for point in points] == [False, False, True, True]
-    page = (tmp_path / "run.html").read_text()
-    assert "2 values of loss NaN or infinite, left out (step 3, 4)" in page
-
-
 # --- settings and versions ------------------------------------------------------------------------
 
 MACHINE = {"use_cpu": True, "bf16": False}
@@ -311,7 +292,6 @@ MACHINE = {"use_cpu": True, "bf16": False}
     ("settings", "changed"),
     [
         ({}, set()),
-        ({"lr_scheduler_type": "linear"}, set()),
         ({"lr_scheduler_type": "cosine", "learning_rate": 1e-3}, {"lr_scheduler_type"}),
         ({"packing": False, "learning_rate": 1e-3}, {"packing"}),
         ({"accelerator_config": {"split_batches": True}}, {"accelerator_config"}),
@@ -344,8 +324,3 @@ def test_secrets_are_left_out_and_tokens_of_text_are_not(tmp_path):
     assert found["eos_token"] == "<eos>"
     assert args.hub_token == secret, "the config is as it was"
     assert args.model_init_kwargs["token"] == "mine"
-
-
-def test_versions_name_what_is_installed():
-    libraries = {"python", "torch", "trl", "transformers", "accelerate", "datasets"}
-    assert libraries <= installed_versions().keys()

@@ -106,7 +106,7 @@ def _compare_preparations(arguments: argparse.Namespace) -> int:
         print_json(comparison.to_dict())
     else:
         print(comparison_text(comparison, tokenizers))
-    return 0 if comparison.is_equal else 1
+    return 1 if comparison.different else 0
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -136,11 +136,11 @@ def plan(arguments: argparse.Namespace) -> int:
         _write(plan_page(found, title=title, command=arguments.command_line), arguments)
     report = found.report if arguments.html else preview_epoch(run, ranks=arguments.ranks)
     if arguments.json:
-        rows = {"rows": len(run.dataset), "is_stream": run.is_stream}
+        rows = {"rows": run.num_rows, "is_stream": run.is_stream}
         print_json(json.loads(report.to_json()) | rows)
         return 0
     if run.is_stream:
-        print(f"The first {len(run.dataset):,} rows of a stream, as if they were all:")
+        print(f"The first {run.num_rows:,} rows of a stream, as if they were all:")
     print(report)
     return 0
 
@@ -325,7 +325,7 @@ def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
             "shown as sft_packed.py trains it; for another script, name it first"
         )
     if run.is_stream:
-        read = f"only its first {len(run.dataset):,} rows are read (--stream_rows)"
+        read = f"only its first {run.num_rows:,} rows are read (--stream_rows)"
         arguments.notes.append(f"a stream: {read}")
     return run
 

@@ -26,7 +26,7 @@ from difflib import unified_diff
 from itertools import groupby, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -44,14 +44,14 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.tools.options import read_config
-from trl_packing.tools.preview.previewed_run import ROW, PreviewedRun, SourceRows, with_row_numbers
+from trl_packing.tools.preview.previewed_run import PreviewedRun, numbers_of
 from trl_packing.tools.preview.show import mark_trained, token_texts
 from trl_packing.tools.training_command import TrainerCall, TrainingCommand
 
+EQUAL, DROPPED_BY_BOTH = "equal", "dropped by both"
 DROPPED, TOKENS, LABELS = "dropped by one", "tokens differ", "labels differ"
 WEIGHTS = "weights differ"
 DIFFERENCES = (DROPPED, TOKENS, LABELS, WEIGHTS)
-EQUAL, DROPPED_BY_BOTH = "equal", "dropped by both"
 
 _EXAMPLES = 3  # differences of each kind that are kept
 _CHUNK = 1000  # rows that are read at once
@@ -60,13 +60,8 @@ _BEFORE, _AFTER = 12, 60  # tokens shown before the first one that differs, and 
 # The settings of TRL on which tokens and labels depend. The tokenizer of the run has its EOS and
 # padding tokens and its chat template already.
 _SETTINGS = (
-    "assistant_only_loss",
-    "completion_only_loss",
-    "dataset_kwargs",
-    "dataset_num_proc",
-    "dataset_text_field",
-    "max_length",
-    "truncation_mode",
+    *("assistant_only_loss", "completion_only_loss", "dataset_kwargs", "dataset_num_proc"),
+    *("dataset_text_field", "max_length", "truncation_mode"),
 )
 
 
@@ -86,31 +81,23 @@ class Tokens:
     weights: np.ndarray
     lengths: tuple[int, ...]
 
-    @classmethod
-    def of(cls, documents: Sequence[dict[str, np.ndarray]]) -> "Tokens":
-        """Return the documents of a row, of which `DOCUMENT_WEIGHT` is a column."""
-        ids, labels, weights = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
-        for document in documents:
-            ids.append(document["input_ids"])
-            labels.append(np.array(document["labels"], np.int64))
-            labels[-1][:1] = IGNORE_INDEX
-            of_tokens = token_weights(document, len(ids[-1])) * document_weight(document)
-            weights.append(np.where(labels[-1] == IGNORE_INDEX, 0.0, of_tokens))
-        lengths = tuple(len(document["input_ids"]) for document in documents)
-        return cls(np.concatenate(ids), np.concatenate(labels), np.concatenate(weights), lengths)
 
-    @property
-    def num_trained(self) -> int:
-        """Return the number of trained tokens."""
-        return int((self.labels != IGNORE_INDEX).sum())
-
-    def to_dict(self) -> dict[str, list]:
-        """Return the arrays as lists."""
-        return {name: np.asarray(values).tolist() for name, values in vars(self).items()}
+def _laid_out(documents: Sequence[dict[str, Any]]) -> Tokens:
+    """Return the documents of a row, of which `DOCUMENT_WEIGHT` is a column."""
+    none = np.zeros(0, np.int64)
+    ids = np.concatenate([none, *(document["input_ids"] for document in documents)])
+    labels = np.concatenate([none, *(document["labels"] for document in documents)])
+    lengths = tuple(len(document["input_ids"]) for document in documents)
+    labels[np.cumsum((0, *lengths))[:-1]] = IGNORE_INDEX
+    weights = [
+        token_weights(document, length) * document_weight(document)
+        for document, length in zip(documents, lengths, strict=True)
+    ]
+    weighted = np.where(labels == IGNORE_INDEX, 0.0, np.concatenate([none, *weights]))
+    return Tokens(ids, labels, weighted, lengths)
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One of the two preparations.
 
     Attributes:
@@ -125,26 +112,24 @@ class Side:
 
     def rows(self) -> Iterator[Tokens]:
         """Yield the documents of each row of the data set, reading 1,000 rows at a time."""
-        run = with_row_numbers(self.run).with_settings(shuffle_dataset=False)
-        if is_packed(run.dataset):
+        run = self.run.with_row_numbers().with_settings(shuffle_dataset=False)
+        if any(is_packed(rows) for rows in run.sets.values()):
             raise ValueError("the rows are packed already (they have seq_lengths): nothing differs")
         dataset = documents_by_trl(run) if self.by_trl else run.documents()[0]
-        columns = [*TOKEN_COLUMNS, *([] if self.by_trl else [TOKEN_WEIGHTS])]
-        of_documents = [] if self.by_trl else [DOCUMENT_WEIGHT]
-        arrays = dataset.with_format("numpy")
-        documents = ArrowDocuments(
-            dataset,
-            [name for name in columns if name in dataset.column_names],
-            {name: arrays[name][:] for name in of_documents if name in dataset.column_names},
-        )
-        numbers = np.asarray(arrays[ROW][:], np.int64)
+        # TRL knows no weights.
+        columns = [*TOKEN_COLUMNS, *[TOKEN_WEIGHTS] * (not self.by_trl)]
+        scalars = {}
+        if not self.by_trl and DOCUMENT_WEIGHT in dataset.column_names:
+            scalars[DOCUMENT_WEIGHT] = dataset.with_format("numpy")[DOCUMENT_WEIGHT][:]
+        present = [name for name in columns if name in dataset.column_names]
+        documents, numbers = ArrowDocuments(dataset, present, scalars), numbers_of(dataset)
         order = np.argsort(numbers, kind="stable")
-        bounds = np.searchsorted(numbers[order], np.arange(len(run.dataset) + 1))
-        for first in range(0, len(run.dataset), _CHUNK):
+        bounds = np.searchsorted(numbers[order], np.arange(run.num_rows + 1))
+        for first in range(0, run.num_rows, _CHUNK):
             of_rows = bounds[first : first + _CHUNK + 1]
             found = documents.__getitems__(order[of_rows[0] : of_rows[-1]].tolist())
             for start, stop in pairwise((of_rows - of_rows[0]).tolist()):
-                yield Tokens.of(found[start:stop])
+                yield _laid_out(found[start:stop])
 
 
 def documents_by_trl(run: PreviewedRun) -> Dataset:
@@ -155,7 +140,7 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
     Raises:
         ValueError: TRL cannot prepare these rows; the message has its reason.
     """
-    if isinstance(run.dataset, SourceRows):
+    if isinstance(run.dataset, dict):
         raise ValueError(
             "TRL's trainer takes one data set, and train_dataset is a dictionary of several; "
             "compare them one by one"
@@ -221,20 +206,18 @@ def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
         call = TrainerCall(
             run.model, args, run.dataset, tokenizer, run.collator, run.formatting_func
         )
-        return Side(name, PreviewedRun.from_call(call))
-    command = TrainingCommand.from_words(_words_with(Path(against), words))
-    return Side(name, PreviewedRun.from_call(command.call))
+    else:
+        call = TrainingCommand.from_words(_words_with(against, words)).call
+    return Side(name, PreviewedRun.from_call(call))
 
 
-def _words_with(path: Path, words: Sequence[str]) -> list[str]:
+def _words_with(file: str, words: Sequence[str]) -> list[str]:
     """Return the training command that the file makes of the command `words`."""
-    options = read_config(path, "--against")
-    if options.keys() & {"model_name_or_path", "model"} and options.keys() & {
-        "dataset_name",
-        "data",
-    }:
+    options = read_config(Path(file), "--against")
+    names_model = not options.keys().isdisjoint(("model_name_or_path", "model"))
+    if names_model and not options.keys().isdisjoint(("dataset_name", "data")):
         first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-        return [*words[:first], "--config", str(path)]
+        return [*words[:first], "--config", file]
     given = list(words)
     for name, value in options.items():  # the last of several options counts
         values = value if isinstance(value, list) else [value]
@@ -243,23 +226,6 @@ def _words_with(path: Path, words: Sequence[str]) -> list[str]:
 
 
 # --- the comparison -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Difference:
-    """A row that two preparations make different documents of.
-
-    Attributes:
-        row: its number in the data set.
-        kind: one of `DIFFERENCES`.
-        sides: the documents of both preparations; without tokens if the row is dropped.
-        at: the first token that differs.
-    """
-
-    row: int
-    kind: str
-    sides: tuple[Tokens, Tokens]
-    at: int
 
 
 @dataclass(eq=False)
@@ -271,7 +237,8 @@ class Comparison:
         rows: rows of the data set.
         counts: rows by kind: equal, dropped by both, or one of `DIFFERENCES`.
         totals: documents, tokens and trained tokens of each preparation, ``(2, 3)`` int64.
-        differences: the first rows of each kind of difference.
+        differences: the first rows of each kind of difference: its `row`, `kind`, `first_token`
+            that differs, and `sides`, the `Tokens` of both preparations as lists.
     """
 
     names: tuple[str, str]
@@ -280,32 +247,25 @@ class Comparison:
         default_factory=lambda: dict.fromkeys((EQUAL, DROPPED_BY_BOTH, *DIFFERENCES), 0)
     )
     totals: np.ndarray = field(default_factory=lambda: np.zeros((2, 3), np.int64))
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def different(self) -> int:
         """Return the rows that differ."""
         return sum(self.counts[kind] for kind in DIFFERENCES)
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether both preparations make the same documents."""
-        return self.different == 0
-
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as values that JSON holds."""
-        names = ("documents", "tokens", "trained_tokens")
+        documents, tokens, trained = self.totals.T.tolist()
         return {
             "names": self.names,
-            "is_equal": self.is_equal,
+            "is_equal": not self.different,
             "rows": self.rows,
             "counts": self.counts,
-            **dict(zip(names, self.totals.T.tolist(), strict=True)),
-            "differences": [
-                {"row": d.row, "kind": d.kind, "first_token": d.at}
-                | {"sides": [side.to_dict() for side in d.sides]}
-                for d in self.differences
-            ],
+            "documents": documents,
+            "tokens": tokens,
+            "trained_tokens": trained,
+            "differences": self.differences,
         }
 
 
@@ -315,31 +275,39 @@ def compare(first: Side, second: Side) -> Comparison:
     Raises:
         ValueError: the sides have different rows, or one of them cannot be prepared.
     """
-    rows = len(first.run.dataset)
-    if rows != len(second.run.dataset):
+    rows, others = first.run.num_rows, second.run.num_rows
+    if rows != others:
         raise ValueError(
-            f"{first.name} has {rows:,} rows and {second.name} has {len(second.run.dataset):,}; "
+            f"{first.name} has {rows:,} rows and {second.name} has {others:,}; "
             "compare preparations of the same rows"
         )
     found = Comparison((first.name, second.name), rows)
     for row, sides in enumerate(zip(first.rows(), second.rows(), strict=True)):
-        found.totals += [[len(side.lengths), len(side.ids), side.num_trained] for side in sides]
+        found.totals += [
+            [len(side.lengths), len(side.ids), (side.labels != IGNORE_INDEX).sum()]
+            for side in sides
+        ]
         kind, at = _difference(*sides)
         found.counts[kind] += 1
         if kind in DIFFERENCES and found.counts[kind] <= _EXAMPLES:
-            found.differences.append(Difference(row, kind, sides, at))
+            shown = [
+                {name: np.asarray(values).tolist() for name, values in vars(side).items()}
+                for side in sides
+            ]
+            known = {"row": row, "kind": kind, "first_token": at, "sides": shown}
+            found.differences.append(known)
     return found
 
 
 def _difference(a: Tokens, b: Tokens) -> tuple[str, int]:
     """Return how the documents of one row differ, and from which token on."""
     number = min(len(a.ids), len(b.ids))
-    same_lengths = a.lengths == b.lengths
     for kind, name in ((TOKENS, "ids"), (LABELS, "labels"), (WEIGHTS, "weights")):
         differs = getattr(a, name)[:number] != getattr(b, name)[:number]
-        if differs.any() or not same_lengths:
-            kind = kind if bool(a.lengths) == bool(b.lengths) else DROPPED
-            return kind, int(np.argmax(differs)) if differs.any() else number
+        differs = np.append(differs, a.lengths != b.lengths)
+        if differs.any():
+            is_dropped = bool(a.lengths) != bool(b.lengths)
+            return DROPPED if is_dropped else kind, int(np.argmax(differs))
     return EQUAL if a.lengths else DROPPED_BY_BOTH, 0
 
 
@@ -349,13 +317,13 @@ def _difference(a: Tokens, b: Tokens) -> tuple[str, int]:
 def comparison_text(comparison: Comparison, tokenizers: Sequence[Any]) -> str:
     """Return the counts and the first differences, as lines of both that differ.
 
-    row 12 · labels differ from token 9 on
-    --- here
-    +++ trl
-     <|im_start|>assistant
-    -⟦Hello.<|im_end|>⟧
-    +⟦Hello.<|im_end|>
-    +⟧
+        row 12 · labels differ from token 9 on
+        --- here
+        +++ trl
+         <|im_start|>assistant
+        -⟦Hello.<|im_end|>⟧
+        +⟦Hello.<|im_end|>
+        +⟧
 
     Args:
         comparison: of two preparations.
@@ -365,11 +333,13 @@ def comparison_text(comparison: Comparison, tokenizers: Sequence[Any]) -> str:
     lines = [f"{'':16}{names[0][:20]:>20}{names[1][:20]:>20}"]
     totals = zip(("documents", "tokens", "trained tokens"), *comparison.totals, strict=True)
     lines += [f"{name:16}{first:>20,}{second:>20,}" for name, first, second in totals]
-    for kind, number in comparison.counts.items():
-        if number or kind == EQUAL:
-            lines.append("\n" * (kind == EQUAL) + f"{kind:16}{quantity(number, 'row'):>20}")
+    lines += [
+        "\n" * (kind == EQUAL) + f"{kind:16}{quantity(number, 'row'):>20}"
+        for kind, number in comparison.counts.items()
+        if number or kind == EQUAL
+    ]
     verdict = "Both preparations make the same documents: tokens, labels and weights."
-    if not comparison.is_equal:
+    if comparison.different:
         of = quantity(comparison.rows, "row")
         verdict = f"The preparations differ in {comparison.different:,} of {of}."
     shown = [_lines_that_differ(d, names, tokenizers) for d in comparison.differences]
@@ -377,42 +347,41 @@ def comparison_text(comparison: Comparison, tokenizers: Sequence[Any]) -> str:
 
 
 def _lines_that_differ(
-    difference: Difference, names: Sequence[str], tokenizers: Sequence[Any]
+    difference: dict[str, Any], names: Sequence[str], tokenizers: Sequence[Any]
 ) -> str:
-    shown = [
-        (_texts(side, tokenizer), side, difference.at)
-        for side, tokenizer in zip(difference.sides, tokenizers, strict=True)
-    ]
-    first, second = (_lines(*side) for side in shown)
+    sides, at = difference["sides"], difference["first_token"]
+    texts = [_texts(side, each) for side, each in zip(sides, tokenizers, strict=True)]
+    first, second = (_lines(*both, at) for both in zip(texts, sides, strict=True))
     if first == second:  # other tokens of the same text
-        first, second = (_token_lines(*side) for side in shown)
+        first, second = (_token_lines(*both, at) for both in zip(texts, sides, strict=True))
     compared = unified_diff(first, second, names[0], names[1], n=len(first), lineterm="")
-    where = f" from token {difference.at:,} on" * all(side.lengths for side in difference.sides)
-    heading = f"row {difference.row:,} · {difference.kind}{where}"
-    return "\n".join([heading, *(line for line in compared if not line.startswith("@@"))])
+    where = f" from token {at:,} on" * all(side["lengths"] for side in sides)
+    lines = [line for line in compared if not line.startswith("@@")]
+    return "\n".join([f"row {difference['row']:,} · {difference['kind']}{where}", *lines])
 
 
-def _texts(side: Tokens, tokenizer: Any) -> list[str]:
+def _texts(side: dict[str, Any], tokenizer: Any) -> list[str]:
     """Return the text of each token; documents begin on a line of their own."""
     texts: list[str] = []
-    for length in side.lengths:
-        found = token_texts(side.ids[len(texts) : len(texts) + length].tolist(), tokenizer)
+    for length in side["lengths"]:
+        found = token_texts(side["ids"][len(texts) : len(texts) + length], tokenizer)
         texts += ["\n── next document ──\n" * bool(texts) + found[0], *found[1:]]
     return texts
 
 
-def _lines(texts: Sequence[str], side: Tokens, at: int) -> list[str]:
+def _lines(texts: Sequence[str], side: dict[str, Any], at: int) -> list[str]:
     """Return the text around token `at` in lines, its trained stretches marked."""
-    start, stop = max(at - _BEFORE, 0), min(at + _AFTER, len(texts))
     if not texts:
         return ["(dropped)"]
-    weighted = zip(side.weights[start:stop].tolist(), texts[start:stop], strict=True)
+    start, stop = max(at - _BEFORE, 0), min(at + _AFTER, len(texts))
+    weighted = zip(side["weights"][start:stop], texts[start:stop], strict=True)
     stretches = groupby(weighted, key=lambda token: token[0])
     text = mark_trained([(w, "".join(t for _, t in tokens)) for w, tokens in stretches])
     return f"{'… ' * (start > 0)}{text}{' …' * (stop < len(texts))}".split("\n")
 
 
-def _token_lines(texts: Sequence[str], side: Tokens, at: int) -> list[str]:
+def _token_lines(texts: Sequence[str], side: dict[str, Any], at: int) -> list[str]:
     """Return a line for each token around `at`: its id, its weight, its text."""
-    shown = range(max(at - _BEFORE, 0), min(at + _AFTER, len(texts)))
-    return [f"{side.ids[i]:>8} {side.weights[i]:>6g} {escape_text(texts[i])!r}" for i in shown]
+    every = zip(side["ids"], side["weights"], map(escape_text, texts), strict=True)
+    shown = [*every][max(at - _BEFORE, 0) : at + _AFTER]
+    return [f"{token:>8} {weight:>6g} {text!r}" for token, weight, text in shown]

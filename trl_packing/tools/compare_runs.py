@@ -17,8 +17,7 @@ from textwrap import fill
 from typing import Any
 
 from trl_packing.data.printable import escape_hidden
-from trl_packing.training.curves import Curves
-from trl_packing.training.page import HtmlPage, asset, columns, escape, page, section, table
+from trl_packing.training.page import HtmlPage, render
 from trl_packing.training.run_page import (
     FILE,
     ON_STEPS,
@@ -30,6 +29,7 @@ from trl_packing.training.run_page import (
     is_eval_loss,
     is_number,
     storable,
+    values_of_curves,
 )
 
 # `transformers.trainer.TRAINER_STATE_NAME` and `PREFIX_CHECKPOINT_DIR`, whose import takes seconds.
@@ -48,10 +48,11 @@ def load_run(given: str) -> RunRecord:
     path = Path(given)
     if not path.exists():
         raise ValueError(f"{given} does not exist (looked from {Path.cwd()})")
-    numbers = {place: place.name.rpartition("-")[2] for place in path.glob(f"{CHECKPOINT}-*")}
-    last_first = sorted(numbers, key=lambda p: int("0" + numbers[p] * numbers[p].isdecimal()))[::-1]
-    files = [place / name for place in (path, *last_first) for name in (FILE, STATE)]
-    file = next((file for file in [path, *files] if file.is_file()), None)
+    steps = {place: place.name.rpartition("-")[2] for place in path.glob(f"{CHECKPOINT}-*")}
+    numbered = [place for place, step in steps.items() if step.isdecimal()]
+    last_first = sorted(numbered, key=lambda place: -int(steps[place]))
+    files = [path, *(place / name for place in (path, *last_first) for name in (FILE, STATE))]
+    file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise ValueError(
             f"{given} holds no run: neither {FILE} nor {STATE}, also not in a "
@@ -75,10 +76,8 @@ def _run_of_state(state: Any) -> RunRecord:
     log = [entry for entry in state["log_history"] if isinstance(entry, dict)]
     numbers = [(e.get("step"), e.get("num_tokens", e.get("eval_num_tokens"))) for e in log]
     tokens = {int(s): int(n) for s, n in numbers if is_number(s) and is_number(n)}
-    notes = [
-        f"read from {STATE}: documents, time, settings and versions are not recorded"
-        + (" there; tokens are its num_tokens" if tokens else ", nor are tokens")
-    ]
+    known = " there; tokens are its num_tokens" if tokens else ", nor are tokens"
+    notes = [f"read from {STATE}: documents, time, settings and versions are not recorded{known}"]
     in_order = [tokens[step] for step in sorted(tokens)]
     if in_order != sorted(in_order):
         notes = ["num_tokens restarts within the log: TRL counts from 0 in a resumed run", *notes]
@@ -129,8 +128,10 @@ class Comparison:
         Rows of numbers end with the difference of the last run from the first.
         """
         head = [*self.runs, "difference" if len(self.runs) == 2 else "last − first"]
-        figures = [_with_difference(*row) for row in self.figures.items()]
-        yield ["at the end of each run", *head], figures
+        yield (
+            ["at the end of each run", *head],
+            [_with_difference(*f) for f in self.figures.items()],
+        )
         if self.at is not None:
             where = f"after {self.at:,.0f} {self.over}, which all runs had"
             yield [where, *head], [_with_difference(*row) for row in self.losses.items()]
@@ -144,60 +145,64 @@ class Comparison:
     def __str__(self) -> str:
         parts = []
         for head, rows in self.tables():
-            lines = [[escape_hidden(cell) for cell in row] for row in [head, *rows]]
+            lines = [[escape_hidden(cell) for cell in row] for row in (head, *rows)]
             lines = [[name, *map(_clipped, cells)] for name, *cells in lines]
-            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+            first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
             aligned = [
-                "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+                "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip()
                 for name, *cells in lines
             ]
             parts.append("\n".join(aligned) if rows else f"{head[0]}: none")
-        indents: Any = {"initial_indent": "- ", "subsequent_indent": "  "}
-        notes = [fill(escape_hidden(note), 100, **indents) for note in self.notes]
+        notes = [
+            fill(escape_hidden(note), 100, initial_indent="- ", subsequent_indent="  ")
+            for note in self.notes
+        ]
         return "\n\n".join([*parts, *["\n".join(notes)] * bool(notes)])
 
 
 def compare(records: Sequence[RunRecord]) -> Comparison:
     """Compare runs where all have trained equally many documents, or tokens."""
-    names, over, at = _names(records), None, None
+    short = [Path(record.name).name for record in records]
+    names = short if len({*short}) == len(short) else [record.name for record in records]
+    over, at = None, None
     for axis in ("tokens", "documents"):
         places = [[getattr(point, axis) for point in r.points("loss")] for r in records]
         known = [[float(place) for place in run if place is not None] for run in places]
         if all(known):
-            over, at = axis, min(max(run) for run in known)
+            over, at = axis, min(map(max, known))
     logged = dict.fromkeys(name for record in records for name in record.series)
     losses = [name for name in logged if name == "loss" or is_eval_loss(name)]
     notes = [f"{name}: {n}" for name, r in zip(names, records, strict=True) for n in r.notes]
     if over is None:
         notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
-    totals = [record.total for record in records]
-    speeds = [t.tokens / t.seconds if t.tokens and t.seconds else None for t in totals]
-    figures: dict[str, list[Any]] = {
-        "status": [record.status for record in records],
-        "steps": [record.step for record in records],
-        "documents": [total.documents for total in totals],
-        "documents a step": [
-            total.documents / record.step if total.documents and record.step else None
-            for total, record in zip(totals, records, strict=True)
-        ],
-        "tokens": [total.tokens for total in totals],
-        "trained tokens": [total.trained_tokens for total in totals],
-        "tokens computed": [total.computed_tokens for total in totals],
-        "training time": [total.seconds for total in totals],
-        "tokens a second": speeds,
-    }
+    rows = [_figures(record) | {name: record.last(name) for name in losses} for record in records]
     return Comparison(
         runs=names,
-        figures=figures | {name: [record.last(name) for record in records] for name in losses},
+        figures={name: [row[name] for row in rows] for name in rows[0]},
         over=over,
         at=at,
         losses={}
         if over is None
-        else {name: [_last_before(r, name, over, at) for r in records] for name in losses},
+        else {n: [_last_before(r, n, over, at) for r in records] for n in losses},
         settings=_differing([record.settings for record in records]),
         versions=_differing([record.facts | record.versions for record in records]),
         notes=notes,
     )
+
+
+def _figures(record: RunRecord) -> dict[str, Any]:
+    total, step = record.total, record.step
+    return {
+        "status": record.status,
+        "steps": step,
+        "documents": total.documents,
+        "documents a step": total.documents / step if total.documents and step else None,
+        "tokens": total.tokens,
+        "trained tokens": total.trained_tokens,
+        "tokens computed": total.computed_tokens,
+        "training time": total.seconds,
+        "tokens a second": total.tokens / total.seconds if total.tokens and total.seconds else None,
+    }
 
 
 def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPage:
@@ -208,23 +213,19 @@ def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPa
     for axis, name in (("documents", "documents"), ("tokens", "tokens"), ("hours", "seconds")):
         if lack := [r.name for r in named if getattr(r.total, name) is None]:
             warnings[axis] = f"Not shown, because their {axis} are unknown: {', '.join(lack)}."
-    curves = Curves(charts, axis=comparison.over or "steps", warnings=warnings)
-    none = '<p class="note">none</p>'
-    tables = [
-        section(title[0].upper() + title[1:], table(["", *head], rows) if rows else none)
-        for (title, *head), rows in comparison.tables()
-    ]
-    sections = [
-        *(f'<p class="note">{escape(note)}</p>' for note in comparison.notes),
-        columns(*tables[:-2]),
-        *curves.sections(main=main),
-        columns(*tables[-2:]),
-    ]
-    title = f"Runs · {' · '.join(comparison.runs)}"
-    return page(title, sections, data=curves.data(), script=asset("curves.js"))
+    shown = values_of_curves(charts, main, axis=comparison.over or "steps", warnings=warnings)
+    return render(
+        Path(__file__).with_name("compare.html"),
+        title=f"Runs · {' · '.join(comparison.runs)}",
+        notes=comparison.notes,
+        tables=list(comparison.tables()),
+        shown=shown,
+        data=shown["data"],
+        script="curves.js",
+    )
 
 
-def _last_before(record: RunRecord, name: str, axis: str, at: float | None) -> float | None:
+def _last_before(record: RunRecord, name: str, axis: Any, at: Any) -> float | None:
     known = [(getattr(point, axis), point.value) for point in record.points(name)]
     before = [value for where, value in known if where is not None and where <= at]
     return before[-1] if before else None
@@ -239,15 +240,6 @@ def _differing(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name in names
         if name not in _OF_EACH_RUN and any(v.get(name) != recorded[0].get(name) for v in recorded)
     }
-
-
-def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the names of the runs without their folders, where these are not needed."""
-    short = [Path(record.name).name for record in records]
-    return short if len(set(short)) == len(short) else [record.name for record in records]
-
-
-# --- cells ----------------------------------------------------------------------------------------
 
 
 def _with_difference(name: str, values: Sequence[Any]) -> list[str]:
@@ -266,8 +258,8 @@ def _cell(name: str, value: Any) -> str:
         return "–"
     if name == "training time":
         return in_words(value)
-    digits = {"tokens a second": 0, "documents a step": 1}.get(name, 4)
     if isinstance(value, float):
+        digits = {"tokens a second": 0, "documents a step": 1}.get(name, 4)
         # Runs of the same documents differ by little; a difference is never written as 0.
         return f"{value:,.{digits}f}" if not value or abs(value) >= 10**-digits else f"{value:.0e}"
     return f"{value:,}" if isinstance(value, int) else str(value)

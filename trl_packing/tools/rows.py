@@ -7,16 +7,16 @@ documents  →  the trainer's sampler  →  micro-batches  →  the trainer's co
 A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch. With shared
 prefixes, all documents of a micro-batch are one row, and its segments say who holds which token:
 
-micro-batch 1 · 3 documents · 831 tokens instead of 1,852 (2.2× fewer)
-═══════════════════════════AAAAAAAAA document 12        640 tokens
-                           BBBBBBBBB document 40        640 tokens, 511 above
-                           CCCC      document 7         572 tokens, 510 above
+    micro-batch 1 · 3 documents · 831 tokens instead of 1,852 (2.2× fewer)
+    ═══════════════════════════AAAAAAAAA document 12        640 tokens
+                               BBBBBBBBB document 40        640 tokens, 511 above
+                               CCCC      document 7         572 tokens, 510 above
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,16 +36,14 @@ from trl_packing.vision.documents import ImageTokens, images_of
 
 # Properties of documents that a reader looks for.
 NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES = (
-    "nothing trained",
-    "no stop token",
-    "cut",
-    "weighted",
+    *("nothing trained", "no stop token", "cut", "weighted"),
 )
 
 _CELLS = 36  # of a line; the rest of 80 columns names its document
 
 
-class RowDocument(NamedTuple):
+@dataclass(frozen=True)
+class RowDocument:
     """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
 
     Where documents share prefixes, these are its tokens in the row of the documents apart.
@@ -80,8 +78,7 @@ class PackedRow:
         documents: in the order of their tokens, padding included.
         apart: the micro-batch of the documents without shared prefixes; may be `batch`.
         segments: of a row whose documents share prefixes, without padding; else empty.
-        shared: tokens of each document that stand in the documents before it; empty without
-            `segments`.
+        shared: tokens of each document that stand in the documents before it.
     """
 
     micro_batch: int
@@ -108,9 +105,9 @@ class PackedRow:
         return [document for document in self.documents if document.number is not None]
 
     @property
-    def real_tokens(self) -> int:
-        """Return the tokens of all documents, those that they share in each of them."""
-        return sum(document.stop - document.start for document in self.real)
+    def lengths(self) -> list[int]:
+        """Return the tokens of the documents, those that they share in each of them."""
+        return [document.stop - document.start for document in self.real]
 
     @property
     def num_images(self) -> int:
@@ -119,16 +116,13 @@ class PackedRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON: its documents, their images, and the tokens that they share."""
-        shared = self.shared or [0] * len(self.real)
-        return {
-            "micro_batch": self.micro_batch + 1,
-            "tokens": self.stop - self.start,
-            "documents": [
-                {"number": d.number, "row": d.row, "tokens": d.stop - d.start, "shared": above}
-                | ({"images": [[i.start, i.stop] for i in d.images]} if d.images else {})
-                for d, above in zip(self.real, shared, strict=True)
-            ],
-        }
+        documents = [
+            {"number": document.number, "row": document.row, "tokens": length, "shared": shared}
+            | ({"images": [[i.start, i.stop] for i in document.images]} if document.images else {})
+            for document, length, shared in zip(self.real, self.lengths, self.shared, strict=True)
+        ]
+        tokens = self.stop - self.start
+        return {"micro_batch": self.micro_batch + 1, "tokens": tokens, "documents": documents}
 
     def values(self, name: str) -> np.ndarray:
         """Return the row's part of a tensor of the batch, ``(tokens,)``."""
@@ -154,18 +148,17 @@ def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     deepest: dict[int, int] = {}  # of each document, the last segment so far
+    own = np.diff(tree.starts)
     for number, (start, stop) in enumerate(pairwise(tree.cu_seqlens.tolist())):
         position = int(tree.position_ids[start])
         first = int(np.searchsorted(tree.starts[:-1], start, side="right")) - 1
         # The documents behind the first one hold the segment until one leaves its path above it.
-        leaves = np.flatnonzero(tree.depths[first + 1 :] <= position)
-        end = first + 1 + int(leaves[0]) if len(leaves) else len(tree.depths)
+        leaves = np.flatnonzero(np.append(tree.depths[first + 1 :], 0) <= position)
+        documents = list(range(first, first + 1 + int(leaves[0])))
         parent = deepest.get(first) if position else None
-        repeats = False
-        if position and start == tree.starts[first]:
-            # The document before goes on with another token, or ends here.
-            own = tree.starts[first] - tree.starts[first - 1]
-            repeats = bool(position < tree.depths[first - 1] + own)
+        # The document before goes on with another token, or ends here.
+        begins = position > 0 and start == int(tree.starts[first])
+        repeats = begins and position < int(tree.depths[first - 1] + own[first - 1])
         found.append(
             {
                 "start": start,
@@ -173,11 +166,11 @@ def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
                 "position": position,
                 "parent": parent,
                 "level": 0 if parent is None else found[parent]["level"] + 1,
-                "documents": list(range(first, end)),
+                "documents": documents,
                 "repeats": repeats,
             }
         )
-        deepest.update(dict.fromkeys(range(first, end), number))
+        deepest.update(dict.fromkeys(documents, number))
     return found
 
 
@@ -233,19 +226,17 @@ class PackedEpoch:
                 "cannot show; leave mixture out to see the rows of all documents"
             )
         collator, eos = collator_of(run, sampler), run.preparation.eos
+        trains = documents.num_trained() > 0
         of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
-        nothing = (documents.num_trained() == 0) | (of_document == 0)
+        nothing = ~trains | (of_document == 0)
         weighted = (of_document != 1) | (collator.loss_weighting != "token")
         if TOKEN_WEIGHTS in documents.columns:
             weighted[documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights != 1)] = True
-            weighs = np.zeros(len(documents), bool)
-            weighs[documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights > 0)] = True
-            nothing |= ~weighs
-        no_stop = documents.num_trained() > 0
+            has_weight = documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights > 0)
+            nothing |= ~np.isin(np.arange(len(documents)), has_weight)
+        no_stop = np.zeros(len(documents), bool)
         if eos.stop_ids and "labels" in documents.columns:
-            no_stop &= ~ends_in_stop_token(documents, eos)
-        else:
-            no_stop[:] = False
+            no_stop = trains & ~ends_in_stop_token(documents, eos)
         cut = traced.uncut > documents.lengths()
         has = dict(zip(PROPERTIES, (nothing, no_stop, cut, weighted), strict=True))
         return cls(run, traced, sampler, documents, collator, has)
@@ -268,13 +259,12 @@ class PackedEpoch:
         """Return the tokens of all rows, prefixes once in each; None if none can be shared."""
         if not self.collator.shares_prefixes:
             return None
-        micro_batches = [*self.sampler.micro_batches()]
-        offsets = np.cumsum([0, *map(len, micro_batches)])
-        index, chosen = PrefixIndex.of(self.documents), np.concatenate(micro_batches)
-        computed = index.computed_tokens(self.documents.lengths(), chosen, offsets)
-        return int(computed.sum())
+        drawn, index = self.sampler.drawn(), PrefixIndex.of(self.documents)
+        offsets = np.append(0, drawn.ends)
+        lengths = self.documents.lengths()
+        return int(index.computed_tokens(lengths, drawn.documents, offsets).sum())
 
-    def group_of_documents(self, groups: Any) -> np.ndarray:
+    def group_of_documents(self, groups: Iterable[Any]) -> np.ndarray:
         """Return the number of the group of every document, ``(documents,)``; -1 without one."""
         numbers = np.full(len(self.documents), -1)
         for number, documents in enumerate(groups):
@@ -290,26 +280,28 @@ class PackedEpoch:
     def _rows_of(self, number: int, chosen: np.ndarray, bins: np.ndarray) -> Iterator[PackedRow]:
         documents = self.documents.__getitems__(chosen.tolist())
         apart = self.collator.replaced(shares_prefixes=False)(documents)
-        boundaries, numbers = apart["cu_seq_lens_q"].tolist(), iter(chosen.tolist())
+        numbers = iter(chosen.tolist())
         found = [
-            self._document(*ends, next(numbers, None))
-            for ends in pairwise(boundaries)
-            if ends[0] < ends[1]
+            self._document(start, stop, next(numbers, None))
+            for start, stop in pairwise(apart["cu_seq_lens_q"].tolist())
+            if start < stop
         ]
-        real = [d for d in found if d.number is not None]
+        real = [document for document in found if document.number is not None]
+        tree = None
         if self.collator.shares_prefixes:
             tokens = {k: x[0, : real[-1].stop].numpy() for k, x in apart.items() if x.ndim == 2}
-            tree = tree_of_row(tokens, [d.stop - d.start for d in real])
-            if tree is not None:
-                in_order = tuple(real[place] for place in tree.order)
-                shared = tuple(tree.depths.tolist())
-                batch, segments = self.collator(documents), segments_of(tree)
-                yield PackedRow(number, 0, batch, in_order, apart, segments, shared)
-                return
+            tree = tree_of_row(tokens, [document.stop - document.start for document in real])
+        if tree is not None:
+            in_order, shared = tuple(real[at] for at in tree.order), tuple(tree.depths.tolist())
+            batch = self.collator(documents)
+            yield PackedRow(number, 0, batch, in_order, apart, segments_of(tree), shared)
+            return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
         for index, (first, end) in enumerate(pairwise([0, *changes, len(found)])):
-            yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
+            inside = tuple(found[first:end])
+            none = (0,) * sum(document.number is not None for document in inside)
+            yield PackedRow(number, index, apart, inside, apart, shared=none)
 
     def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
         if number is None:
@@ -341,48 +333,42 @@ def micro_batches(epoch: PackedEpoch, numbers: Sequence[int]) -> Iterator[Packed
 
 def show_row(row: PackedRow, epoch: PackedEpoch, *, color: bool = False) -> str:
     """Return a packed row as text, with background colors for a terminal if asked."""
-    lengths = [d.stop - d.start for d in row.real]
-    tokens = row.segments[-1]["stop"] if row.segments else row.real_tokens
-    shared = f" instead of {row.real_tokens:,} ({row.real_tokens / tokens:.1f}× fewer)"
+    whole, lengths = sum(row.lengths), row.lengths
+    tokens = row.segments[-1]["stop"] if row.segments else whole
+    shared = f" instead of {whole:,} ({whole / tokens:.1f}× fewer)" * bool(row.segments)
     in_bin = f", {epoch.unit} {row.index + 1}" * bool(epoch.capacity and not row.segments)
     parts = [
         f"micro-batch {row.micro_batch + 1:,}{in_bin}",
         quantity(len(lengths), "document"),
         *[quantity(row.num_images, "image")] * bool(row.num_images),
-        f"{tokens:,} tokens{shared * bool(row.segments)}",
+        f"{tokens:,} tokens{shared}",
     ]
-    lines = (
-        _tree_lines(row, lengths, color) if row.segments else _bin_lines(row, lengths, epoch, color)
-    )
-    return "\n".join([" · ".join(parts), *lines])
+    return "\n".join([" · ".join(parts), *(_tree if row.segments else _bin)(row, epoch, color)])
 
 
-def _bin_lines(row: PackedRow, lengths: list[int], epoch: PackedEpoch, color: bool) -> list[str]:
+def _bin(row: PackedRow, epoch: PackedEpoch, color: bool) -> list[str]:
+    """Return the line of a bin."""
     images = [
-        (d.start - row.start + image.start, d.start - row.start + image.stop)
-        for d in row.real
-        for image in d.images
+        (document.start - row.start + image.start, document.start - row.start + image.stop)
+        for document in row.real
+        for image in document.images
     ]
-    cell = -(-max(sum(lengths), epoch.capacity or 0, 1) // 80)
-    drawn = show_rows(
-        [lengths], images=[images], capacity=epoch.capacity, tokens_per_cell=cell, color=color
-    )
-    return [drawn]
+    cell = -(-max(sum(row.lengths), epoch.capacity or 0, 1) // 80)
+    options: Any = {"capacity": epoch.capacity, "tokens_per_cell": cell, "color": color}
+    return [show_rows([row.lengths], images=[images], **options)]
 
 
-def _tree_lines(row: PackedRow, lengths: list[int], color: bool) -> list[str]:
-    """Return a line for each document: its own tokens below those that it shares, and its name."""
-    cell = -(-max(lengths) // _CELLS)
-    drawn = [
-        show_rows([lengths], shared=[row.shared], tokens_per_cell=cell, color=each).split("\n")
+def _tree(row: PackedRow, epoch: PackedEpoch, color: bool) -> Iterator[str]:
+    """Yield a line for each document: its own tokens below those that it shares, and its name."""
+    cell = -(-max(row.lengths) // _CELLS)
+    drawn, plain = (
+        show_rows([row.lengths], shared=[row.shared], tokens_per_cell=cell, color=each).split("\n")
         for each in (color, False)
-    ]
-    lines = []
-    for document, length, above, tree, plain in zip(
-        row.real, lengths, row.shared, *drawn, strict=True
+    )
+    for i, (document, length, above) in enumerate(
+        zip(row.real, row.lengths, row.shared, strict=True)
     ):
         name = f"document {document.number:<7,}{length:>6,} tokens" + f", {above:,} above" * bool(
             above
         )
-        lines.append(f"{tree}{' ' * (_CELLS - len(plain))} {name}")
-    return lines
+        yield f"{drawn[i]}{' ' * (_CELLS - len(plain[i]))} {name}"

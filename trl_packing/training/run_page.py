@@ -5,19 +5,24 @@
 
 A log entry and the totals of its step make a point of a curve, over steps, documents, tokens or
 seconds. JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
+
+    records  →  charts_of  →  values_of_curves  →  curves.html, curves.js     (one run, or more)
 """
 
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from trl_packing.training.curves import Chart, Curve, Curves
-from trl_packing.training.page import asset, cards, columns, escape, page, section, table
+import numpy as np
+from markupsafe import Markup
+
+from trl_packing.training.page import HtmlPage, render
 
 FILE, PAGE = "run.json", "run.html"
 
@@ -101,13 +106,12 @@ class RunRecord:
         """The logged numbers by name, in the order of the log."""
         found: dict[str, list[Point]] = {}
         for entry in self.log:
-            if not is_number(step := entry.get("step")):
-                continue
-            at = self.totals.get(int(step), UNKNOWN)
-            place = int(step), at.documents, at.tokens, at.seconds
-            for name, value in entry.items():
-                if is_number(value):
-                    found.setdefault(name, []).append(Point(*place, float(value)))
+            if is_number(step := entry.get("step")):
+                at = self.totals.get(int(step), UNKNOWN)
+                place = int(step), at.documents, at.tokens, at.seconds
+                for name, value in entry.items():
+                    if is_number(value):
+                        found.setdefault(name, []).append(Point(*place, float(value)))
         return found
 
     def points(self, name: str) -> list[Point]:
@@ -116,8 +120,7 @@ class RunRecord:
 
     def last(self, name: str) -> float | None:
         """Return the last logged number of this name; None if there is none."""
-        points = self.points(name)
-        return points[-1].value if points else None
+        return next((point.value for point in reversed(self.points(name))), None)
 
     @property
     def total(self) -> Totals:
@@ -126,7 +129,7 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return the record as JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return json.dumps(storable({"format": _FORMAT, **plain}), allow_nan=False)
 
     @classmethod
@@ -168,7 +171,7 @@ def _restored(value: Any) -> Any:
 
 # --- charts ---------------------------------------------------------------------------------------
 
-_MAIN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "utilization")
+# Titles of charts other than the names of their numbers, and notes beside them.
 _TITLES = {
     "learning_rate": "learning rate",
     "grad_norm": "gradient norm",
@@ -182,8 +185,9 @@ _NOTES = {
     "computed_tokens_per_second": "a token that documents share counts once",
     "utilization": "computed tokens of documents / room for tokens",
 }
+_MAIN = ("learning_rate", "grad_norm", "tokens_per_second", "utilization")  # behind the losses
 _SHARES = ("utilization", "mfu", "mean_token_accuracy")
-
+_MAY_BE_LOG = ("loss", "loss by source", "grad_norm", "learning_rate")
 _EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
 # Counts and times of day are axes, or figures of the whole run.
 _NO_CURVE = re.compile(
@@ -191,8 +195,39 @@ _NO_CURVE = re.compile(
     r"trained_tokens|computed_tokens|documents|utilization|documents_per_step|peak_memory_gib|mfu)|"
     r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
 )
-_MOST_CURVES = 24
 _COUNT = "num_trained_tokens_"  # of a source, in the training log
+_MOST_CURVES = 24
+_MOST_POINTS = 1000  # more than a wide screen has pixels for
+
+ON_STEPS = (
+    "The steps of a packed and of a padded run hold different numbers of documents. Compare such "
+    "runs over documents or tokens."
+)
+_AXES = {
+    "documents": "documents trained",
+    "tokens": "tokens trained, without padding",
+    "steps": "optimizer steps",
+    "hours": "training time",
+}
+_PLACE = {"steps": 0, "documents": 1, "tokens": 2, "hours": 3}  # in a point
+
+
+class Chart(NamedTuple):
+    """A frame with curves.
+
+    Attributes:
+        title: above the frame.
+        curves: name, number of its color, and points of each line.
+        note: beside the title.
+        may_be_log: whether the reader may choose a logarithmic y-axis for it.
+        percent: whether values are shares, shown in percent.
+    """
+
+    title: str
+    curves: Sequence[tuple[str, int, Sequence[Point]]]
+    note: str = ""
+    may_be_log: bool = False
+    percent: bool = False
 
 
 def is_eval_loss(name: str) -> bool:
@@ -208,22 +243,20 @@ def charts_of(records: Sequence[RunRecord]) -> tuple[list[Chart], int]:
     """
     logged = dict.fromkeys(name for record in records for name in record.series)
     sources = [name.removeprefix(_COUNT) for name in logged if name.startswith(_COUNT)]
-    counts = ("loss", "num_documents", "num_tokens", "num_trained_tokens")
-    of_sources = {f"{prefix}_{source}" for prefix in counts for source in sources}
+    counts = ("loss_", "num_documents_", "num_tokens_", _COUNT)
+    of_sources = {f"{count}{source}" for count in counts for source in sources}
     of_sources |= {f"train_{name}" for name in of_sources}
     names = [name for name in logged if name not in of_sources and not _NO_CURVE.fullmatch(name)]
     losses = [name for name in names if is_eval_loss(name)]
-    groups: dict[str, list[str]] = {}
-    for name in _MAIN:
-        groups[name] = losses if name == "eval_loss" else [name] if name in names else []
-        if name == "loss":
-            groups["loss by source"] = [f"loss_{s}" for s in sources if f"loss_{s}" in logged]
+    groups = {"loss": ["loss"], "loss by source": [f"loss_{source}" for source in sources]}
+    groups |= {"eval_loss": losses} | {name: [name] for name in _MAIN}
+    groups = {title: [n for n in group if n in logged] for title, group in groups.items()}
     if len(records) > 1:
         groups = {name: [name] for group in groups.values() for name in group[:_MOST_CURVES]}
     charts = [_chart(records, title, group) for title, group in groups.items() if group]
     if len(records) == 1 and any(f"num_tokens_{source}" in logged for source in sources):
         charts.append(_shares(records[0], sources))
-    rest = [name for name in names if name not in _MAIN and name not in losses]
+    rest = [name for name in names if name not in ("loss", *losses, *_MAIN)]
     return charts + [_chart(records, name, [name]) for name in rest], len(charts)
 
 
@@ -231,47 +264,116 @@ def _chart(records: Sequence[RunRecord], title: str, names: list[str]) -> Chart:
     """Return a chart with a curve for each name of one run, or for each run of one name."""
     shown = [(record, name) for record in records for name in names[:_MOST_CURVES]]
     curves = [
-        Curve(record.name if len(records) > 1 else name, record.points(name), i)
-        for i, (record, name) in enumerate(shown)
+        (record.name if len(records) > 1 else name, color, record.points(name))
+        for color, (record, name) in enumerate(shown)
         if name in record.series
     ]
     left_out = len(names) - _MOST_CURVES
-    return Chart(
-        _TITLES.get(title, title),
-        curves,
-        note=f"{left_out:,} more in {FILE}" if left_out > 0 else _NOTES.get(title, ""),
-        may_be_log=title in ("loss", "loss by source", "grad_norm", "learning_rate")
-        or is_eval_loss(title),
-        percent=title in _SHARES,
-    )
+    note = f"{left_out:,} more in {FILE}" if left_out > 0 else _NOTES.get(title, "")
+    may_be_log = title in _MAY_BE_LOG or is_eval_loss(title)
+    return Chart(_TITLES.get(title, title), curves, note, may_be_log, title in _SHARES)
 
 
 def _shares(record: RunRecord, sources: list[str]) -> Chart:
     """Return the chart of each source's share of the tokens since the last log."""
-    tokens = {source: record.points(f"num_tokens_{source}") for source in sources}
+    points = {source: record.points(f"num_tokens_{source}") for source in sources}
     totals: Counter[int] = Counter()
-    for point in (point for points in tokens.values() for point in points):
+    for point in (point for each in points.values() for point in each):
         totals[point.step] += int(point.value)
     curves = [
-        Curve(
-            source,
-            [p._replace(value=p.value / totals[p.step]) for p in tokens[source] if totals[p.step]],
-            i,
-        )
-        for i, source in enumerate(sources[:_MOST_CURVES])
+        (source, i, [p._replace(value=p.value / totals[p.step]) for p in each if totals[p.step]])
+        for i, (source, each) in enumerate([*points.items()][:_MOST_CURVES])
     ]
-    return Chart("share of tokens by source", curves, note="since the last log", percent=True)
+    return Chart("share of tokens by source", curves, "since the last log", percent=True)
+
+
+def values_of_curves(
+    charts: Sequence[Chart],
+    main: int,
+    *,
+    axis: str = "documents",
+    warnings: dict[str, str],
+    marks: Iterable[tuple[str, Sequence[float | None]]] = (),
+    reloads: bool = False,
+) -> dict[str, Any]:
+    """Return what curves.html shows, and with it, as `data`, what curves.js draws.
+
+    A value that is NaN or infinite leaves a gap, marked on the x-axis. Long curves are thinned.
+
+    Args:
+        charts: in their order on the page.
+        main: number of those that are not folded.
+        axis: the first x-axis shown.
+        warnings: text that is shown for an axis.
+        marks: vertical lines: a label, and the place on each axis as in `Point`.
+        reloads: whether the page loads itself again from time to time, as a run is training.
+    """
+    every = [point for chart in charts for *_, points in chart.curves for point in points]
+    axes = [name for name in _AXES if any(p[_PLACE[name]] is not None for p in every)]
+    notes = [
+        " · ".join(filter(None, [chart.note, *(_gaps(name, p) for name, _, p in chart.curves)]))
+        for chart in charts
+    ]
+    frames = [(chart.title, note) for chart, note in zip(charts, notes, strict=True)]
+    drawn = [
+        {
+            "may_be_log": chart.may_be_log,
+            "percent": chart.percent,
+            "curves": [
+                {"name": name, "color": color, "points": [*map(_as_json, thinned(points))]}
+                for name, color, points in chart.curves
+            ],
+        }
+        for chart in charts
+    ]
+    data = {
+        "axis": axis if axis in axes else next(iter(axes), "steps"),
+        "labels": _AXES,
+        "warnings": warnings,
+        "marks": list(marks),
+        "reloads": reloads,
+        "charts": drawn,
+    }
+    return {"axes": axes, "main": frames[:main], "rest": frames[main:], "data": data}
+
+
+def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> Sequence[Point]:
+    """Return at most `most` points; the smallest and the largest of each stretch are kept.
+
+    Args:
+        points: in the order of the run. Gaps (NaN, infinity) are kept before anything else.
+        most: an even number.
+    """
+    if len(points) <= most:
+        return points
+    values, kept = np.array([point.value for point in points]), {0, len(points) - 1}
+    for stretch in np.array_split(np.arange(len(points)), most // 2 - 1):
+        is_finite = np.isfinite(values[stretch])
+        gaps, finite = stretch[~is_finite].tolist(), stretch[is_finite]
+        order = finite[np.argsort(values[finite])].tolist()
+        kept.update((gaps[:1] + order[:1] + order[-1:])[:2])
+    return [points[at] for at in sorted(kept)]
+
+
+def _as_json(point: Point) -> list[float | None]:
+    *place, value = point
+    return [*place, float(f"{value:.7g}") if math.isfinite(value) else None]
+
+
+def _gaps(name: str, points: Sequence[Point]) -> str:
+    """Return in words which values of a curve are left out; "" if none is."""
+    lost = [f"{point.step:,}" for point in points if not math.isfinite(point.value)]
+    if not lost:
+        return ""
+    steps = ", ".join(lost[:5]) + ", …" * (len(lost) > 5)
+    word = "value of" if len(lost) == 1 else "values of"
+    return f"{len(lost):,} {word} {name} NaN or infinite, left out (step {steps})"
 
 
 # --- the page -------------------------------------------------------------------------------------
 
-ON_STEPS = (
-    "The steps of a packed and of a padded run hold different numbers of documents. Compare such "
-    "runs over documents or tokens."
-)
 
-
-def run_page(record: RunRecord, report: str) -> str:
+def run_page(record: RunRecord, report: str) -> HtmlPage:
     """Return the page of a run, the text of a file that opens from disk.
 
     Args:
@@ -280,52 +382,48 @@ def run_page(record: RunRecord, report: str) -> str:
     """
     charts, main = charts_of([record])
     places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
-    curves = Curves(
+    shown = values_of_curves(
         charts,
-        axis="documents",
+        main,
+        warnings={"steps": ON_STEPS},
         marks=[
-            (f"resumed at step {step:,}", [step, at.documents, at.tokens, at.seconds])
+            (f"resumed at step {step:,}", (step, at.documents, at.tokens, at.seconds))
             for step, at in places
         ],
-        warnings={"steps": ON_STEPS},
         reloads=record.status == "running",
     )
-    notes = list(record.notes)
-    if record.path.startswith("TRL"):
-        notes.insert(0, f"{record.path}. Documents are not counted there.")
-    settings = '<p class="note">all have their defaults</p>'
-    if record.changed:
-        rows = [(name, in_json(record.settings.get(name))) for name in record.changed]
-        settings = f'<div class="wrapped">{table(["setting", "value"], rows)}</div>'
-    versions = table(["", ""], [*record.facts.items(), *record.versions.items()])
-    sections = [
-        cards(_figures(record)),
-        *(f'<p class="note">{escape(note)}</p>' for note in notes),
-        *curves.sections(main=main),
-        section("Packed and checked", report) if record.report else "",
-        columns(
-            section("Settings", settings, note="other than the defaults"),
-            section("Model, machine, versions", versions),
-        ),
-    ]
-    return page(f"Run · {record.name}", sections, data=curves.data(), script=asset("curves.js"))
+    uncounted = [f"{record.path}. Documents are not counted there."]
+    return render(
+        Path(__file__).with_name("run.html"),
+        title=f"Run · {record.name}",
+        figures=_figures(record),
+        notes=uncounted * record.path.startswith("TRL") + record.notes,
+        shown=shown,
+        report=Markup(report) if record.report else "",
+        settings=[(name, in_json(record.settings.get(name))) for name in record.changed],
+        versions=[*record.facts.items(), *record.versions.items()],
+        data=shown["data"],
+        script="curves.js",
+    )
 
 
 def _figures(record: RunRecord) -> list[tuple[str, str]]:
-    total, loss, evaluated = record.total, record.last("loss"), record.last("eval_loss")
-    found = [
-        (record.status, f"written {record.written}"),
-        (f"{record.step:,}", f"of {record.max_steps:,} steps" if record.max_steps else "steps"),
-    ]
-    counts = {"documents": total.documents, "tokens": total.tokens}
+    """Return the cards of the page: value and name of what is known."""
+    total = record.total
+    shared = total.computed_tokens if (total.tokens or 0) > (total.computed_tokens or 0) else None
+    steps = f"of {record.max_steps:,} steps" if record.max_steps else "steps"
+    counts = {
+        "documents": total.documents,
+        "tokens": total.tokens,
+        "tokens computed: documents share the others": shared,
+    }
+    losses = {name: record.last(name) for name in ("loss", "eval_loss")}
+    found = [(record.status, f"written {record.written}"), (f"{record.step:,}", steps)]
     found += [(f"{count:,}", name) for name, count in counts.items() if count is not None]
-    if total.tokens and total.computed_tokens and total.tokens > total.computed_tokens:
-        found.append((f"{total.computed_tokens:,}", "tokens computed: documents share the others"))
     if total.seconds is not None:
         found.append((in_words(total.seconds), "of training"))
-    found += [(f"{loss:.4g}", "loss")] if loss is not None else []
-    found += [(f"{evaluated:.4g}", "eval_loss")] if evaluated is not None else []
-    found += [(record.verdict, "documents on this model")] if record.verdict else []
+    found += [(f"{value:.4g}", name) for name, value in losses.items() if value is not None]
+    found += [(record.verdict, "documents on this model")] * bool(record.verdict)
     return [*found, (record.path.partition(":")[0], "rows")]  # a note has the reason
 
 

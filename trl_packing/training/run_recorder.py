@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.counts import quantity
 from trl_packing.training import run_page
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.report import as_html
@@ -63,8 +64,6 @@ class RunRecorder(TrainerCallback):
         self._next_write = 0.0
         self._has_warned = False
 
-    # --- events -------------------------------------------------------------------------------
-
     @contextmanager
     def following(self, checkpoint: Any) -> Iterator[None]:
         """Continue the record of `checkpoint` inside the block, and write it at its end."""
@@ -82,10 +81,19 @@ class RunRecorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
-            self.record = self._new_record(args)
+            model, step = self.trainer.model, state.global_step
+            name = getattr(getattr(model, "config", None), "_name_or_path", "")
+            facts = {"model": name or type(model).__name__, "device": _in_words(args.device)}
+            self.record = record = RunRecord(
+                name=args.run_name or args.output_dir,
+                settings=all_settings(args),
+                changed=changed_settings(args),
+                versions=installed_versions(),
+                facts=facts | {"ranks": str(args.world_size)},
+            )
             self._tokens_before = getattr(self.trainer, "_total_train_tokens", 0)
-            self._before = self._resume(state.global_step) if state.global_step else NOTHING
-            self.record.totals[state.global_step] = self._before
+            self._before = self._continue(record, step) if step else NOTHING
+            record.totals[step] = self._before
         self._write()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -101,36 +109,16 @@ class RunRecorder(TrainerCallback):
         """Save the record in a checkpoint that is being written."""
         with self._guarded():
             self._count()
-            if self._writes and self.trainer.args.should_save:
+            if self._writes() and self.trainer.args.should_save:
                 checkpoint.mkdir(parents=True, exist_ok=True)
                 replace_file(checkpoint / FILE, self._up_to_now().to_json())
 
-    # --- the record ---------------------------------------------------------------------------
-
-    def _new_record(self, args: Any) -> RunRecord:
-        model, device = self.trainer.model, args.device
-        device_name = str(device)
-        if device.type == "cuda":
-            device_name = torch.cuda.get_device_name(device)
-        elif device.type == "cpu":
-            threads = torch.get_num_threads()
-            device_name = f"CPU, {threads} thread{'s' * (threads != 1)}"
-        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-        return RunRecord(
-            name=args.run_name or args.output_dir,
-            settings=all_settings(args),
-            changed=changed_settings(args),
-            versions=installed_versions(),
-            facts={"model": name, "device": device_name, "ranks": str(args.world_size)},
-        )
-
-    def _resume(self, step: int) -> Totals:
+    def _continue(self, record: RunRecord, step: int) -> Totals:
         """Take over the record of the checkpoint; return what was trained by then."""
-        assert self.record is not None
-        file = None if self._checkpoint is None else self._checkpoint / FILE
         found = RunRecord("")
+        file = self._checkpoint and self._checkpoint / FILE
         try:
-            found = RunRecord.load(file) if file is not None and file.is_file() else found
+            found = RunRecord.load(file) if file and file.is_file() else found
         except (OSError, ValueError) as problem:
             found.notes.append(f"{file}: {problem}")
         if not found.totals:
@@ -138,11 +126,10 @@ class RunRecorder(TrainerCallback):
                 f"Resumed at step {step:,} from a checkpoint without {FILE}: the documents, tokens "
                 "and seconds before are unknown, so the curves can be shown over steps alone."
             )
-        before = found.totals.get(step, UNKNOWN)
-        self.record.totals = {at: total for at, total in found.totals.items() if at <= step}
-        self.record.resumed = [*(at for at in found.resumed if at <= step), step]
-        self.record.notes = found.notes
-        return before
+        record.totals = {at: total for at, total in found.totals.items() if at <= step}
+        record.resumed = [*(at for at in found.resumed if at <= step), step]
+        record.notes = found.notes
+        return found.totals.get(step, UNKNOWN)
 
     def _count(self) -> None:
         """Note what was trained up to the current step, if that was counted over all ranks."""
@@ -154,12 +141,12 @@ class RunRecorder(TrainerCallback):
             tokens = getattr(self.trainer, "_total_train_tokens", 0) - self._tokens_before
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
-            counted: list[Any] = [counts[name] for name in Totals.__annotations__]
-            now = Totals(*counted)
+            counted: Any = {name: counts[name] for name in Totals.__annotations__}
             if self.trainer.attention.backend in _PADS:  # inside the model, where nobody counts
-                now = now._replace(computed_tokens=None)
+                counted["computed_tokens"] = None
+            now = Totals(**counted)
         pairs = zip(self._before, now, strict=True)
-        sums: list[Any] = [None if a is None or b is None else a + b for a, b in pairs]
+        sums: Any = (None if None in pair else sum(pair) for pair in pairs)
         self.record.totals[step] = Totals(*sums)
 
     def _up_to_now(self, status: str | None = None) -> RunRecord:
@@ -179,33 +166,26 @@ class RunRecorder(TrainerCallback):
         )
         return self.record
 
-    # --- files --------------------------------------------------------------------------------
-
-    @property
     def _writes(self) -> bool:
-        """Whether this rank writes, into a folder that TRL has made."""
+        """Return whether this rank writes, into a folder that TRL has made."""
         args = self.trainer.args
         if self.record is None or not self.trainer.is_world_process_zero():
             return False
-        if not PackingOptions.of(args).run_page or not Path(args.output_dir).is_dir():
-            return False
         # A plain config that saves nothing expects an empty folder, as with TRL.
-        return hasattr(args, "run_page") or args.save_strategy != "no"
+        is_expected = hasattr(args, "run_page") or args.save_strategy != "no"
+        return is_expected and PackingOptions.of(args).run_page and Path(args.output_dir).is_dir()
 
     def _write(self, status: str | None = None) -> bool:
         """Write both files; return whether they were written."""
+        began = time.monotonic()
         with self._guarded():
-            if not self._writes:
-                return False
-            folder, began = Path(self.trainer.args.output_dir), time.monotonic()
-            try:
-                record = self._up_to_now(status)
+            if self._writes():
+                folder, record = Path(self.trainer.args.output_dir), self._up_to_now(status)
                 replace_file(folder / FILE, record.to_json())
                 replace_file(folder / PAGE, run_page.run_page(record, as_html(record.report)))
+                spent = time.monotonic() - began
+                self._next_write = began + spent + max(self.least_seconds, spent / self.most_share)
                 return True
-            finally:
-                now = time.monotonic()
-                self._next_write = now + max(self.least_seconds, (now - began) / self.most_share)
         return False
 
     @contextmanager
@@ -217,6 +197,14 @@ class RunRecorder(TrainerCallback):
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(f"the run's page cannot be written ({problem!r}); training goes on")
+
+
+def _in_words(device: torch.device) -> str:
+    """Return the name of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {quantity(threads, 'thread')}" if device.type == "cpu" else str(device)
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -245,27 +233,27 @@ _RESOLVED: dict[str, tuple[Any, ...]] = {
 }
 _PER_RUN = ("output_dir", "logging_dir", "run_name")
 
-_SECRET = re.compile(r"(^|_)(token|tokens|auth|password|passwd|secret|key)$", re.IGNORECASE)
+# Tokens of text are none.
+_SECRET = re.compile(
+    r"(?!(eos|pad|bos|unk)_token$)(.*_)?(tokens?|auth|password|passwd|secret|key)$", re.IGNORECASE
+)
 _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
-_TOKENS_OF_TEXT = ("eos_token", "pad_token", "bos_token", "unk_token")
 
 
 def all_settings(args: Any) -> dict[str, Any]:
     """Return every setting of `args` as JSON; secrets are replaced by "…"."""
     plain = args.to_dict()  # hides every value whose name ends in _token
-    plain |= {name: getattr(args, name) for name in _TOKENS_OF_TEXT if name in plain}
+    plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
     text = _SECRET_VALUE.sub("…", json.dumps(run_page.storable(plain)))
     settings: dict[str, Any] = json.loads(text, object_pairs_hook=_without_secrets)
     return settings
 
 
 def _without_secrets(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    secret = {
-        name
+    return {
+        name: "…" if value and isinstance(value, str) and _SECRET.match(name) else value
         for name, value in pairs
-        if isinstance(value, str) and value and name not in _TOKENS_OF_TEXT and _SECRET.search(name)
     }
-    return {name: "…" if name in secret else value for name, value in pairs}
 
 
 def changed_settings(args: Any) -> list[str]:

@@ -63,7 +63,7 @@ def test_the_page_shows_the_ways_and_what_the_run_shares():
     body = part[part.index("<tbody>") : part.index("</tbody>")]
     cells = [
         [html.unescape(c) for c in re.findall(r"<td>(.*?)</td>", row)]
-        for row in re.findall(r"<tr.*?</tr>", body)
+        for row in re.findall(r"<tr.*?</tr>", body, re.S)
     ]
     assert [row[0] for row in cells] == ["off", "bin", "group"]
     assert [row[3] for row in cells] == [f"{way.computed:,}" for way in plan.sharing]

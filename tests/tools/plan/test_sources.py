@@ -90,5 +90,5 @@ def test_streams_are_shown_by_their_first_rows(tmp_path):
     weights = {name: {"weight": 1} for name in FORMS}
     run = run_of(streams, tmp_path, mixture=weights, max_steps=1)
     assert run.is_stream
-    assert len(run.dataset) == 36
+    assert run.num_rows == 36
     assert preview_epoch(run).documents == 36

@@ -12,9 +12,15 @@ from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
+from trl_packing.attention.backends import CHOICES, NATIVE_ATTENTION
 from trl_packing.cli import main
 from trl_packing.data.prepared import load_rows
-from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
+from trl_packing.tools.preview.preview import (
+    collator_of,
+    preview_epoch,
+    preview_losses,
+    preview_rows,
+)
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import config_from_settings, processing_class_of
 
@@ -218,6 +224,14 @@ def test_a_setting_that_cannot_be_is_refused_in_the_preview_too(settings, senten
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             preview()
+
+
+@pytest.mark.parametrize("attention", CHOICES)
+def test_prefixes_are_shared_by_attention_that_takes_their_keys(attention):
+    settings = ["--prefix_sharing", "bin", "--attention", attention]
+    rows = Dataset.from_list([{"text": "So."}])
+    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), settings)
+    assert collator_of(run, None).shares_prefixes == (attention not in NATIVE_ATTENTION)
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """The page of a plan: `trl-packing plan … --html plan.html`.
 
-RunPlan  →  cards, histograms, other settings, losses, rows, documents  →  one HTML file
+RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML file
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,28 +15,24 @@ from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_text
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.tools.plan.charts import histogram
-from trl_packing.tools.plan.plan import RunPlan, Variant
+from trl_packing.tools.plan.plan import RunPlan, Variant, percentage
 from trl_packing.tools.preview.preview import token_documents
 from trl_packing.tools.preview.show import token_texts
-from trl_packing.training.page import (
-    HtmlPage,
-    asset,
-    bars,
-    cards,
-    columns,
-    escape,
-    figure,
-    page,
-    section,
-    table,
-)
+from trl_packing.training.page import HtmlPage, render
 from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.report import times
-from trl_packing.training.run_recorder import all_settings, installed_versions
+from trl_packing.training.run_recorder import all_settings, changed_settings, installed_versions
 from trl_packing.vision.documents import images_of
 
-_MOST_BARS = 24  # of sources
-_MOST_RANKS = 64  # with a bar of their own
+_MOST_BARS, _MOST_RANKS = 24, 64  # sources and ranks with a bar of their own
+
+# Settings on which every plan depends.
+_SETTINGS = (
+    *("max_length", "packing", "packing_strategy", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "seed"),
+)
+# That a preview sets itself.
+_OF_ANY_MACHINE = ("use_cpu", "bf16", "report_to")
 
 
 def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
@@ -53,21 +49,29 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         ... # doctest: +SKIP
         >>> Path("plan.html").write_text(plan_page(plan_run(run, ranks=8)))  # doctest: +SKIP
     """
-    documents = f'<div class="documents">{"".join(_examples(plan))}</div>'
-    sections = [
-        cards(_cards(plan)),
-        _sources(plan),
-        _shapes(plan),
-        _max_lengths(plan),
-        _ways(plan),
-        _sharing(plan),
-        _ranks(plan),
-        _losses(plan),
-        _rows(plan),
-        section("Documents", documents, note="trained tokens are marked green"),
-        _provenance(plan, command),
-    ]
-    return page(title, filter(None, sections), style=asset("plan.css"), note=note or _about(plan))
+    return render(
+        Path(__file__).with_name("plan.html"),
+        title=title,
+        note=note or _about(plan),
+        styles=["plan.css"],
+        figures=list(_figures(plan)),
+        sources=_sources(plan),
+        charts=list(_charts(plan)),
+        plan=plan,
+        said_of_max_lengths=_said_of_max_lengths(plan),
+        bars_of_ways=_bars_of_computed(plan.ways, " (this run)"),
+        bars_of_sharing=_bars_of_computed(plan.sharing),
+        bars_of_ranks=_bars_of_ranks(plan),
+        times=times,
+        times_fewer=times_fewer,
+        losses=_losses(plan),
+        rows=_rows(plan),
+        documents=list(_documents(plan)),
+        command=command,
+        settings={"ranks": plan.report.ranks, **settings_of(plan.run.args)},
+        versions=installed_versions(),
+        report=plan.report,
+    )
 
 
 def _about(plan: RunPlan) -> str:
@@ -76,357 +80,142 @@ def _about(plan: RunPlan) -> str:
     model = run.model if isinstance(run.model, str) else type(run.model).__name__
     words = [model] * (run.model is not None)
     words += [f"max_length {limit:,}" if limit else "no max_length"]
-    words += [f"the first {len(run.dataset):,} rows of a stream"] * run.is_stream
+    words += [f"the first {run.num_rows:,} rows of a stream"] * run.is_stream
     return " · ".join(words)
 
 
-# --- cards ----------------------------------------------------------------------------------------
-
-
-def _cards(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Yield value and name of each card."""
     report, counts = plan.report, plan.report.preparation
-    tokens, trained = report.tokens or 0, report.trained_tokens or 0
-    whole = report.documents_in_data
+    tokens, trained, whole = report.tokens or 0, report.trained_tokens, report.documents_in_data
     yield f"{report.documents:,}", "documents" if whole is None else f"documents of {whole:,} drawn"
     yield f"{tokens:,}", "tokens"
-    yield f"{trained / tokens:.1%}", f"{trained:,} tokens are trained"
-    images = report.images
+    yield f"{(trained or 0) / tokens:.1%}", f"{trained:,} tokens are trained"
+    images, prefixes, padded = report.images, report.prefixes, report.padded_steps
     if images is not None:
         words = f"images, of {images.tokens:,} tokens ({images.share:.0%}) and {images.patches:,}"
         yield f"{images.images:,}", f"{words} patches"
     if report.utilization is not None:
-        yield (
-            f"{report.utilization:.2%}",
-            f"full: {report.bins:,} bins of {report.capacity:,} tokens",
-        )
-    prefixes = report.prefixes
+        bins = f"full: {report.bins:,} bins of {report.capacity:,} tokens"
+        yield f"{report.utilization:.2%}", bins
     if prefixes is not None and prefixes.is_shared:
         fewer = times_fewer(prefixes.tokens, prefixes.computed)
         yield fewer.removesuffix(" fewer"), "fewer tokens computed, as documents share prefixes"
-    padded = report.padded_steps
     beside = f"; padded: {padded:,}" if padded not in (None, report.steps_per_epoch) else ""
     size = f"{report.documents_per_step:,.1f} documents"
     yield f"{report.steps_per_epoch:,}", f"steps an epoch, of {size}{beside}"
-    yield f"{int(plan.epoch.tokens.max()):,}", "tokens in the largest micro-batch"
+    yield f"{plan.epoch.tokens.max():,}", "tokens in the largest micro-batch"
     if plan.epoch.patches is not None:
-        yield f"{int(plan.epoch.patches.max()):,}", "patches in the micro-batch with most of them"
+        yield f"{plan.epoch.patches.max():,}", "patches in the micro-batch with most of them"
     if counts.before.tokens:
         lost = counts.before.tokens - counts.after.tokens
-        yield _percentage(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
+        yield percentage(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
 
 
 # --- sources and shapes ---------------------------------------------------------------------------
 
 
-def _sources(plan: RunPlan) -> str:
-    """Return the table of sources; nothing where they are not known, or only one is drawn once."""
+def _sources(plan: RunPlan) -> dict[str, Any] | None:
+    """Return rows and bars of the sources; None where they are not known, or one is drawn once."""
     sources = plan.report.sources
     if plan.mixture is None or (len(sources) < 2 and plan.mixture.draw is None):
-        return ""
-    shares = shares_of_steps(plan)
-    head = ["source", "documents", "times an epoch", "drawn", "tokens", "trained", "of a step"]
-    rows = [
-        [
-            source.name,
-            f"{source.documents:,}",
-            times(source.epochs),
-            f"{source.drawn:,}",
-            f"{source.tokens:,}",
-            f"{source.trained:,}",
-            f"{share.mean():.1%} ± {share.std():.1%}",
-        ]
-        for source, share in zip(sources, shares.T, strict=True)
-    ]
+        return None
     total = max(sum(source.tokens for source in sources), 1)
-    drawn = bars(
-        (source.name, source.tokens, f"{source.tokens / total:.1%}")
-        for source in sources[:_MOST_BARS]
-    )
-    said = (
-        '<p class="what">The last column is the share of a full step\'s tokens: its mean over the '
-        "steps of the epoch, and its standard deviation.</p>"
-    )
-    return section(
-        "Sources",
-        table(head, rows),
-        f"<h3>Tokens of the epoch</h3>{drawn}",
-        said,
-        note="what the first epoch draws",
-    )
+    shares = [f"{share.mean():.1%} ± {share.std():.1%}" for share in shares_of_steps(plan).T]
+    bars = [(source.name, source.tokens, f"{source.tokens / total:.1%}") for source in sources]
+    return {"rows": [*zip(sources, shares, strict=True)], "bars": bars[:_MOST_BARS]}
 
 
 def shares_of_steps(plan: RunPlan) -> np.ndarray:
     """Return the share of each source in the tokens of every full step, ``(steps, sources)``."""
     assert plan.mixture is not None
     epoch, lengths, ids = plan.epoch, plan.documents.lengths(), plan.mixture.sources.ids
-    number = len(plan.report.sources)
-    drawn = np.concatenate(epoch.members)
+    number, drawn = len(plan.report.sources), np.concatenate(epoch.members)
     step = np.repeat(np.arange(len(epoch.members)) // epoch.slots, epoch.documents)
     tokens = np.bincount(step * number + ids[drawn], lengths[drawn], epoch.steps * number)
-    tokens = tokens.reshape(-1, number)
-    full = len(epoch.members) // epoch.slots
-    tokens = tokens[: max(full, 1)]  # the last step may be smaller
+    full = len(epoch.members) // epoch.slots  # the last step may be smaller
+    tokens = tokens.reshape(-1, number)[: max(full, 1)]
     return tokens / tokens.sum(1, keepdims=True)
 
 
-def _shapes(plan: RunPlan) -> str:
-    """Return histograms of the documents, bins, steps and micro-batches of the first epoch."""
+def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
-    lengths = plan.lengths_before()
-    beyond = int((lengths > limit).sum()) if limit else 0
-    note = f"{beyond:,} of {len(lengths):,} are longer than max_length={limit:,}" if limit else ""
-    if limit and not beyond:
+    lengths, note = plan.lengths_before(), ""
+    if limit:
+        beyond = int((lengths > limit).sum())
         note = f"the longest has {lengths.max():,}, and max_length is {limit:,}"
-    charts = [
-        figure(
-            "Length of documents",
-            histogram(lengths, label="tokens", counted="documents", cut=limit),
-            note=note,
-        )
-    ]
-    if bins is not None:
-        documents, fill = np.diff(bins.offsets), bins.tokens / bins.capacity
-        charts += [
-            _figure("Documents in a bin", documents, "documents", "bins"),
-            _figure("Fill of bins", fill * 100, "% of the bin's tokens are real", "bins"),
-        ]
-    charts += [
-        _figure("Documents in a step", epoch.by_step(epoch.documents), "documents", "steps"),
-        _figure("Tokens in a step", epoch.by_step(epoch.tokens), "tokens", "steps"),
-    ]
+        if beyond:
+            note = f"{beyond:,} of {len(lengths):,} are longer than max_length={limit:,}"
+    chart = histogram(lengths, label="tokens", counted="documents", cut=limit)
+    yield "Length of documents", note, chart
     if not plan.report.bins or plan.report.bins == len(plan.documents):
-        batches = _figure("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
-        charts.insert(1, batches)
+        yield _chart("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
     else:
         trained = 100 * plan.documents.num_trained() / np.maximum(plan.documents.lengths(), 1)
-        chart = _figure("Trained share of documents", trained, "% of the tokens", "documents")
-        charts.insert(1, chart)
+        yield _chart("Trained share of documents", trained, "% of the tokens", "documents")
+    if bins is not None:
+        yield _chart("Documents in a bin", np.diff(bins.offsets), "documents", "bins")
+        filled = 100 * (bins.tokens / bins.capacity)
+        yield _chart("Fill of bins", filled, "% of the bin's tokens are real", "bins")
+    yield _chart("Documents in a step", epoch.by_step(epoch.documents), "documents", "steps")
+    yield _chart("Tokens in a step", epoch.by_step(epoch.tokens), "tokens", "steps")
     if epoch.patches is not None:
-        batches = _figure("Patches in a micro-batch", epoch.patches, "patches", "micro-batches")
-        charts.append(batches)
-    return section("Shapes", columns(*charts), note="of the first epoch")
+        yield _chart("Patches in a micro-batch", epoch.patches, "patches", "micro-batches")
 
 
-def _figure(title: str, values: np.ndarray, label: str, counted: str) -> str:
+def _chart(
+    title: str, values: np.ndarray, label: str, counted: str
+) -> tuple[str, str, dict[str, Any]]:
     color = "var(--blue)" if counted == "documents" else "var(--green)"
     mean = float(values.mean())
     note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{'%' * label.startswith('%')}"
-    return figure(title, histogram(values, label=label, counted=counted, color=color), note=note)
+    return title, note, histogram(values, label=label, counted=counted, color=color)
 
 
-# --- other settings -------------------------------------------------------------------------------
-
-_STEPS: dict[str, Callable[[Variant], str]] = {
-    "steps an epoch": lambda v: f"{v.steps:,}",
-    "documents a step": lambda v: f"{v.documents_per_step:,.1f}",
-}
+# --- other settings and losses --------------------------------------------------------------------
 
 
-def _variants(
-    variants: Sequence[Variant],
-    first: tuple[str, Callable[[Variant], str]],
-    shown: Mapping[str, Callable[[Variant], str]],
-    is_run: Callable[[Variant], bool] = lambda v: v.is_run,
-) -> str:
-    """Return a table with a row for each variant, that of the run in bold."""
-    rows = [
-        [first[1](v), *(["–"] * (len(shown) - 1) + [v.refused])]
-        if v.refused
-        else [first[1](v), *(write(v) for write in shown.values())]
-        for v in variants
-    ]
-    marked = next((i for i, v in enumerate(variants) if is_run(v)), None)
-    return table([first[0], *shown], rows, marked=marked)
-
-
-def _computed(variants: Sequence[Variant], left: str, said: str = "") -> str:
-    """Return a table beside bars of the tokens computed."""
-    drawn = bars((v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants)
-    return _beside(left, f"<h3>Tokens computed</h3>{drawn}")
-
-
-def _beside(left: str, right: str) -> str:
-    return f'<div class="beside">{left}<div>{right}</div></div>'
-
-
-def _max_lengths(plan: RunPlan) -> str:
-    """Return a plan of the same documents for each of several max_length."""
-    if not plan.what_if:
-        return ""
-    of_bins: dict[str, Callable[[Variant], str]] = {
-        "bins": lambda v: f"{v.bins:,}" if v.bins else "–",
-        "filled": lambda v: f"{v.utilization:.2%}" if v.utilization is not None else "–",
-    }
-    shown = {
-        **(of_bins if any(v.bins is not None for v in plan.what_if) else {}),
-        "documents too long": lambda v: _share(v.num_cut, v.counts.before.documents),
-        "tokens lost": lambda v: _share(
-            v.counts.before.tokens - v.counts.after.tokens, v.counts.before.tokens
-        ),
-        **_STEPS,
-        "peak tokens": lambda v: f"{v.largest:,}",
-    }
-    said = "Peak tokens are those of the largest micro-batch, which decides the memory."
-    longest, positions = (
-        int(plan.lengths_before().max()),
-        plan.run.number_of_model("max_position_embeddings"),
-    )
+def _said_of_max_lengths(plan: RunPlan) -> str:
+    said = ["Peak tokens are those of the largest micro-batch, which decides the memory."]
+    longest = int(plan.lengths_before().max())
+    positions = plan.run.number_of_model("max_position_embeddings")
     if positions is not None and longest > positions:
-        said += (
-            f" The longest document has {longest:,} tokens, and the config of the model names "
+        said.append(
+            f"The longest document has {longest:,} tokens, and the config of the model names "
             f"{positions:,} positions."
         )
     if plan.grouped:
-        said += " These plans bring no documents with a common prefix together."
+        said.append("These plans bring no documents with a common prefix together.")
     if plan.epoch.patches is not None:
-        said += " These plans fill bins by tokens alone, not by patches of images."
-    own = plan.run.args.max_length
-    limit = "max_length", lambda v: f"{v.max_length:,}" if v.max_length else "no limit"
-    return section(
-        "If max_length were …",
-        _variants(plan.what_if, limit, shown, lambda v: v.max_length == own),
-        f'<p class="what">{said}</p>',
-        note="each row is really planned, from all documents; this run is in bold",
-    )
+        said.append("These plans fill bins by tokens alone, not by patches of images.")
+    return " ".join(said)
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({_percentage(part, whole, 1)})" if part else "0"
+def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:
+    return [(v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants]
 
 
-def _ways(plan: RunPlan) -> str:
-    """Return the run beside padded rows, packed rows and fixed numbers of documents a step."""
-    if not plan.ways:
-        return ""
-    shown = {
-        **_STEPS,
-        "tokens computed": lambda v: f"{v.computed:,}",
-        "padding": lambda v: f"{v.padding:.1%}",
-    }
-    return section(
-        "Padded, packed, or a fixed number of documents a step",
-        _computed(plan.ways, _variants(plan.ways, ("", lambda v: v.name), shown), " (this run)"),
-        note="the same documents in an epoch",
-    )
+def _bars_of_ranks(plan: RunPlan) -> list[tuple[str, float, str]]:
+    """Return name, cost, and cost relative to the costliest, of each of several ranks."""
+    costs = plan.epoch.costs_by_rank().tolist() if plan.epoch.ranks > 1 else []
+    most = max(costs, default=1)
+    return [(f"rank {i}", cost, f"{cost / most:.1%}") for i, cost in enumerate(costs[:_MOST_RANKS])]
 
 
-def _sharing(plan: RunPlan) -> str:
-    """Return the plans with each `prefix_sharing`."""
-    if not plan.sharing:
-        return ""
-    tokens = plan.sharing[0].tokens
-    shown = {
-        "steps an epoch": _STEPS["steps an epoch"],
-        "prefixes a step": lambda v: (
-            "–" if v.prefixes_per_step is None else f"{v.prefixes_per_step:,.1f}"
-        ),
-        "tokens computed": lambda v: f"{v.computed:,}",
-        "": lambda v: times_fewer(tokens, v.computed) if v.computed < tokens else "",
-        "peak": lambda v: f"{v.largest:,}",
-    }
-    return section(
-        "Shared prefixes",
-        _computed(
-            plan.sharing, _variants(plan.sharing, ("prefix_sharing", lambda v: v.name), shown)
-        ),
-        '<p class="what">Documents that begin alike compute their common tokens once in a row. The '
-        "losses and gradients of a step stay those of its documents. With “group”, a step has "
-        "documents of fewer different prefixes. Peak tokens are those of the largest micro-batch."
-        "</p>",
-        note="if the model can share; this run is in bold",
-    )
-
-
-def _ranks(plan: RunPlan) -> str:
-    """Return the plans for other numbers of ranks, and the costs of the ranks of this run."""
-    costs, ranks = plan.epoch.costs_by_rank().tolist(), plan.epoch.ranks
-    shown = {**_STEPS, "time that ranks wait": lambda v: f"{v.waiting:.2%}"}
-    content = _variants(
-        plan.ranks, ("ranks", lambda v: f"{v.ranks:,}"), shown, lambda v: v.ranks == ranks
-    )
-    if ranks > 1:
-        drawn = bars(
-            (f"rank {rank}", cost, f"{cost / max(costs):.1%}")
-            for rank, cost in enumerate(costs[:_MOST_RANKS])
-        )
-        content = _beside(content, "<h3>Cost of an epoch</h3>" + drawn)
-    tower = "" if plan.epoch.patches is None else ", plus the vision tower by the patches of images"
-    return section(
-        "Balance of ranks",
-        content,
-        '<p class="what">The cost of a micro-batch is its tokens, plus attention in proportion to '
-        f"the squared lengths of its documents{tower}. Ranks wait for the costliest micro-batch of "
-        "a moment.</p>",
-        note=f"{quantity(ranks, 'rank')} in this run",
-    )
-
-
-# --- losses ---------------------------------------------------------------------------------------
-
-
-def _losses(plan: RunPlan) -> str:
+def _losses(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the rows of counts, as they are or as changes, and the notes below them."""
     counts = plan.report.preparation
     if not counts.before.documents:
-        return section("Kept and lost", "<p>The rows are trained as they are.</p>")
-    head = ["", "documents", "tokens", "trained", "stop tokens"]
-    rows = [["before", *_numbers(counts.before)]]
+        return None
+    rows = [("before", counts.before, False)]
     rows += [
-        [f"{stage.affected:,} {stage.why}", *_numbers(stage.lost, -1)] for stage in counts.stages
+        (f"{stage.affected:,} {stage.why}", TokenCounts() - stage.lost, True)
+        for stage in counts.stages
     ]
     kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
-    rows.append([kept, *_numbers(counts.after)])
     notes = str(counts).splitlines()[len(counts.stages) :]
-    said = [
-        f'<p class="what{" warn" * line.startswith("warning")}">{escape(line)}</p>'
-        for line in notes
-    ]
-    return section("Kept and lost", table(head, rows, marked=len(rows) - 1), *said)
-
-
-def _numbers(counts: TokenCounts, sign: int = 0) -> list[str]:
-    """Return the counts in words: as they are, or as changes of this sign."""
-    values = (counts.documents, counts.tokens, counts.trained, counts.stops)
-    if not sign:
-        return [f"{value:,}" for value in values]
-    return [f"{sign * value:+,}".replace("-", "−") if value else "0" for value in values]
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-
-def _rows(plan: RunPlan) -> str:
-    names = [("trained", "trained"), ("prompt", "not trained")]
-    names += [("free", "free")] * (plan.bins is not None and not plan.grouped)
-    swatches = "".join(f'<span><i class="{kind}"></i>{name}</span>' for kind, name in names)
-    return section(
-        "First micro-batches of the epoch",
-        f'<p class="swatches">{swatches}</p>',
-        _strips(plan),
-        note="each is one flat row of the model, a color for each document"
-        + ", which is drawn whole, also where it shares tokens" * plan.grouped,
-    )
-
-
-# --- provenance -----------------------------------------------------------------------------------
-
-
-def _provenance(plan: RunPlan, command: str) -> str:
-    settings = {"ranks": plan.report.ranks, **settings_of(plan.run.args)}
-    ran = f'<pre class="wrap">{escape(command)}</pre>' * bool(command)
-    return section(
-        "This plan",
-        ran,
-        columns(
-            "<h3>Settings</h3>" + _pairs(settings),
-            "<h3>Versions</h3>" + _pairs(installed_versions()),
-        ),
-        f"<h3>Report</h3><pre>{escape(plan.report)}</pre>",
-    )
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    shown = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in values.items())
-    return f'<dl class="pairs">{shown}</dl>'
+    return {"rows": [*rows, (kept, counts.after, False)], "notes": notes}
 
 
 def settings_of(args: Any) -> dict[str, Any]:
@@ -434,27 +223,62 @@ def settings_of(args: Any) -> dict[str, Any]:
 
     Secrets are replaced by "…".
     """
-    always = (
-        "max_length",
-        "packing",
-        "packing_strategy",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "seed",
-    )
-    default = type(args)("unused", use_cpu=True, bf16=False, report_to="none")
-    names = [f.name for f in fields(args) if f.name not in ("output_dir", "run_name")]
-    given = [n for n in names if getattr(args, n) != getattr(default, n)]
+    changed = [name for name in changed_settings(args) if name not in _OF_ANY_MACHINE]
     shown = all_settings(args)
-    return {name: shown[name] for name in dict.fromkeys((*always, *given))}
+    return {name: shown[name] for name in dict.fromkeys((*_SETTINGS, *changed))}
 
 
-def _percentage(part: int, whole: int, digits: int) -> str:
-    """Return a percentage; a small one is never written as 0."""
-    least = 10.0 ** -(digits + 2)
-    if 0 < part < least * whole:
-        return f"<{least:.{digits}%}"
-    return f"{part / whole:.{digits}%}"
+# --- rows -----------------------------------------------------------------------------------------
+
+# Pieces of HTML in all strips: more of them would be thinner than a pixel.
+_MOST_PARTS = 4000
+_MOST_STRIPS = 12
+
+# Kinds of tokens, and the HTML elements that mark them.
+_PROMPT, _TRAINED, _LOST = range(3)
+_ELEMENTS = ("span", "mark", "del")
+
+
+def _rows(plan: RunPlan) -> dict[str, Any]:
+    """Return the first micro-batches of the epoch as strips of equal scale."""
+    epoch, args, parts = plan.epoch, plan.run.args, 0
+    strips: list[tuple[str, list[Any]]] = []
+    has_room = plan.bins is not None and not plan.grouped
+    # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
+    lengths = plan.documents.lengths()
+    shown = epoch.members[:_MOST_STRIPS]
+    width = max(int(lengths[members].sum()) for members in shown)
+    if plan.bins is not None:
+        width = max(width, args.max_length * args.per_device_train_batch_size)
+    for at, members in enumerate(shown):
+        boxes = list(_strip(plan, members, width))
+        parts += len(boxes)
+        if strips and parts > _MOST_PARTS:
+            break
+        rank = f", rank {at % epoch.ranks}" * (epoch.ranks > 1)
+        strips.append((f"step {at // epoch.slots + 1:,}{rank}", boxes))
+    whole = ", which is drawn whole, also where it shares tokens" * plan.grouped
+    return {
+        "strips": strips,
+        "has_room": has_room,
+        "note": f"each is one flat row of the model, a color for each document{whole}",
+    }
+
+
+def _strip(
+    plan: RunPlan, members: np.ndarray, width: int
+) -> Iterator[tuple[str, int, str, float, float]]:
+    """Yield element, color, title, left edge and width (in %) of documents and trained tokens."""
+    first = 0
+    for nth, row in enumerate(members.tolist()):
+        kinds = _kinds(plan.documents[row])
+        trained = int((kinds == _TRAINED).sum())
+        title = f"document {row:,}: {len(kinds):,} tokens, {trained:,} trained"
+        yield "i", nth % 6, title, 100 * first / width, 100 * len(kinds) / width
+        edges = np.flatnonzero(np.diff(kinds, prepend=_PROMPT, append=_PROMPT)).reshape(-1, 2)
+        for start, stop in edges.tolist():
+            yield "b", nth % 6, "", 100 * (first + start) / width, 100 * (stop - start) / width
+        first += len(kinds)
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -462,35 +286,25 @@ def _percentage(part: int, whole: int, digits: int) -> str:
 # Tokens shown around each end of a long document, and around each place where it changes.
 _AROUND = 90
 
-# Pieces of HTML in all strips: more of them would be thinner than a pixel.
-_MOST_PARTS = 4000
-_MOST_STRIPS = 12
 
-# Kinds of tokens, and the HTML elements that mark them.
-_PROMPT, _TRAINED, _LOST = 0, 1, 2
-_ELEMENTS = {_PROMPT: "span", _TRAINED: "mark", _LOST: "del"}
-
-
-def _examples(plan: RunPlan) -> Iterator[str]:
+def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
     """Yield the longest and the shortest document of the plan, and some of those that are cut."""
     lengths = plan.documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
         document = plan.documents[row]
-        yield _document(f"{name}: document {row:,}", document, _kinds(document), plan)
+        yield _document(plan, f"{name}: document {row:,}", document, _kinds(document))
     if plan.whole is None:
         return
     # The longest and the shortest document that is too long, and one between.
     documents, overflow = token_documents(plan.whole.documents), plan.whole.overflow
     lengths, pieces = documents.lengths(), pieces_of(documents, overflow)
-    is_cut = np.ones(len(lengths), bool)
-    is_cut[pieces.rows[pieces.sizes == lengths[pieces.rows]]] = False
-    cut = np.flatnonzero(is_cut)
+    cut = np.setdiff1d(np.arange(len(lengths)), pieces.rows[pieces.sizes == lengths[pieces.rows]])
     if not len(cut):
         return
     trained, _ = fit(documents, overflow)
     order = cut[np.argsort(-lengths[cut], kind="stable")]
-    for row in order[sorted({0, len(order) // 2, len(order) - 1})]:
-        document, mine = documents[int(row)], trained.where(trained.rows == row)
+    for row in order[sorted({0, len(order) // 2, len(order) - 1})].tolist():
+        document, mine = documents[row], trained.where(trained.rows == row)
         kinds = np.full(lengths[row], _LOST)
         for start, stop in zip(mine.starts, mine.stops, strict=True):
             labels = document["labels"][start:stop]
@@ -498,7 +312,7 @@ def _examples(plan: RunPlan) -> Iterator[str]:
         words = [f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"]
         words += [f"kept in {len(mine.rows):,} pieces"] * (len(mine.rows) > 1)
         name = f"Too long: document {row:,} before the cut"
-        yield _document(name, document, kinds, plan, mine.starts[1:].tolist(), words)
+        yield _document(plan, name, document, kinds, mine.starts[1:].tolist(), words)
 
 
 def _kinds(document: Mapping[str, Any]) -> np.ndarray:
@@ -510,113 +324,66 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
+    plan: RunPlan,
     name: str,
     document: Mapping[str, np.ndarray],
     kinds: np.ndarray,
-    plan: RunPlan,
-    pieces: Sequence[int] = (),
+    cuts: Sequence[int] = (),
     words: Sequence[str] = (),
-) -> str:
+) -> dict[str, Any]:
+    """Return a document as parts of its text, each with the element that marks it."""
     trained = int((kinds == _TRAINED).sum())
     ids, images = document["input_ids"], images_of(document)
-    words = [*([quantity(len(images), "image")] * bool(images)), *words]
-    note = ", ".join([quantity(len(ids), "token"), f"{trained:,} trained", *words])
+    of_images = [quantity(len(images), "image")] * bool(images)
     shown = np.ones(len(ids), bool)  # of an image, only its first token
     for image in images:
         shown[image.start + 1 : image.stop] = False
     places = np.cumsum(shown) - 1
-    sizes = {int(places[image.start]): image.stop - image.start for image in images}
-    cuts = places[list(pieces)].tolist()
-    tokenizer = plan.run.preparation.eos.tokenizer
-    text = "".join(_text(ids[shown], kinds[shown], tokenizer, cuts, sizes))
-    return (
-        f'<div class="document of{trained % 6}"><h3>{escape(name)} '
-        f'<span class="note">{escape(note)}</span></h3>'
-        f'<pre class="wrap">{text}</pre></div>'
-    )
+    texts = {
+        int(places[image.start]): f"[image, {quantity(image.stop - image.start, 'token')}]"
+        for image in images
+    }
+    tokenizer, cut_places = plan.run.preparation.eos.tokenizer, places[[*cuts]].tolist()
+    return {
+        "hue": trained % 6,
+        "name": name,
+        "note": ", ".join(
+            [quantity(len(ids), "token"), f"{trained:,} trained", *of_images, *words]
+        ),
+        "parts": list(_parts(ids[shown], kinds[shown], tokenizer, cut_places, texts)),
+    }
 
 
-def _text(
+def _parts(
     ids: np.ndarray,
     kinds: np.ndarray,
     tokenizer: Any,
-    pieces: Sequence[int],
-    images: Mapping[int, int],
-) -> Iterator[str]:
+    cuts: Sequence[int],
+    of_images: Mapping[int, str],
+) -> Iterator[tuple[str, str]]:
+    """Yield element and text of the tokens of one kind, and of what is between them."""
+    changes = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
     shown = 0
-    for start, stop in _windows(kinds, pieces):
+    for start, stop in _windows(len(kinds), [*changes[:3], *changes[-3:], *cuts[:3]]):
         if start > shown:
-            yield f"<u> … {start - shown:,} tokens … </u>"
+            yield "u", f" … {start - shown:,} tokens … "
         shown = stop
         texts = token_texts(ids[start:stop].tolist(), tokenizer)
-        for place, size in images.items():
-            if start <= place < stop:
-                texts[place - start] = f"[image, {quantity(size, 'token')}]"
-        changes = np.flatnonzero(np.diff(kinds[start:stop])) + 1
-        cuts = [at - start for at in pieces if start < at < stop]
-        edges = sorted({0, *changes.tolist(), *cuts, stop - start})
-        for first, last in pairwise(edges):
-            if first in cuts:
-                yield "<u> ✂ </u>"
-            element = _ELEMENTS[int(kinds[start + first])]
-            text = escape(escape_text("".join(texts[first:last])))
-            yield f"<{element}>{text}</{element}>"
+        texts = [of_images.get(start + at, text) for at, text in enumerate(texts)]
+        inside = [at for at in (*changes, *cuts) if start < at < stop]
+        for first, last in pairwise(sorted({start, *inside, stop})):
+            if first in cuts and first > start:
+                yield "u", " ✂ "
+            text = "".join(texts[first - start : last - start])
+            yield _ELEMENTS[kinds[first]], escape_text(text)
 
 
-def _windows(kinds: np.ndarray, pieces: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the parts of a document to show: its ends, and where the kind of token changes."""
-    size = len(kinds)
-    changes = np.flatnonzero(np.diff(kinds)) + 1
-    places = sorted({0, size, *changes[:3].tolist(), *changes[-3:].tolist(), *pieces[:3]})
+def _windows(size: int, places: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the parts of a document to show: its ends, and what is around `places`."""
     windows: list[tuple[int, int]] = []
-    for place in places:
+    for place in sorted({0, size, *places}):
         start, stop = max(place - _AROUND, 0), min(place + _AROUND, size)
         if windows and start <= windows[-1][1] + _AROUND:
-            windows[-1] = (windows[-1][0], stop)
-        else:
-            windows.append((start, stop))
+            start, _ = windows.pop()
+        windows.append((start, stop))
     return windows
-
-
-# --- strips ---------------------------------------------------------------------------------------
-
-
-def _strips(plan: RunPlan) -> str:
-    """Return the first micro-batches of the epoch as strips of equal scale."""
-    epoch, args, parts, room = plan.epoch, plan.run.args, 0, 0
-    if plan.bins is not None:
-        room = args.max_length * args.per_device_train_batch_size
-    rows: list[str] = []
-    # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
-    lengths = plan.documents.lengths()
-    shown = [int(lengths[members].sum()) for members in epoch.members[:_MOST_STRIPS]]
-    for at in range(len(shown)):
-        strip = _strip(plan, epoch.members[at], max(*shown, room))
-        parts += strip.count("<b ") + strip.count("<i ")
-        if rows and parts > _MOST_PARTS:
-            break
-        step, rank = at // epoch.slots + 1, at % epoch.ranks
-        name = f"step {step:,}" + f", rank {rank}" * (epoch.ranks > 1)
-        rows.append(f"<span>{name}</span>{strip}")
-    kind = "strips" if room and not plan.grouped else "strips open"
-    return f'<div class="{kind}">{"".join(rows)}</div>'
-
-
-def _strip(plan: RunPlan, members: np.ndarray, width: int) -> str:
-    parts, start = [], 0
-    for nth, row in enumerate(members.tolist()):
-        kinds = _kinds(plan.documents[row])
-        trained = int((kinds == _TRAINED).sum())
-        title = f"document {row:,}: {len(kinds):,} tokens, {trained:,} trained"
-        parts.append(_box("i", start, len(kinds), width, f' class="of{nth % 6}" title="{title}"'))
-        edges = np.flatnonzero(np.diff(kinds, prepend=_PROMPT, append=_PROMPT)).reshape(-1, 2)
-        parts += (
-            _box("b", start + a, b - a, width, f' class="of{nth % 6}"') for a, b in edges.tolist()
-        )
-        start += len(kinds)
-    return f'<div class="strip">{"".join(parts)}</div>'
-
-
-def _box(element: str, start: int, size: int, width: int, attributes: str) -> str:
-    left, wide = 100 * start / width, 100 * size / width
-    return f'<{element}{attributes} style="left:{left:.3f}%;width:{wide:.3f}%"></{element}>'

@@ -15,6 +15,7 @@ cost         1104 1150  |1050 1120 | 440       tokens + c · Σ len², by which 
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from trl_packing.data.stages import WholeDocuments, fit_documents, shuffle
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import PackingPlan, find_strategy
-from trl_packing.packing.draw import LENGTH, column_of, document_order
+from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -59,11 +60,12 @@ class PlannedEpoch:
         costs: of each micro-batch in tokens, ``(micro-batches,)`` float64.
         ranks: data-parallel ranks.
         slots: micro-batches of a full step.
+        steps: optimizer steps.
         patches: of each micro-batch, ``(micro-batches,)`` int64; None without images.
     """
 
     def __init__(self, sampler: PackedBatchSampler):
-        self.members = [np.asarray(batch, np.int64) for batch in sampler.micro_batches()]
+        self.members = sampler.micro_batches()
         self.documents = np.array([len(batch) for batch in self.members], np.int64)
         squares = sampler.lengths.astype(np.int64) ** 2
         squares = squares if sampler.groups is None else sampler.groups.squares
@@ -73,17 +75,12 @@ class PlannedEpoch:
         self.patches = None if loads is None else self._sums(loads.patches)
         self.ranks = sampler.num_ranks
         self.slots = sampler.num_ranks * sampler.accumulation
+        self.steps = -(-len(self.members) // self.slots)
 
     def _sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sums of the values of the documents of each micro-batch."""
         running = np.concatenate([[0], np.cumsum(values[np.concatenate(self.members)])])
-        ends = np.cumsum(self.documents)
-        return running[ends] - running[ends - self.documents]
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps."""
-        return -(-len(self.members) // self.slots)
+        return np.diff(running[np.cumsum([0, *self.documents])])
 
     def by_step(self, values: np.ndarray) -> np.ndarray:
         """Return sums of values of micro-batches over each step, ``(steps,)``."""
@@ -108,6 +105,7 @@ class Variant:
 
     Attributes:
         name: of the settings.
+        is_run: the run has these settings.
         steps: optimizer steps; 0 if the run would not start.
         documents_per_step: mean over them.
         tokens: real ones; with groups, those that their rows compute.
@@ -115,7 +113,6 @@ class Variant:
         largest: of a micro-batch, padding included.
         waiting: share of the ranks' time in which they wait for the costliest one.
         bins: None where nothing is packed into bins.
-        is_run: the run has these settings.
         refused: the reason why the run would not start.
         max_length: None without a limit.
         ranks: their number.
@@ -123,7 +120,8 @@ class Variant:
         prefixes_per_step: mean number of groups in a step; None without groups.
     """
 
-    name: str = ""
+    name: str
+    is_run: bool = False
     steps: int = 0
     documents_per_step: float = 0.0
     tokens: int = 0
@@ -131,7 +129,6 @@ class Variant:
     largest: int = 0
     waiting: float = 0.0
     bins: int | None = None
-    is_run: bool = False
     refused: str = ""
     max_length: int | None = None
     ranks: int = 1
@@ -146,23 +143,42 @@ class Variant:
     @property
     def utilization(self) -> float | None:
         """Tokens / (bins × max_length); None without bins."""
-        if not self.bins or not self.max_length:
-            return None
-        return self.counts.after.tokens / (self.bins * self.max_length)
+        room = (self.bins or 0) * (self.max_length or 0)
+        return self.counts.after.tokens / room if room else None
 
     @property
-    def num_cut(self) -> int:
+    def too_long(self) -> str:
         """Documents that are longer than max_length, and are therefore cut or dropped."""
-        return sum(stage.affected for stage in self.counts.stages if "max_length" in stage.why)
+        number = sum(stage.affected for stage in self.counts.stages if "max_length" in stage.why)
+        return _share(number, self.counts.before.documents)
+
+    @property
+    def lost(self) -> str:
+        """Tokens that are cut off or dropped."""
+        before = self.counts.before.tokens
+        return _share(before - self.counts.after.tokens, before)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} ({percentage(part, whole, 1)})" if part else "0"
+
+
+def percentage(part: int, whole: int, digits: int) -> str:
+    """Return a percentage; a small one is never written as 0."""
+    least = 10.0 ** -(digits + 2)
+    if 0 < part < least * whole:
+        return f"<{least:.{digits}%}"
+    return f"{part / whole:.{digits}%}"
 
 
 def variant_of(
     sampling: Sampling,
     lengths: np.ndarray,
     facts: Any,
+    name: str,
     *,
+    is_run: bool,
     shared: PrefixIndex | None = None,
-    **known: Any,
 ) -> Variant:
     """Return the epoch of documents of these lengths.
 
@@ -170,8 +186,9 @@ def variant_of(
         sampling: with the settings.
         lengths: of documents, or packed rows.
         facts: what else is known of them, as `Sampling.facts` returns it.
+        name: of the settings.
+        is_run: the run has these settings.
         shared: the prefixes that documents share within a row; None if they do not.
-        known: attributes of the variant.
 
     Raises:
         ValueError: the run would not start.
@@ -184,6 +201,8 @@ def variant_of(
         tokens = shared.computed_tokens(lengths, np.concatenate(epoch.members), offsets)
     computed = computed_tokens(sampling, tokens)
     return Variant(
+        name,
+        is_run,
         steps=epoch.steps,
         documents_per_step=int(epoch.documents.sum()) / epoch.steps,
         tokens=int(epoch.tokens.sum()),
@@ -194,7 +213,6 @@ def variant_of(
         max_length=sampling.args.max_length,
         ranks=sampling.ranks[0],
         prefixes_per_step=sampler.groups_per_step(),
-        **known,
     )
 
 
@@ -303,27 +321,25 @@ def other_max_lengths(
     """
     documents = token_documents(whole.documents)
     longest = int(documents.lengths().max(initial=0))
-    policies = {limit: replace(whole.overflow, capacity=limit) for limit in max_lengths}
     by_length = column_of(sampling.options.curriculum or "") == LENGTH
-    stop_ids = rules.eos.stop_ids
-    before = count_whole(documents, stop_ids)
-    for limit, policy in policies.items():
-        if limit is not None and policy.policy == "error" and longest > limit:
-            yield Variant(refused=f"a document has {longest:,} tokens", max_length=limit)
-            continue
-        pieces, counts = fit(documents, policy, stop_ids, before)
-        if not counts.after.trained:
-            reason = "no trained token is left"
-            yield Variant(refused=reason, max_length=limit, counts=counts)
-            continue
-        numbered = Dataset.from_dict({"length": pieces.sizes})
-        lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
-        facts = {"numbers": lengths if by_length else None}
+    before = count_whole(documents, rules.eos.stop_ids)
+    for limit in max_lengths:
+        name = "no limit" if limit is None else f"{limit:,}"
+        is_run, counts = limit == sampling.args.max_length, PreparationCounts()
         try:
-            found = variant_of(sampling.changed(max_length=limit), lengths, facts, counts=counts)
+            if whole.overflow.policy == "error" and limit is not None and longest > limit:
+                raise ValueError(f"a document has {longest:,} tokens")
+            policy = replace(whole.overflow, capacity=limit)
+            pieces, counts = fit(documents, policy, rules.eos.stop_ids, before)
+            if not counts.after.trained:
+                raise ValueError("no trained token is left")
+            numbered = Dataset.from_dict({"length": pieces.sizes})
+            lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
+            facts = {"numbers": lengths if by_length else None}
+            other = sampling.changed(max_length=limit)
+            yield replace(variant_of(other, lengths, facts, name, is_run=is_run), counts=counts)
         except ValueError as error:
-            found = Variant(refused=str(error), max_length=limit, counts=counts)
-        yield found
+            yield Variant(name, is_run, refused=str(error), max_length=limit, counts=counts)
 
 
 def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[Variant, ...]:
@@ -339,42 +355,31 @@ def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[
     padded = sampling.changed(
         packing=False, documents_per_step=None, per_device_train_batch_size=size
     )
-    sampler = padded.sampler(lengths, **facts | {"groups": None})
-    ways = [_padded(lengths, sampler, padded)]
+    sampler = padded.sampler(lengths, **facts | {"groups": None, "numbers": None})
+    ways = [_padded(sampler, size, args.pad_to_multiple_of or 1)]
     if args.max_length is not None:
         packed = sampling.changed(packing=True, documents_per_step=None)
         is_run = args.packing and given is None
-        ways.append(variant_of(packed, lengths, facts, name="packed into bins", is_run=is_run))
+        ways.append(variant_of(packed, lengths, facts, "packed into bins", is_run=is_run))
     number = given or sampler.documents_per_step
     fixed = sampling.changed(documents_per_step=number, static_shapes=False)
     is_run = given is not None or not args.packing
     name = f"documents_per_step={number}"
-    return (*ways, variant_of(fixed, lengths, facts, name=name, is_run=is_run))
+    return (*ways, variant_of(fixed, lengths, facts, name, is_run=is_run))
 
 
-def _padded(lengths: np.ndarray, sampler: PackedBatchSampler, sampling: Sampling) -> Variant:
+def _padded(sampler: PackedBatchSampler, size: int, multiple: int) -> Variant:
     """Return the padded run of transformers: rows of a micro-batch are as long as the longest."""
-    per_step, size = sampler.documents_per_step, sampling.batch_size
-    assert per_step is not None
-    lengths = lengths if sampler.draw is None else lengths[sampler.draw.documents(0)]
-    order = document_order(
-        sampler.sampling,
-        lengths,
-        seed=sampler.seed,
-        epoch=0,
-        documents_per_rank=max(per_step // sampler.num_ranks, 1),
-    )[: sampler.num_used]
-    drawn = lengths[order]
-    starts = np.arange(0, len(drawn), size)
-    rows, multiple = np.diff(np.append(starts, len(drawn))), sampling.args.pad_to_multiple_of or 1
-    longest = -(-np.maximum.reduceat(drawn, starts) // multiple) * multiple
-    steps = -(-len(drawn) // per_step)
+    per_step = sampler.documents_per_step or 1
+    lengths = sampler.lengths[sampler.drawn().documents]
+    starts, steps = np.arange(0, len(lengths), size), -(-len(lengths) // per_step)
+    longest = -(-np.maximum.reduceat(lengths, starts) // multiple) * multiple
     return Variant(
-        f"padded in batches of {size}, {quantity(per_step, 'document')} a step",
-        steps,
-        len(drawn) / steps,
-        int(drawn.sum()),
-        int((longest * rows).sum()),
+        name=f"padded in batches of {size}, {quantity(per_step, 'document')} a step",
+        steps=steps,
+        documents_per_step=len(lengths) / steps,
+        tokens=int(lengths.sum()),
+        computed=int((longest * np.diff(starts, append=len(lengths))).sum()),
     )
 
 
@@ -383,10 +388,9 @@ def _on_ranks(
 ) -> Iterator[Variant]:
     """Yield the plan for each number of ranks that has a document for every rank."""
     for ranks in numbers:
-        try:
-            yield variant_of(sampling.changed(ranks=ranks), lengths, facts)
-        except ValueError:  # too few documents, or a fixed number of them for each step
-            continue
+        with suppress(ValueError):  # too few documents, or a fixed number of them for each step
+            other, is_run = sampling.changed(ranks=ranks), ranks == sampling.ranks[0]
+            yield variant_of(other, lengths, facts, f"{ranks:,}", is_run=is_run)
 
 
 def _ways_to_share(
@@ -407,14 +411,8 @@ def _ways_to_share(
     ways: dict[str, Any] = {"off": (None, None), "bin": (None, index)}
     if find_strategy(sampling.args.packing_strategy).shuffles:
         ways["group"] = (sampling.groups(documents), index)
-    return tuple(
-        variant_of(
-            sampling,
-            lengths,
-            facts | {"groups": groups},
-            shared=shared,
-            name=name,
-            is_run=name == sampling.options.prefix_sharing,
-        )
-        for name, (groups, shared) in ways.items()
-    )
+    variants = []
+    for name, (groups, shared) in ways.items():
+        known, is_run = facts | {"groups": groups}, name == sampling.options.prefix_sharing
+        variants.append(variant_of(sampling, lengths, known, name, is_run=is_run, shared=shared))
+    return tuple(variants)

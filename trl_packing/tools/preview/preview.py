@@ -47,10 +47,10 @@ class RowPreview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON: the columns of its documents, and their text."""
-        documents = []
-        for text, tokens in zip(self.documents, self.tokens, strict=True):
-            columns = {k: x.tolist() if isinstance(x, np.ndarray) else x for k, x in tokens.items()}
-            documents.append({"text": text, **columns})
+        documents = [
+            {"text": text, **{k: np.asarray(x).tolist() for k, x in tokens.items()}}
+            for text, tokens in zip(self.documents, self.tokens, strict=True)
+        ]
         return {"row": self.row, "documents": documents, "reason": self.reason}
 
 
@@ -67,18 +67,17 @@ def preview_rows(
     Raises:
         ValueError: a row does not exist. No row is yielded then.
     """
-    number = len(run.dataset)
+    number, tokenizer = run.num_rows, run.preparation.eos.tokenizer
+    unit = "document" if run.preparation.row_format.makes_turns else "piece"
     rows = range(min(3, number)) if rows is None else rows
     for row in rows:
         if not 0 <= row < number:
             raise ValueError(f"row {row} is not among the {number:,} rows of the data set")
     for row in rows:
         documents, reason = run.documents_of_row(row)
-        unit = "document" if run.preparation.row_format.makes_turns else "piece"
         texts = []
         for i, document in enumerate(documents):
             piece = f", {unit} {i + 1} of {len(documents)}" if len(documents) > 1 else ""
-            tokenizer = run.preparation.eos.tokenizer
             texts.append(show_document(document, tokenizer, color=color, name=f"row {row}{piece}"))
         yield RowPreview(row, tuple(texts), tuple(documents), escape_hidden(reason))
 
@@ -86,11 +85,9 @@ def preview_rows(
 def preview_losses(run: PreviewedRun) -> str:
     """Return a sentence for each thing that preparing the whole data set loses."""
     _, counts = run.documents()
-    said = [f"{len(run.dataset):,} rows"]
-    if counts is not None:
-        said += filter(None, [str(counts.conversations), str(counts)])
-    lost = counts is not None and str(counts)
-    return "\n".join(said if lost else [*said, "Nothing is lost."])
+    turns = str(counts.conversations) if counts else ""
+    lost = (counts and str(counts)) or "Nothing is lost."
+    return "\n".join(filter(None, [f"{run.num_rows:,} rows", turns, lost]))
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
@@ -162,9 +159,6 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
     collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
     if isinstance(run.collator, PackedCollator):
         collator = run.collator
-    # As far as it is known without the model.
-    shares = options.prefix_sharing != "off" and options.attention not in NATIVE_ATTENTION
-    shares &= type(collator).__call__ is PackedCollator.__call__
     shapes = None
     if options.static_shapes:
         if run.model is None:
@@ -177,9 +171,12 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
             longest=None if sampler.rows else int(sampler.lengths.max()),
             pad_to_multiple_of=multiple,
         )
+    # As far as it is known without the model.
+    is_ours = type(collator).__call__ is PackedCollator.__call__ and not run.images.packs
+    may_share = options.prefix_sharing != "off" and options.attention not in NATIVE_ATTENTION
     return collator.replaced(
         loss_weighting=options.loss_weighting,
         tensors_only=True,
-        shares_prefixes=shares and not (options.static_shapes or run.images.packs),
+        shares_prefixes=may_share and is_ours and not options.static_shapes,
         static_shapes=shapes,
     )

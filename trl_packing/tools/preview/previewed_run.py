@@ -1,8 +1,8 @@
 """A run before it starts: its settings, and its data prepared exactly as the trainer does it.
 
-a row          →  documents, by the trainer's code
-all rows       →  documents and counts                              →  what preparation loses
-all documents  →  `Sampling`, the trainer's, without its model      →  bins and optimizer steps
+    a row          →  documents, by the trainer's code
+    all rows       →  documents and counts                              →  what preparation loses
+    all documents  →  `Sampling`, the trainer's, without its model      →  bins and optimizer steps
 
 The rows of a `train_dataset` that is a dictionary are numbered as one:
 
@@ -14,7 +14,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import (
@@ -69,41 +69,9 @@ _BY_TRL = "TRL's own code prepares it; it cannot be shown here"
 # Rows of a stream that are read, unless the user names another number.
 STREAM_ROWS = 1000
 
-
-class SourceRows:
-    """The data sets of a dictionary, whose rows are numbered as one.
-
-    Args:
-        datasets: by the names of their sources.
-    """
-
-    def __init__(self, datasets: dict[str, Dataset]):
-        self.datasets = datasets
-        self.starts = np.cumsum([0, *map(len, datasets.values())])
-        of_sets = (rows.column_names for rows in datasets.values())
-        self.column_names = [*dict.fromkeys(name for names in of_sets for name in names)]
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def locate(self, row: int) -> tuple[str, int]:
-        """Return the source of a row, and its number there."""
-        at = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return [*self.datasets][at], row - int(self.starts[at])
-
-    def select(self, rows: Sequence[int] | np.ndarray) -> "SourceRows":
-        """Return some of the rows, source by source."""
-        of_source: dict[str, list[int]] = {}
-        for row in rows:
-            name, number = self.locate(int(row))
-            of_source.setdefault(name, []).append(number)
-        return SourceRows({name: self.datasets[name].select(of_source[name]) for name in of_source})
-
-    def add_column(self, name: str, column: Any) -> "SourceRows":
-        """Return the rows with one more column, of a value for each of them."""
-        parts = np.split(np.asarray(column), self.starts[1:-1])
-        sets = zip(self.datasets.items(), parts, strict=True)
-        return SourceRows({source: rows.add_column(name, part) for (source, rows), part in sets})
+# Preparation drops, cuts, splits and shuffles. It carries one column along for every document, the
+# `source_column` of evaluation sets: this one, which holds the number of its row.
+ROW = "trl_packing_row"
 
 
 @dataclass(frozen=True)
@@ -112,7 +80,7 @@ class PreviewedRun:
 
     Attributes:
         args: a `PackedSFTConfig`, or a plain `SFTConfig`.
-        dataset: the rows; of a stream, the first ones; of a dictionary, those of all data sets.
+        dataset: the rows; of a stream, the first ones; or a dictionary of several data sets.
         preparation: the rules by which rows become documents.
         model: a name or a model, if it is known.
         formatting_func: the user's function from a row to its text.
@@ -172,14 +140,12 @@ class PreviewedRun:
             raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
         if not isinstance(given, (dict, Dataset, IterableDataset)):
             raise ValueError(f"train_dataset is {type(given).__name__}, which cannot be shown")
-        options = PackingOptions.of(args)
+        options, images = PackingOptions.of(args), RunImages()
         sets = source_sets(given, args, collator) or {"train": given}
         first = next(iter(sets.values()))
-        is_stream = isinstance(first, IterableDataset)
         check_arguments(args, first)
         check_is_backend(options.attention)
         check_loss_options(options, call.compute_loss_func)
-        images = RunImages()
         trl_path = reason_for_trl_path(first, collator)
         if not trl_path and has_images(given):
             if call.model is None:
@@ -188,39 +154,54 @@ class PreviewedRun:
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
         images.check_options(options)
-        processing_class, labeler = call.processing_class, None
-        if isinstance(collator, DataCollatorForCompletionOnlyLM):
-            processing_class, labeler = processing_class or collator.tokenizer, collator
+        labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
+        processing_class = call.processing_class or (labeler and labeler.tokenizer)
         if processing_class is None:
             processing_class = processing_class_of(call.model, args)
-        generation_config = None if call.model is None else generation_config_of(call.model, args)
-        loaded = {name: _loaded(rows, stream_rows) for name, rows in sets.items()}
-        first = next(iter(loaded.values()))
+        loaded = {
+            name: rows
+            if isinstance(rows, Dataset)
+            else Dataset.from_list(list(rows.take(stream_rows)), features=rows.features)
+            for name, rows in sets.items()
+        }
+        rows = next(iter(loaded.values()))
         tokenizer = configure_tokenizer(processing_class, args)
-        template = _training_template(args, tokenizer, first)
+        template = _training_template(args, tokenizer, rows)
         rules = Rules.of_run(
             args,
             tokenizer,
             getattr(tokenizer, "tokenizer", tokenizer),
             packing=args.packing,
             chat_template=template,
-            completion_only=trains_completions(first, args.completion_only_loss),
-            generation_config=generation_config,
+            completion_only=trains_completions(rows, args.completion_only_loss),
+            generation_config=None
+            if call.model is None
+            else generation_config_of(call.model, args),
             by_trl=_refuse,
             labeler=labeler,
         )
         return cls(
             args,
-            SourceRows(loaded) if isinstance(given, dict) else first,
+            loaded if isinstance(given, dict) else rows,
             rules,
             call.model,
             call.formatting_func,
-            is_stream,
+            isinstance(first, IterableDataset),
             collator,
             template,
             images,
             call.compute_loss_func,
         )
+
+    @property
+    def sets(self) -> dict[str, Dataset]:
+        """The data sets by the names of their sources."""
+        return self.dataset if isinstance(self.dataset, dict) else {"train": self.dataset}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all data sets."""
+        return sum(map(len, self.sets.values()))
 
     def number_of_model(self, name: str) -> int | None:
         """Return a number of the model's config, such as "hidden_size"; None if unknown."""
@@ -255,10 +236,17 @@ class PreviewedRun:
         Raises:
             ValueError: an image cannot be read, naming the row.
         """
-        rows = self.dataset
-        if isinstance(rows, SourceRows):
-            return replace(self, dataset=SourceRows(self.images.take(rows.datasets, "train")))
-        return replace(self, dataset=self.images.take(rows, "train"))
+        return replace(self, dataset=self.images.take(self.dataset, "train"))
+
+    def with_row_numbers(self) -> "PreviewedRun":
+        """Return the run on rows that carry their numbers in the column `ROW`."""
+        ends = np.cumsum([0, *map(len, self.sets.values())])
+        sets = {
+            name: rows.add_column(ROW, np.arange(end, end + len(rows)))
+            for end, (name, rows) in zip(ends, self.sets.items(), strict=False)
+        }
+        dataset = sets if isinstance(self.dataset, dict) else sets["train"]
+        return replace(self, dataset=dataset).with_settings(source_column=ROW)
 
     # --- documents ----------------------------------------------------------------------------
 
@@ -268,7 +256,10 @@ class PreviewedRun:
         Raises:
             ValueError: preparation refuses the data, or training their weights.
         """
-        documents, counts = self._prepare(self.dataset, self.preparation, "train")
+        if isinstance(self.dataset, dict):
+            documents, counts = prepare_sources(self.dataset, self._prepare, self.args)
+        else:
+            documents, counts = self._prepare(self.dataset, "train")
         options = PackingOptions.of(self.args)
         check_weights_and_sources(documents, [], options, self.compute_loss_func)
         return documents, counts
@@ -279,7 +270,7 @@ class PreviewedRun:
         None if the rows stay as they are, and for several data sets, which are prepared one by one.
         """
         rows = self.dataset
-        if self._skips_preparation or isinstance(rows, SourceRows) or records_of(rows):
+        if self._skips_preparation or isinstance(rows, dict) or records_of(rows):
             return None
         rows = self.images.tokenize(rows, self.preparation, self.chat_template, "train")
         whole = whole_documents(rows, self.preparation, formatting_func=self.formatting_func)
@@ -291,27 +282,30 @@ class PreviewedRun:
         The first row is prepared together with it, because the first row decides the format of all
         rows, and whether the flags of messages decide what is trained.
         """
-        if isinstance(self.dataset, SourceRows):
-            source, number = self.dataset.locate(row)
-            return self.of_source(source).documents_of_row(number)
-        first, reason = self._documents_of_rows([0], 0)
+        for rows in self.sets.values():
+            if row < len(rows):
+                break
+            row -= len(rows)
+        first, reason = self._documents_of(rows, [0], 0)
         if row == 0:
             return first, reason
-        found, reason = self._documents_of_rows([row] if reason else [0, row], row)
+        found, reason = self._documents_of(rows, [row] if reason else [0, row], row)
         if found[len(first) :] or reason:
             return found[len(first) :], reason
-        reason = self._documents_of_rows([row], row)[1]
+        reason = self._documents_of(rows, [row], row)[1]
         return [], reason or "preparation leaves nothing of it"
 
-    def _documents_of_rows(self, rows: list[int], row: int) -> tuple[list[Mapping[str, Any]], str]:
+    def _documents_of(
+        self, dataset: Dataset, rows: list[int], row: int
+    ) -> tuple[list[Mapping[str, Any]], str]:
         """Return the documents of some rows and "", or the reason, on `row`, why there are none."""
         run = self.with_settings(shuffle_dataset=False, dataset_num_proc=None)
-        if IMAGE_ROW not in self.dataset.column_names:  # read the headers of these rows alone
+        if IMAGE_ROW not in dataset.column_names:  # read the headers of these rows alone
             run = replace(run, images=self.images.without_files())
         shows_progress = not are_progress_bars_disabled()
         disable_progress_bars()
         try:
-            documents, _ = run._prepare(run.dataset.select(rows), run.preparation, _NAME)
+            documents, _ = run._prepare(dataset.select(rows), _NAME)
             return [run._with_image_sizes(document) for document in documents], ""
         except (ValueError, RuntimeError) as error:
             return [], _renumber(str(error), rows, row)
@@ -330,40 +324,20 @@ class PreviewedRun:
     def _skips_preparation(self) -> bool:
         return (self.args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
 
-    def of_source(self, source: str) -> "PreviewedRun":
-        """Return the run of one of several data sets, which is prepared as among the others."""
-        dataset = self.dataset.datasets[source]
-        return replace(self, dataset=dataset, preparation=self._rules(dataset, self.preparation))
-
-    def _rules(self, dataset: Dataset, rules: Rules) -> Rules:
-        only = trains_completions(dataset, self.args.completion_only_loss)
-        return replace(rules, row_format=replace(rules.row_format, completion_only=only))
-
-    def _prepare(
-        self, dataset: Any, preparation: Rules, name: str
-    ) -> tuple[Dataset, PreparationCounts | None]:
-        if isinstance(dataset, SourceRows):
-            return prepare_sources(
-                dataset.datasets,
-                lambda rows, name: self._prepare(rows, self._rules(rows, preparation), name),
-                self.args,
-            )
-        if not self._skips_preparation:
-            rows = self.images.tokenize(dataset, preparation, self.chat_template, name)
-            return prepare(rows, preparation, formatting_func=self.formatting_func, name=name)
-        if "input_ids" not in dataset.column_names:
-            raise ValueError(
-                "skip_prepare_dataset=True takes rows as they are, and these have no input_ids: "
-                f"they have {dataset.column_names}; leave it out"
-            )
-        return dataset, None
-
-
-def _loaded(dataset: Dataset | IterableDataset, stream_rows: int) -> Dataset:
-    """Return a data set as it is, and the first rows of a stream."""
-    if isinstance(dataset, Dataset):
-        return dataset
-    return Dataset.from_list(list(dataset.take(stream_rows)), features=dataset.features)
+    def _prepare(self, rows: Dataset, name: str) -> tuple[Dataset, PreparationCounts | None]:
+        """Return the documents of a data set, whose columns decide whether prompts are trained."""
+        if self._skips_preparation:
+            if "input_ids" not in rows.column_names:
+                raise ValueError(
+                    "skip_prepare_dataset=True takes rows as they are, and these have no "
+                    f"input_ids: they have {rows.column_names}; leave it out"
+                )
+            return rows, None
+        only = trains_completions(rows, self.args.completion_only_loss)
+        row_format = replace(self.preparation.row_format, completion_only=only)
+        rules = replace(self.preparation, row_format=row_format)
+        rows = self.images.tokenize(rows, rules, self.chat_template, name)
+        return prepare(rows, rules, formatting_func=self.formatting_func, name=name)
 
 
 def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
@@ -399,13 +373,8 @@ def _renumber(message: str, rows: Sequence[int], row: int) -> str:
 
 # --- the row of each document ---------------------------------------------------------------------
 
-# Preparation drops, cuts, splits and shuffles. It carries one column along for every document, the
-# `source_column` of evaluation sets: this one, which holds the number of its row.
-ROW = "trl_packing_row"
 
-
-@dataclass(frozen=True, eq=False)
-class TracedDocuments:
+class TracedDocuments(NamedTuple):
     """The documents of a run, as training reads them, and where they come from.
 
     Attributes:
@@ -421,33 +390,26 @@ class TracedDocuments:
     uncut: np.ndarray
 
 
-def with_row_numbers(run: PreviewedRun, rows: np.ndarray | None = None) -> PreviewedRun:
-    """Return `run` on `rows` of its data set (all by default), which carry their numbers."""
-    numbers = np.arange(len(run.dataset)) if rows is None else rows
-    dataset = run.dataset if rows is None else run.dataset.select(rows)
-    numbered = replace(run, dataset=dataset.add_column(ROW, numbers))
-    return numbered.with_settings(source_column=ROW)
-
-
 def trace_documents(run: PreviewedRun) -> TracedDocuments:
     """Return the documents of the whole data set with the rows that they come from.
 
     A row may be several documents (`train_on="every_turn"`), and a document several pieces. So the
     documents are numbered once more before they are cut.
     """
-    numbered = with_row_numbers(run)
+    numbered = run.with_row_numbers()
     whole = numbered.whole_documents()
     if whole is None:
         dataset, counts = numbered.documents()
         lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
-        return TracedDocuments(dataset.remove_columns(ROW), counts, _numbers(dataset), lengths)
+        return TracedDocuments(dataset.remove_columns(ROW), counts, numbers_of(dataset), lengths)
     documents: Any = whole.documents
-    rows, uncut = _numbers(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
+    rows, uncut = numbers_of(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
     documents = documents.remove_columns(ROW).add_column(ROW, np.arange(len(rows)))
     fitted, counts = fit_documents(replace(whole, documents=documents), numbered.preparation)
-    numbers = _numbers(fitted)
+    numbers = numbers_of(fitted)
     return TracedDocuments(fitted.remove_columns(ROW), counts, rows[numbers], uncut[numbers])
 
 
-def _numbers(documents: Any) -> np.ndarray:
+def numbers_of(documents: Any) -> np.ndarray:
+    """Return the values of the column `ROW`, ``(documents,)`` int64."""
     return np.asarray(documents.with_format("numpy")[ROW][:], np.int64)

@@ -1,0 +1,90 @@
+"""Pages show any text and do nothing else; the browser of the tests sees what a page may not do."""
+
+import time
+
+import pytest
+from helpers.browser import HOSTILE, open_page
+
+from trl_packing.training.page import check_can_write, render
+
+TEMPLATE = """{% extends "page.html" %}
+{% from "parts.html" import bars, cards, section, table %}
+{% block body %}
+{% call section(texts[1], texts[4]) %}{{ cards([texts[2:4]]) }}{% endcall %}
+{{ table(texts, [texts, [2]]) }}
+{{ bars([(texts[0], 2, texts[3]), ("b", 1, "")]) }}
+<p id="said" title="{{ texts[3] }}"></p>
+{% endblock %}"""
+
+
+def written(tmp_path, text):
+    path = tmp_path / "page.html"
+    path.write_text(text)
+    return path
+
+
+def good_page(tmp_path):
+    (tmp_path / "template.html").write_text(TEMPLATE)
+    (tmp_path / "show.js").write_text("document.querySelector('#said').textContent = data.text;")
+    values = {"texts": list(HOSTILE), "data": {"text": "".join(HOSTILE)}, "script": "show.js"}
+    return render(tmp_path / "template.html", title=HOSTILE[0], note=HOSTILE[6], **values)
+
+
+def says(opened, problem):
+    """Return whether a problem is among those of a page, of which some are told a moment later."""
+    end = time.monotonic() + 30
+    while not (found := problem in "\n".join(opened.problems())):
+        if time.monotonic() > end:
+            break
+    return found
+
+
+def test_hostile_text_is_shown_and_does_nothing_else(tmp_path):
+    with open_page(written(tmp_path, good_page(tmp_path))) as opened:
+        assert opened.problems() == []
+        assert opened.text("#said") == "".join(HOSTILE)
+        for place in ("table", "h1", "h2", ".cards", ".bars"):
+            assert any(text in opened.text(place) for text in HOSTILE)
+        assert "\\u202e\\x1b[2Jbackwards" in opened.text("table")
+        assert opened.evaluate("document.querySelector('.bars i + i, .bar i').style.width")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("<script>missing()</script>", "error: ReferenceError: missing is not defined"),
+        ("<script>setTimeout(() => missing())</script>", "error: ReferenceError: missing"),
+        ("<script>fetch('http://localhost:9/x')</script>", "request: http://localhost:9/x"),
+        ("<div style='width: 3000px'>wide</div>", "the page is 30"),
+        *[(text, "hostile text acts") for text in (*HOSTILE[:1], *HOSTILE[2:4], HOSTILE[6])],
+    ],
+)
+def test_a_bad_page_is_caught(tmp_path, text, problem):
+    with open_page(written(tmp_path, f"<!doctype html><p>{text}</p>")) as opened:
+        assert says(opened, problem), opened.problems()
+
+
+def test_what_a_page_loads_is_refused_and_data_that_end_their_script_are_caught(tmp_path):
+    image = good_page(tmp_path).replace("<h1>", "<img src='http://localhost:9/a.png'><h1>")
+    with open_page(written(tmp_path, image)) as opened:
+        assert says(opened, "Content Security Policy"), opened.problems()
+    unsafe = good_page(tmp_path).replace(r"\u003c", "<").replace(r"\u003e", ">")
+    with open_page(written(tmp_path, unsafe)) as opened:
+        assert "hostile text acts" in opened.problems()
+
+
+def test_a_page_replaces_an_older_page_and_nothing_else(tmp_path):
+    older, empty, data = (tmp_path / name for name in ("a.html", "b", "c.jsonl"))
+    older.write_text(good_page(tmp_path))
+    empty.touch()
+    for file in (older, empty, tmp_path / "new.html"):
+        check_can_write("--html", str(file))
+    data.write_text('{"text": "a"}\n')
+    for path, problem in (
+        (data, r"c\.jsonl exists and is no page"),
+        (tmp_path, "is a folder; name a file$"),
+        ("", "'' is a folder"),
+        (tmp_path / "none" / "a.html", "its folder does not exist; create it first"),
+    ):
+        with pytest.raises(ValueError, match=f"^--html .*{problem}"):
+            check_can_write("--html", str(path))
