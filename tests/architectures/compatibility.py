@@ -16,16 +16,18 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from architectures.image_step import WithImages, judge_images
-from architectures.shared_step import Sharing, judge_sharing
+from architectures.image_step import judge_images
+from architectures.shared_step import judge_sharing
 from architectures.tiny_models import NotBuilt, tiny_model
 from architectures.tiny_step import (
+    NOT_MEASURED,
+    Part,
     one_at_a_time,
     packed_by_trl,
     packed_step,
@@ -67,8 +69,8 @@ class Verdict:
     by_trl: str = ""
     seconds: float = 0.0
     reason: str = ""
-    sharing: Sharing = field(default_factory=Sharing)
-    images: WithImages = field(default_factory=WithImages)
+    sharing: Part = NOT_MEASURED
+    images: Part = NOT_MEASURED
 
     @property
     def is_silent_difference(self) -> bool:
@@ -90,7 +92,7 @@ def judge_architecture(
     """
     began = time.perf_counter()
     verdict = _judge_text(name, shares, options)
-    found = judge_images(name, **options) if images else WithImages()
+    found = judge_images(name, **options) if images else NOT_MEASURED
     return replace(verdict, images=found, seconds=time.perf_counter() - began)
 
 
@@ -114,7 +116,7 @@ def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
     errors = packed.distance(reference)
     tolerance = rounding_tolerance(model, documents, reference)
     exact = all(error <= tolerance for error in errors)
-    sharing = judge_sharing(model, **options) if shares else Sharing()
+    sharing = judge_sharing(model, **options) if shares else NOT_MEASURED
     return Verdict(
         name,
         "exact" if exact else "differs",

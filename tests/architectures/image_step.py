@@ -9,10 +9,8 @@ are compared apart, because those of one would hide a difference in the other.
 """
 
 import copy
-import math
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,31 +22,10 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from architectures.tiny_models import NotBuilt
 from architectures.tiny_processors import NAMES, tiny_processor
-from architectures.tiny_step import LEAST_TOLERANCE, MOST_TOLERANCE, train_step
+from architectures.tiny_step import LEAST_TOLERANCE, MOST_TOLERANCE, Part, train_step
 from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
 from trl_packing.isolation.check import NOISE_FACTOR, round_differently
 from trl_packing.vision.support import why_no_family
-
-
-@dataclass(frozen=True)
-class WithImages:
-    """The result for documents with images.
-
-    Attributes:
-        outcome: ``"exact"``, ``"differs"`` (silently, which must not happen), ``"trl"`` (the run
-            takes TRL's path), ``"refused"`` (nothing is trained), ``"not built"``, or ``""`` (the
-            architecture takes no images).
-        backend: the attention backend that was used.
-        error: the largest relative error of loss and gradients.
-        tolerance: the largest error that rounding explains.
-        reason: why the run is not packed, is refused, or is not built.
-    """
-
-    outcome: str = ""
-    backend: str = ""
-    error: float = math.nan
-    tolerance: float = math.nan
-    reason: str = ""
 
 
 class _Step(NamedTuple):
@@ -56,7 +33,7 @@ class _Step(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def judge_images(name: str, **options: Any) -> WithImages:
+def judge_images(name: str, **options: Any) -> Part:
     """Train one packed step of documents with images, and compare it with each of them alone.
 
     Args:
@@ -64,20 +41,20 @@ def judge_images(name: str, **options: Any) -> WithImages:
         options: options of `PackedSFTConfig`.
     """
     if name not in image_names():
-        return WithImages()
+        return Part()
     if reason := why_no_family(name):
-        return WithImages("trl", reason=reason)
+        return Part("trl", reason=reason)
     if name not in NAMES:
-        return WithImages("not built", reason=f"{name} has no tiny processor")
+        return Part("not built", reason=f"{name} has no tiny processor")
     try:
         processor = tiny_processor(name)
         model = tiny_vision_model(name, processor)
     except (NotBuilt, ImportError) as problem:
-        return WithImages("not built", reason=str(problem))
+        return Part("not built", reason=str(problem))
     return compare_with_images(model, processor, **options)
 
 
-def compare_with_images(model: Any, processor: Any, **options: Any) -> WithImages:
+def compare_with_images(model: Any, processor: Any, **options: Any) -> Part:
     """Return the result for a model and its processor; neither is changed."""
     rows = image_rows()
     reference = _one_at_a_time(model, processor, rows)
@@ -103,13 +80,13 @@ def compare_with_images(model: Any, processor: Any, **options: Any) -> WithImage
             )
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
             first_line, *_ = str(refusal).splitlines() or [type(refusal).__name__]
-            return WithImages("refused", tolerance=tolerance, reason=first_line)
+            return Part("refused", tolerance=tolerance, reason=first_line)
     if reason := trainer._trl_path:
-        return WithImages("trl", reason=reason)
+        return Part("trl", reason=reason)
     error = _distance(_Step(loss, gradients), reference, parts)
     choice = trainer.attention
     outcome = "exact" if error <= tolerance else "differs"
-    return WithImages(outcome, choice.backend, error, tolerance, choice.reason)
+    return Part(outcome, error, tolerance, choice.reason, choice.backend)
 
 
 def _one_at_a_time(model: Any, processor: Any, rows: Dataset) -> _Step:

@@ -9,9 +9,7 @@ A model that cannot share trains the same documents apart, and says why. Both mu
 """
 
 import copy
-import math
 import tempfile
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ import torch
 
 from architectures.tiny_step import (
     Documents,
+    Part,
     StepResult,
     one_at_a_time,
     rounding_tolerance,
@@ -31,25 +30,6 @@ from trl_packing.documents.labels import IGNORE_INDEX
 _PREFIXES = (29, 13)
 _ANSWERS = (3, 8, 17)
 _OTHERS = (4, 27)
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """The result for shared prefixes.
-
-    Attributes:
-        outcome: ``"exact"``, ``"differs"`` (silently, which must not happen), ``"apart"`` (the run
-            does not share, and is exact), ``"refused"`` (nothing is trained), or
-            ``""`` (not measured).
-        error: the largest relative error of loss and gradients.
-        tolerance: the largest error that rounding explains.
-        reason: why the run does not share, or is refused.
-    """
-
-    outcome: str = ""
-    error: float = math.nan
-    tolerance: float = math.nan
-    reason: str = ""
 
 
 def shared_documents() -> list[dict[str, list[int]]]:
@@ -68,7 +48,7 @@ def shared_documents() -> list[dict[str, list[int]]]:
     ]
 
 
-def judge_sharing(model: Any, **options: Any) -> Sharing:
+def judge_sharing(model: Any, **options: Any) -> Part:
     """Train one step of documents that share prefixes, and compare it with each of them alone.
 
     Args:
@@ -82,11 +62,11 @@ def judge_sharing(model: Any, **options: Any) -> Sharing:
         step, shares, reason = _step(model, documents, options)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
         first_line, *_ = str(refusal).splitlines()
-        return Sharing("refused", tolerance=tolerance, reason=f"refused: {first_line}")
+        return Part("refused", tolerance=tolerance, reason=f"refused: {first_line}")
     error = max(step.distance_of_step(reference))
     if not error <= tolerance:
-        return Sharing("differs", error, tolerance, reason)
-    return Sharing("exact" if shares else "apart", error, tolerance, reason)
+        return Part("differs", error, tolerance, reason)
+    return Part("exact" if shares else "apart", error, tolerance, reason)
 
 
 def _step(

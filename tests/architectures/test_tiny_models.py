@@ -19,19 +19,14 @@ SOME = [
     "bert",  # an encoder made to look back only
     "deepseek_v3",  # latent attention, grouped experts
     "gemma3",  # a composite, windows
-    "gpt_neo",  # layers named in a list of its own
     "jamba",  # attention, recurrence and experts by period
     "llama",
-    "llama+dynamic",
     "llama4",  # the text model of a composite, chunked attention
     "llava",  # a vision-language model: the text model is chosen by another configuration
     "mamba2",  # no attention at all
     "mimo_v2_flash",  # sinks, a kind of layer and a kind of MLP that vary apart
-    "phi3+longrope",
-    "qwen2",  # windows off by default
     "qwen2_vl",  # positions in time, height and width
     "qwen3_next",  # linear attention
-    "zamba2",  # layers that are both
 ]
 
 
@@ -81,33 +76,6 @@ def test_nearly_every_architecture_has_a_tiny_configuration():
             refused[name] = str(reason)
     assert len(refused) <= len(tiny_models.names()) - 165, refused
     assert all("not built:" in reason for reason in refused.values())
-
-
-def test_nearly_every_vision_language_model_runs_on_text_alone():
-    input_ids = torch.arange(40, 60)[None]
-    refused = {}
-    for name in tiny_models.vision_names():
-        try:
-            model = tiny_model(name)
-        except NotBuilt as reason:
-            refused[name] = str(reason)
-            continue
-        assert sum(parameter.numel() for parameter in model.parameters()) < 1e7, name
-        with torch.no_grad():
-            logits = model(input_ids=input_ids, use_cache=False).logits
-        assert logits.shape == (1, 20, VOCAB_SIZE), name
-    assert len(refused) <= len(tiny_models.vision_names()) - 45, refused
-    assert all("not built:" in reason for reason in refused.values())
-
-
-def test_a_seed_gives_the_same_weights_and_leaves_the_callers_chance_alone():
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    first, second, other = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
-    torch.testing.assert_close(torch.rand(3), expected, rtol=0, atol=0)
-    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
 def test_no_parameter_is_zero():

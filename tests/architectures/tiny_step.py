@@ -9,21 +9,24 @@ by TRL      the same row as TRL's collator packs it, through the untouched model
 """
 
 import copy
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from harness import make_trainer
+from helpers.one_step import ONE_STEP, Keep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_packing.attention.model_facts import requires
-from trl_packing.config import PackedSFTConfig
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.check import NOISE_FACTOR, round_differently
 from trl_packing.loss.next_token import score_targets
@@ -70,6 +73,30 @@ class StepResult(NamedTuple):
             abs(self.loss - other.loss) / abs(other.loss),
             max(gradients, default=0.0) / scale,
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The result of one more step: with shared prefixes, or with images.
+
+    Attributes:
+        outcome: ``"exact"``, ``"differs"`` (silently, which must not happen), ``"apart"`` (the run
+            does not share, and is exact), ``"trl"`` (the run takes TRL's path), ``"refused"``
+            (nothing is trained), ``"not built"``, or ``""`` (not measured).
+        error: the largest relative error of loss and gradients.
+        tolerance: the largest error that rounding explains.
+        reason: why the run does not share, is not packed, is refused, or is not built.
+        backend: the attention backend that was used.
+    """
+
+    outcome: str = ""
+    error: float = math.nan
+    tolerance: float = math.nan
+    reason: str = ""
+    backend: str = ""
+
+
+NOT_MEASURED = Part()
 
 
 def tiny_documents(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:
@@ -133,17 +160,6 @@ def rounding_tolerance(model: Any, documents: Documents, reference: StepResult) 
 # --- packed ---------------------------------------------------------------------------------------
 
 
-class _KeepGradients(TrainerCallback):
-    """Keep the gradients of the only optimizer step."""
-
-    gradients: dict[str, Tensor]
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients = {
-            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
-        }
-
-
 def packed_step(
     model: Any, documents: Documents, folder: str, **options: Any
 ) -> tuple[Any, StepResult]:
@@ -178,35 +194,12 @@ def train_step(
 
     A `processing_class` takes the place of the tokenizer without words.
     """
-    kept = _KeepGradients()
-    if not isinstance(documents, Dataset):
-        documents = Dataset.from_list(list(documents))
-    trainer = PackedSFTTrainer(
-        model,
-        PackedSFTConfig(
-            **{
-                "output_dir": folder,
-                "max_length": MAX_LENGTH,
-                "per_device_train_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-                "max_steps": 1,
-                "learning_rate": 0.0,
-                "max_grad_norm": 0.0,
-                "logging_steps": 1,
-                "gradient_checkpointing": False,
-                "bf16": False,
-                "use_cpu": True,
-                "router_aux_loss_coef": None,
-                "save_strategy": "no",
-                "report_to": "none",
-                "disable_tqdm": True,
-                **options,
-            }
-        ),
-        train_dataset=documents,
-        processing_class=processing_class or tiny_tokenizer(),
-        callbacks=[kept],
-    )
+    kept = Keep()
+    settings = {"max_length": MAX_LENGTH, "router_aux_loss_coef": None, **ONE_STEP}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **options}
+    rows = documents if isinstance(documents, Dataset) else list(documents)
+    tokenizer = processing_class or tiny_tokenizer()
+    trainer = make_trainer(folder, rows, model, tokenizer=tokenizer, callbacks=[kept], **settings)
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     return trainer, loss, kept.gradients

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from trl_packing.attention.block_mask import packed_mask
+from trl_packing.attention.model_facts import layer_config, layer_values
 
 LENGTHS = [7, 1, 5, 12]
 WINDOW, CHUNK = 3, 4
@@ -48,10 +50,8 @@ def seen(additive: torch.Tensor) -> list[list[bool]]:
     ("config", "wanted"),
     [
         ({}, FULL),
-        ({"layer_types": None, "sliding_window": None}, FULL),
         ({"sliding_window": WINDOW}, SLIDING),  # mistral: all layers, without saying so
         ({"layer_types": ["full_attention"] * 2, "sliding_window": WINDOW}, FULL),
-        ({"layer_types": ["sliding_attention"], "sliding_window": WINDOW}, SLIDING),
         ({"layer_types": ["sliding_attention"], "sliding_window": None}, FULL),
         ({"layer_types": ["chunked_attention"], "attention_chunk_size": CHUNK}, CHUNKED),
         # Kinds of layers that no mask reaches: what reaches the others is one mask.
@@ -89,3 +89,19 @@ def test_tokens_of_an_image_see_each_other(windows_only):
     ahead = [[1, 2], [3, 4]]  # queries that see the next token, which is of the same image
     assert opened["sliding_attention"] == ahead
     assert opened["full_attention"] == ([] if windows_only else ahead)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="no Gemma 4")
+def test_a_field_is_read_over_all_layers_and_one_mask_is_refused_where_windows_differ():
+    layers = {1: {"sliding_window": 16}, 5: {"head_dim": 512}}
+    make = transformers.Gemma4TextConfig
+    config = make(num_hidden_layers=6, sliding_window=64, per_layer_config=layers)
+    with pytest.raises(RuntimeError, match="per-layer attribute"):  # which getattr does not catch
+        getattr(config, "head_dim", None)
+    assert layer_values(config, "qk_head_dim", "head_dim") == [256] * 5 + [512]
+    assert layer_values(config, "sliding_window") == [64, 16, 64, 64, 64, 64]
+    assert layer_config(config, 5).head_dim == 512
+    with pytest.raises(NotImplementedError, match=r"several sizes of sliding_window: \[16, 64\]"):
+        packed_mask([3, 2], config, torch.float32)
+    alike = make(num_hidden_layers=6, sliding_window=2)
+    assert packed_mask([3, 2], alike, torch.float32).keys() == set(alike.layer_types)

@@ -21,7 +21,7 @@ from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import AttentionChoice
 
 DOCUMENTS = documents_of_lengths([3, 20, 1, 9, 31, 12, 5, 17, 2, 26], prompt=2)
-MODELS = {"llama": None, "qwen2": None, "mistral": WINDOW}
+MODELS = {"llama": None, "mistral": WINDOW}
 
 
 @pytest.fixture

@@ -29,22 +29,14 @@ from trl_packing.packing.collator import StaticShapes
 # Of each, the attention to try first on a GPU in bf16 and the lengths at which it changes, by its
 # model card.
 BY_HAND = {
-    "cohere2": ("varlen", [4096]),
-    "deepseek_v3": ("varlen", []),  # keys of 192, values of 128: its trial fails
     "deepseek_v32": ("equal_lengths", []),  # an index
     "dots3_note_text": ("equal_lengths", [512]),  # 128 heads, 64 with a window
     "gemma2": ("documents", [4096]),  # soft-cap
-    "gemma3_text": ("varlen", [4096]),
     "gemma4_text": ("varlen", [512]),  # heads of 256, of 512 without a window: its trial fails
-    "gemma4_unified_text": ("varlen", [1024]),
-    "gpt_neo": ("model", [256]),
     "gpt_oss": ("varlen", [128, 4096]),
     "inkling2_text": ("varlen", [1024, 128_000]),
-    "llama": ("varlen", []),
     "llama4_text": ("model", [8192]),
     "mimo_v2_flash": ("varlen", [129]),  # keys of 192, values of 128; sinks
-    "mistral": ("varlen", [4096]),
-    "recurrent_gemma": ("varlen", [2048]),
 }
 
 
@@ -56,27 +48,19 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Testla H100")
 
 
-def built(name):
-    try:
-        return full_size_model(name)
-    except NotBuilt as reason:
-        pytest.skip(str(reason)[:150])
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
+@pytest.mark.parametrize(
+    "name",
+    [
         name if name in BY_HAND else pytest.param(name, marks=pytest.mark.slow)
         for name in names()
         if name not in VARIANTS
     ],
 )
-def full(request):
-    return request.param, built(request.param)
-
-
-def test_a_full_size_model_answers(full, monkeypatch):
-    name, model = full
+def test_a_full_size_model_answers(name, monkeypatch):
+    try:
+        model = full_size_model(name)
+    except NotBuilt as reason:
+        pytest.skip(str(reason)[:150])
     on_cpu = resolve_attention(model, device="cpu", dtype=torch.float32)
     pretend_cuda(monkeypatch)
     half = resolve_attention(model, device="cuda", dtype=torch.bfloat16)

@@ -68,7 +68,6 @@ def assert_noise_of_documents_alone(noise, lengths=LENGTHS):
 WAYS = {
     "packed": {},
     "static shapes": {"static_shapes": True},
-    "padding-free": {"packing": False, "per_device_train_batch_size": 3},
     "padded rows": {"attention": "padded"},
     "virtual tokens": {
         "peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -3,9 +3,7 @@
 import pytest
 import torch
 from harness import TWO_RUNS
-from helpers.dense import (
-    TOLERANCE,
-)
+from helpers.dense import TOLERANCE
 from helpers.packed_models import alone, packed_batch
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_vlm
 from transformers import AttentionMaskInterface

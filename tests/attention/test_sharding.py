@@ -15,30 +15,23 @@ TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 MANY = [3 + (i * 11) % 29 for i in range(41)]
 FEW = [5, 9, 30, 22]
+WEIGHTED = {"weighted": True, "options": {"loss_weighting": "document"}}
 ADAMW = {"save_steps": 4, "options": {"optim": "adamw_torch", "learning_rate": 0.01}}
 EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}
+BF16 = {"options": {"bf16": True}, **EVALUATED}
 
 # Each as one rank with twice the accumulation. The gate is on where it says so, the head's is on.
 SAME = {
     "packed, evaluated, saved": {"saves": True, **EVALUATED},
     # The last step of the epoch has fewer micro-batches.
     "accumulated": {"accumulation": 2, "options": {"gradient_checkpointing": False}},
-    "a rank with an empty micro-batch": {"lengths": [32, 32, 32]},
     "very unequal numbers of trained tokens": {
         "lengths": [32, 2, 31, 3],
         "packing": False,
         "prompt": 1,
     },
-    "documents weighted": {
-        "weighted": True,
-        "options": {"loss_weighting": "document"},
-        **EVALUATED,
-    },
-    "documents weighted, none on a rank": {
-        "lengths": [32, 32, 32],
-        "weighted": True,
-        "options": {"loss_weighting": "document"},
-    },
+    "documents weighted": WEIGHTED | EVALUATED,
+    "documents weighted, none on a rank": {"lengths": [32, 32, 32], **WEIGHTED},
     "tied embeddings": {"config": {"tie_word_embeddings": True}, "saves": True},
     "balance of experts": {
         "model": "qwen3_moe",
@@ -53,10 +46,6 @@ SAME = {
     "a model by its name": {"by_name": True},
 }
 ONLY_FSDP2 = {"a head sharded without its norm": {"head_apart": True}}
-
-
-def cases(engine: str) -> dict[str, dict]:
-    return SAME | (ONLY_FSDP2 if engine == "fsdp2" else {})
 
 
 def scenario(folder, engine, name, arguments, accumulation) -> Scenario:
@@ -78,9 +67,10 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp(engine)
     # The graphs of the ranks differ by the leak: recomputing one would gather in another order.
     leak = {"isolation_check": "error", "gradient_checkpointing": False}
-    runs = cases(engine) | {
+    runs = SAME | (ONLY_FSDP2 if engine == "fsdp2" else {})
+    runs |= {
         "leak": {"leaks_on_rank": 1, "options": leak},
-        "bf16": {"options": {"bf16": True}, **EVALUATED},
+        "bf16": BF16,
         "few": {"lengths": [9]},
         "whole": ADAMW,
     }
@@ -122,14 +112,13 @@ def assert_same_training(ranks: list[dict], alone: dict) -> None:
 def test_an_engine_trains_as_one_rank_with_twice_the_accumulation(
     name, engine, two_ranks, one_rank
 ):
-    if name not in cases(engine):
+    if name not in two_ranks:
         pytest.skip(f"{engine} does not shard the head by groups")
-    alone = one_rank(name, cases(engine)[name])
+    alone = one_rank(name, (SAME | ONLY_FSDP2)[name])
     assert_same_training(two_ranks[name], alone)
     for rank in two_ranks[name]:
-        assert rank["metrics"].get("eval_loss", 0.0) == pytest.approx(
-            alone["metrics"].get("eval_loss", 0.0), abs=TOLERANCE
-        )
+        expected = alone["metrics"].get("eval_loss", 0.0)
+        assert rank["metrics"].get("eval_loss", 0.0) == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -171,7 +160,7 @@ def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
 @pytest.mark.slow
 def test_bf16_keeps_the_loss_in_float32(two_ranks, one_rank):
     """Rounding in the model moves losses of 6 by up to 5e-3; outputs in bf16, by 1.8e-2."""
-    alone = one_rank("bf16", {"options": {"bf16": True}, **EVALUATED})
+    alone = one_rank("bf16", BF16)
     for rank in two_ranks["bf16"]:
         torch.testing.assert_close(rank["losses"], alone["losses"], rtol=0, atol=1e-2)
         loss = rank["metrics"]["eval_loss"]

@@ -15,6 +15,15 @@ def packing_of(model):
     return unwrap_peft(model).enabled_packing
 
 
+def leak_in_long_rows(model):
+    """Mix all positions of rows of more than 17 tokens, whichever way they are run."""
+
+    def leak(module, inputs, output):
+        return output + 0.1 * output.mean() if output.shape[1] > 17 else output
+
+    model.model.embed_tokens.register_forward_hook(leak)
+
+
 LENGTHS = [3, 60, 17, 9, 31, 44, 5, 22, 12, 27, 8, 50, 19, 40, 33, 6]
 DOCUMENTS = documents_of_lengths(LENGTHS, prompt=2)
 

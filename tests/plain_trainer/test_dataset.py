@@ -3,25 +3,12 @@
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
-from helpers.plain_runs import (
-    DOCUMENTS,
-    LENGTHS,
-    PACK_LEN,
-    packed,
-    trainer_of,
-)
+from helpers.plain_runs import DOCUMENTS, LENGTHS, PACK_LEN, packed, trainer_of
 from helpers.tiny import tiny_model, tiny_tokenizer
 from torch.utils.data import BatchSampler, DataLoader
-from transformers import (
-    DefaultDataCollator,
-    Trainer,
-)
+from transformers import DefaultDataCollator, Trainer
 
-from trl_packing import (
-    PackedDataset,
-    RepackEveryEpoch,
-    enable_packing,
-)
+from trl_packing import PackedDataset, RepackEveryEpoch, enable_packing
 
 
 def test_rows_hold_every_document_once_and_number_it():
@@ -110,22 +97,16 @@ def batches_of(folder, dataset, repacks, resume=None, **options):
 
 
 def test_rows_are_drawn_anew_every_epoch_if_asked_for(tmp_path):
-    dataset = packed()
+    half = len(packed())
     same = batches_of(tmp_path, packed(), False, num_train_epochs=2)
-    half = len(dataset)
     assert sorted(same[:half]) == sorted(same[half:])
-    anew = batches_of(tmp_path, dataset, True, num_train_epochs=2)
-    assert len(anew) == 2 * half
+    steps = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": half + 2}
+    anew = batches_of(tmp_path, packed(), True, **steps)
     assert sorted(anew[:half]) != sorted(anew[half:])
     everything = sorted(t for document in DOCUMENTS for t in document["input_ids"])
     for epoch in (anew[:half], anew[half:]):
         assert sorted(t for row in epoch for t in row) == everything
-
-
-def test_a_resumed_run_sees_the_batches_that_it_would_have_seen(tmp_path):
-    rows = len(packed())
-    steps = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": rows + 2}
-    whole = batches_of(tmp_path, packed(), True, **steps)
-    checkpoint = str(tmp_path / f"checkpoint-{rows + 2}")
+    # A resumed run sees the batches that it would have seen.
+    checkpoint = str(tmp_path / f"checkpoint-{half + 2}")
     resumed = batches_of(tmp_path / "again", packed(), True, resume=checkpoint, **steps)
-    assert resumed == whole[rows + 2 :]
+    assert resumed == anew[half + 2 :]

@@ -14,6 +14,7 @@ from helpers.plain_runs import (
     COLLATORS,
     DOCUMENTS,
     documents_of_rows,
+    leak_in_long_rows,
     packed,
     trainer_of,
 )
@@ -26,11 +27,7 @@ from transformers import (
 )
 from transformers import DataCollatorWithFlattening as TheirFlattening
 
-from trl_packing import (
-    DataCollatorWithFlattening,
-    PackedCollator,
-    enable_packing,
-)
+from trl_packing import DataCollatorWithFlattening, PackedCollator, enable_packing
 from trl_packing.plain_trainer.dataset import enabled_models
 
 
@@ -47,24 +44,24 @@ def first_step(model, dataset, folder, **options):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "gpt2", "falcon_mamba", "lfm2"],
+    ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "falcon_mamba"],
 )
 def test_a_step_equals_one_document_at_a_time(name, tmp_path):
     model, dataset = tiny_model(name), packed()
-    untouched, is_padded = copy.deepcopy(model), name in ("falcon_mamba", "lfm2")
+    untouched, is_padded = copy.deepcopy(model), name == "falcon_mamba"
     assert enable_packing(model).backend == ("padded" if is_padded else "documents")
     found = first_step(model, dataset, tmp_path)
     assert_same_step(found, by_hand(untouched, documents_of_rows(dataset, range(4))))
 
 
 @pytest.mark.parametrize("name", COLLATORS)
-@pytest.mark.parametrize("remove_unused_columns", [True, False])
-def test_any_collator_that_keeps_the_columns_will_do(name, remove_unused_columns, tmp_path):
+def test_any_collator_that_keeps_the_columns_will_do(name, tmp_path):
     model, dataset = tiny_model("gpt_oss"), packed()
     expected = by_hand(model, documents_of_rows(dataset, range(4)))
     enable_packing(model, dataset)
-    options = {"collator": COLLATORS[name], "remove_unused_columns": remove_unused_columns}
-    assert_same_step(first_step(model, dataset, tmp_path, **options), expected)
+    for removes in (True, False):
+        options = {"collator": COLLATORS[name], "remove_unused_columns": removes}
+        assert_same_step(first_step(model, dataset, tmp_path, **options), expected)
 
 
 @pytest.mark.parametrize("collator", [TheirFlattening(), DataCollatorWithFlattening()])
@@ -129,11 +126,7 @@ class AllOnes(DefaultDataCollator):
 
 def test_a_model_that_leaks_whichever_way_is_refused():
     model = tiny_model("llama")
-
-    def leak(module, inputs, output):
-        return output + 0.1 * output.mean() if output.shape[1] > 17 else output
-
-    model.model.embed_tokens.register_forward_hook(leak)
+    leak_in_long_rows(model)
     with pytest.raises(RuntimeError, match="documents LEAK into each other"):
         enable_packing(model, attention="documents")
     enable_packing(model, attention="documents", isolation_check="warn")

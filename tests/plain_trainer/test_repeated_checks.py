@@ -4,15 +4,10 @@ import contextlib
 
 import pytest
 from architectures import tiny_models as architectures
-from helpers.plain_runs import (
-    packing_of,
-)
+from helpers.plain_runs import leak_in_long_rows, packing_of
 from helpers.tiny import documents_of_lengths, tiny_model
 
-from trl_packing import (
-    PackedCollator,
-    enable_packing,
-)
+from trl_packing import PackedCollator, enable_packing
 
 
 @pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])
@@ -28,16 +23,6 @@ def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(is_embedde
         batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
     model(**batch)
     assert packing_of(model).reach == 60
-
-
-def leak_in_rows_beyond(model, least):
-    """Mix all positions of rows of more than `least` tokens, whichever way they are run."""
-
-    def leak(module, inputs, output):
-        return output + 0.1 * output.mean() if output.shape[1] > least else output
-
-    model.model.embed_tokens.register_forward_hook(leak)
-    return model
 
 
 def flattened(lengths=(9, 20, 12)):
@@ -70,7 +55,7 @@ def test_a_sharded_model_relies_on_a_check_that_passed_only(leaks, monkeypatch):
     """Inside a forward of a sharded model nothing can be checked."""
     model, expected = tiny_model("llama"), contextlib.nullcontext()
     if leaks:
-        leak_in_rows_beyond(model, 17)
+        leak_in_long_rows(model)
         expected = pytest.raises(RuntimeError, match="no check of this model has passed")
     with contextlib.suppress(RuntimeError):
         enable_packing(model, attention="documents")
