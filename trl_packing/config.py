@@ -268,7 +268,14 @@ def check_options(args: Any, *, is_final: bool = True) -> None:
 
 # --- types ----------------------------------------------------------------------------------------
 
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list of token ids",
+    NoneType: "None",
+}
 _CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike), NoneType: NoneType}
 
 
@@ -280,15 +287,9 @@ def check_types(args: Any) -> None:
     """
     for name, kinds in _types().items():
         value: Any = getattr(args, name, None)
-        if not hasattr(args, name) or any(_is(value, kind) for kind in kinds):
-            continue
-        words = [word for kind, word in _WORDS.items() if kind in kinds]
-        if name in ("response_template", "instruction_template"):
-            if isinstance(value, (list, tuple)) and all(_is(token, int) for token in value):
-                continue
-            words.append("a list of token ids")
-        or_none = ", or None" if NoneType in kinds else ""
-        raise ValueError(f"{name}={value!r} must be {' or '.join(words)}{or_none}")
+        if hasattr(args, name) and not any(_is(value, kind) for kind in kinds):
+            words = [word for kind, word in _WORDS.items() if kind in kinds]
+            raise ValueError(f"{name}={value!r} must be {' or '.join(words)}")
 
 
 @cache
@@ -297,16 +298,17 @@ def _types() -> dict[str, tuple[type, ...]]:
     hints = get_type_hints(SFTConfig) | get_type_hints(PackingOptions)
     inherited = {field.name for field in fields(TrainingArguments)}
     kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    return {
-        name: of
-        for name, of in kinds.items()
-        if {*of} <= {*_WORDS, NoneType} and not (str in of and name in inherited)
-    }
+    simple = {n: of for n, of in kinds.items() if {*of} <= {*_WORDS} - {list}}
+    found = {n: of for n, of in simple.items() if not (str in of and n in inherited)}
+    templates = ("response_template", "instruction_template")
+    return found | {name: (*found[name], list) for name in templates}
 
 
 def _is(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, (bool, np.bool_, int)) and value in (0, 1)
+    if kind is list:
+        return isinstance(value, (list, tuple)) and all(_is(token, int) for token in value)
     is_nan = isinstance(value, Real) and math.isnan(value)
     return isinstance(value, _CLASSES[kind]) and not (isinstance(value, bool) or is_nan)
 

@@ -21,7 +21,6 @@ from helpers.drop_in import (
     sgd_run,
     tokenizer_for,
     train_moves_all,
-    trained_text,
     trainer_for,
     unchanged,
 )
@@ -191,72 +190,35 @@ def test_the_config_is_left_as_trl_leaves_it(tmp_path, packing):
 
 # --- documents and trained tokens -----------------------------------------------------------------
 
-CONVERSATIONS_AS_MESSAGES = Dataset.from_list(
-    [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in (
-            (turn["value"] for turn in row["conversations"]) for row in tiny_rows("conversations")
-        )
-    ]
-)
-
-
-@pytest.mark.parametrize("max_length", [128, 30])
-@pytest.mark.parametrize("form", TEXT_FORMS)
-def test_documents_are_the_rows_that_trl_prepares(tmp_path, form, max_length):
-    if form == "conversations" and PackedSFTTrainer is SFTTrainer:
-        pytest.skip("TRL leaves human and gpt as they are, which few templates know")
-    same = CONVERSATIONS_AS_MESSAGES if form == "conversations" else form
-    options = {"processing_class": tokenizer_for(form), "max_length": max_length}
-    theirs = documents(trainer_for(tmp_path, same, cls=SFTTrainer, **options).train_dataset)
-    for packing in (False, True)[: 1 + (PackedSFTTrainer is not SFTTrainer)]:
-        ours = trainer_for(tmp_path, form, packing=packing, max_length=max_length)
-        assert documents(ours.train_dataset) == theirs
-
-
-ROWS = {  # rows, settings, the documents that are trained
-    "keep_start": ([{"input_ids": [7, 8, 9, 10, 11]}], {"max_length": 3}, [[7, 8, 9]]),
-    "keep_end": (
-        [{"input_ids": [7, 8, 9, 10, 11]}],
-        {"max_length": 3, "truncation_mode": "keep_end"},
-        [[9, 10, 11]],
-    ),
-    "masked": (
-        [
-            {"input_ids": [7, 8], "labels": [-100] * 2},
-            {"input_ids": [20, 21], "labels": [-100, 21]},
-        ],
-        {"max_length": 3},
-        [[20, 21]],
-    ),
+ROLES = {"human": "user", "gpt": "assistant"}
+MESSAGES = [
+    {"messages": [{"role": ROLES[t["from"]], "content": t["value"]} for t in row["conversations"]]}
+    for row in tiny_rows("conversations")
+]
+MASKED = {"input_ids": [[7, 8], [20, 21]], "labels": [[-100] * 2, [-100, 21]]}
+FUNCTION = {"formatting_func": lambda row: f"Q: {row['question']} A: {row['answer']}"}
+RENAMED = tiny_dataset("language_modeling").rename_column("text", "body")
+PREPARED = {  # rows or their form, settings
+    **{f"{form} {n}": (form, {"max_length": n}) for form in TEXT_FORMS for n in (128, 30)},
+    "the end": ("language_modeling", {"max_length": 30, "truncation_mode": "keep_end"}),
+    "a function": ("question_answer", {"arguments": FUNCTION}),
+    "another column": (RENAMED, {"dataset_text_field": "body"}),
+    "nothing trained": (Dataset.from_dict(MASKED), {"max_length": 3}),
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_are_cut_and_dropped_as_in_trl(tmp_path, name):
-    rows, settings, kept = ROWS[name]
-    for cls in (PackedSFTTrainer, SFTTrainer):
-        trainer = trainer_for(tmp_path, Dataset.from_list(rows), cls=cls, **settings)
-        assert [ids for ids, _ in documents(trainer.train_dataset)] == kept
-
-
-def test_functions_columns_and_templates_of_a_user_make_the_text(tmp_path):
-    question, answer = QUESTIONS_AND_ANSWERS[0]
-    function = {"formatting_func": lambda row: f"Q: {row['question']} A: {row['answer']}"}
-    trainer = trainer_for(tmp_path, "question_answer", arguments=function)
-    assert trained_text(trainer, 0) == f"Q: {question} A: {answer}<eos>"
-    renamed = tiny_dataset("language_modeling").rename_column("text", "body")
-    trainer = trainer_for(tmp_path, renamed, dataset_text_field="body")
-    assert question in trained_text(trainer, 0)
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = "{{ '<|im_start|>' if loud else '' }}" + CHATML
-    loud = [{"loud": number % 2 == 1} for number in range(4)]
-    rows = tiny_dataset("conversational_language_modeling", 4).add_column(
-        "chat_template_kwargs", loud
-    )
-    trainer = trainer_for(tmp_path, rows, processing_class=tokenizer)
-    texts = [tokenizer.decode(ids) for ids, _ in documents(trainer.train_dataset)]
-    assert [text.count("<|im_start|>") % 2 for text in texts] == [0, 1, 0, 1]
+@pytest.mark.parametrize("name", PREPARED)
+def test_documents_are_the_rows_that_trl_prepares(tmp_path, name):
+    rows, options = PREPARED[name]
+    of_sharegpt = rows == "conversations"  # TRL leaves the roles as they are
+    if of_sharegpt and PackedSFTTrainer is SFTTrainer:
+        pytest.skip("TRL leaves human and gpt as they are, which few templates know")
+    same = Dataset.from_list(MESSAGES) if of_sharegpt else rows
+    options = options | {"processing_class": tokenizer_for(rows if type(rows) is str else "")}
+    theirs = documents(trainer_for(tmp_path, same, cls=SFTTrainer, **options).train_dataset)
+    for packing in (False, True)[: 1 + (PackedSFTTrainer is not SFTTrainer)]:
+        ours = trainer_for(tmp_path, rows, packing=packing, **options)
+        assert documents(ours.train_dataset) == theirs
 
 
 def test_eos_pad_and_template_reach_the_model_and_the_checkpoint(tmp_path):
@@ -367,29 +329,24 @@ def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing
             assert found.label_ids[i].tolist() == row["labels"] + [-100] * (17 - length)
 
 
+OF_METRICS = {
+    "eval_accumulation_steps": 1,
+    "eval_do_concat_batches": False,
+    "eval_on_start": True,
+    "batch_eval_metrics": True,
+}
+
+
 @both_modes
-@pytest.mark.parametrize(
-    "name", ["eval_accumulation_steps", "eval_do_concat", "eval_on_start", "batch"]
-)
+@pytest.mark.parametrize("name", OF_METRICS)
 def test_options_of_metrics(tmp_path, name, packing):
-    options = {
-        "eval_accumulation_steps": {"eval_accumulation_steps": 1},
-        "eval_do_concat": {"eval_do_concat_batches": False},
-        "eval_on_start": {"eval_on_start": True},
-        "batch": {"batch_eval_metrics": True},
-    }[name]
-    trainer = trainer_for(
-        tmp_path,
-        packing=packing,
-        eval_strategy="steps",
-        eval_steps=1,
-        arguments={
-            "eval_dataset": tiny_dataset(rows=9),
-            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
-            "compute_metrics": lambda p, compute_result=True: {"batches": len(p.predictions)},
-        },
-        **options,
-    )
+    arguments = {
+        "eval_dataset": tiny_dataset(rows=9),
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        "compute_metrics": lambda p, compute_result=True: {"batches": len(p.predictions)},
+    }
+    options = {"eval_strategy": "steps", "eval_steps": 1, name: OF_METRICS[name]}
+    trainer = trainer_for(tmp_path, packing=packing, arguments=arguments, **options)
     trainer.train()
     assert len(logged(trainer, "eval_batches")) == 2 + (name == "eval_on_start")
 

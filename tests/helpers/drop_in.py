@@ -130,13 +130,6 @@ def documents(dataset) -> list[tuple[list[int], list[int]]]:
     return [(row["input_ids"], row["labels"]) for row in dataset]
 
 
-def trained_text(trainer, row: int | None = None) -> str:
-    """Return the trained text of one prepared document, or of all of them."""
-    rows = list(trainer.train_dataset)
-    labels = [label for one in (rows if row is None else [rows[row]]) for label in one["labels"]]
-    return trainer.processing_class.decode([label for label in labels if label != -100])
-
-
 def sgd_run(
     folder,
     cls,

@@ -27,7 +27,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.fitting import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS
-from trl_packing.packing.draw import MixtureDraw, numbers_of, order_seed, packing_seed, stages_of
+from trl_packing.packing.draw import numbers_of, order_seed, packing_seed, stages_of
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler, attention_cost
@@ -150,28 +150,17 @@ class Sampling:
         )
 
     def sampler(
-        self,
-        lengths: np.ndarray,
-        *,
-        rows: bool = False,
-        groups: PrefixGroups | None = None,
-        draw: MixtureDraw | None = None,
-        numbers: np.ndarray | None = None,
-        loads: ImageLoads | None = None,
+        self, lengths: np.ndarray, *, numbers: np.ndarray | None = None, **facts: Any
     ) -> PackedBatchSampler:
-        """Return the sampler of a training set of which these numbers are known.
+        """Return the sampler of a training set of which these facts are known.
 
         Args:
             lengths: tokens of every document, or of every row, ``(documents,)``.
-            rows: the rows were packed before.
-            groups: of documents with common prefixes; None draws single documents.
-            draw: the documents that each epoch of a mixture draws; None draws every document once.
             numbers: those of a curriculum; None draws from all documents at any time.
-            loads: of the images of the documents; None without images.
+            facts: `rows`, `groups`, `draw` and `loads` of `PackedBatchSampler`.
         """
-        args, per_step = self.args, self._documents_per_step(rows)
-        strategy = args.train_sampling_strategy
-        torch_seed = args.seed if self.torch_seed is None else self.torch_seed
+        args, per_step = self.args, self._documents_per_step(facts.get("rows", False))
+        strategy, draw = args.train_sampling_strategy, facts.get("draw")
         stages, seed = None, packing_seed(args)
         if numbers is not None:
             stages = stages_of(
@@ -182,6 +171,7 @@ class Sampling:
                 seed=seed,
             )
         if per_step is not None:  # the order of a padded run
+            torch_seed = args.seed if self.torch_seed is None else self.torch_seed
             seed = order_seed(strategy, data_seed=args.data_seed, torch_seed=torch_seed)
         sampler = partial(
             PackedBatchSampler,
@@ -195,12 +185,9 @@ class Sampling:
             shuffle=strategy != "sequential",
             sampling=strategy,
             drop_last=args.dataloader_drop_last,
-            rows=rows,
-            groups=groups,
-            draw=draw,
             stages=stages,
-            loads=loads,
             **self._of_any_set(),
+            **facts,
         )
         if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
             return sampler(epochs=math.ceil(args.num_train_epochs))
