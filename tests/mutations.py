@@ -40,7 +40,7 @@ TESTS = {
     ],
     "weights": [
         *(*ORACLE, "tests/documents/test_weights.py", "tests/loss/test_step_loss.py"),
-        *("tests/loss/test_lm_head.py", "tests/loss/test_chunked_log_probs.py"),
+        "tests/loss/test_lm_head.py",
     ],
     "epoch": [
         *("tests/packing/test_sampler.py", "tests/packing/test_epoch.py"),

@@ -9,10 +9,8 @@ import copy
 import logging
 from functools import cache
 
-import peft
 import pytest
 import torch
-import torch.nn.functional as F
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import (
     StepResult,
@@ -148,46 +146,3 @@ def test_evaluation_on_longer_documents_goes_on_by_a_slower_way(tmp_path):
     loss = run.evaluate(Dataset.from_list(longer))["eval_loss"]
     assert run.attention.backend == "padded"
     assert loss == pytest.approx(expected, rel=TOLERANCE)
-
-
-# --- adapters -----------------------------------------------------------------------------------
-
-
-VIRTUAL_TOKENS = {
-    "prompt tuning": peft.PromptTuningConfig(num_virtual_tokens=4),
-    "prefix tuning": peft.PrefixTuningConfig(num_virtual_tokens=4),
-    "p-tuning": peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=32),
-}
-
-
-def adapted(config):
-    config = copy.deepcopy(config)
-    config.task_type = "CAUSAL_LM"
-    return peft.get_peft_model(tiny_model("llama"), config)
-
-
-def behind_virtual_tokens(model):
-    """Return what `one_at_a_time` would, of a model whose logits may begin with virtual tokens."""
-    model = copy.deepcopy(model).train()
-    documents = tiny_documents()
-    num_trained = sum(label != -100 for d in documents for label in d["labels"][1:])
-    logits, loss = [], 0.0
-    for document in documents:
-        ids, labels = (torch.tensor(document[key])[None] for key in ("input_ids", "labels"))
-        output = model(input_ids=ids, use_cache=False).logits[0, -ids.shape[1] :]
-        nll = F.cross_entropy(output[:-1], labels[0, 1:], reduction="sum") / num_trained
-        nll.backward()
-        logits.append(output.detach())
-        loss += nll.item()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return StepResult(torch.cat(logits), loss, gradients)
-
-
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("kind", VIRTUAL_TOKENS)
-def test_virtual_tokens_train_on_padded_rows_as_one_document_at_a_time(kind, tmp_path):
-    model = adapted(VIRTUAL_TOKENS[kind])
-    expected = behind_virtual_tokens(model)
-    used, packed = packed_step(copy.deepcopy(model), tiny_documents(), str(tmp_path))
-    assert used.backend == "padded", used.reason
-    assert_exact(packed, expected)

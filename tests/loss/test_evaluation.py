@@ -69,38 +69,32 @@ def losses_by_hand(model, documents, loss="nll", mode="token"):
     return expected
 
 
-def assert_reports(metrics, expected):
+def assert_reports(metrics, expected, tolerance=TOLERANCE):
     for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value, rel=TOLERANCE), name
+        assert metrics[name] == pytest.approx(value, rel=tolerance), name
 
 
 # --- one mean over the set, and over each source --------------------------------------------------
 
 
-@pytest.mark.parametrize(("evaluation", "loss"), combined(EVALUATIONS, ["nll", "dft", "smoothed"]))
-def test_losses_by_source_are_those_of_its_documents_alone(evaluation, loss, tmp_path):
+@pytest.mark.parametrize(
+    ("evaluation", "loss", "mode"), combined(EVALUATIONS, ["nll", "dft", "smoothed"], MODES)
+)
+def test_losses_by_source_are_those_of_its_documents_alone(evaluation, loss, mode, tmp_path):
     model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
-    options = {**EVALUATIONS[evaluation], **LOSSES[loss]}
+    options = {**EVALUATIONS[evaluation], **LOSSES[loss], "loss_weighting": mode}
     trainer = evaluator(model, documents, tmp_path, source_column="source", **options)
     metrics = trainer.evaluate()
-    expected = losses_by_hand(model, documents, loss)
+    expected = losses_by_hand(model, documents, loss, mode)
     assert_reports(metrics, expected)
     assert metrics.get("eval_rows") == (8 if evaluation == "padded" else None)
+    perplexity = {"eval_perplexity": math.exp(expected["eval_loss"])}
+    assert ("eval_perplexity" in metrics) == (loss == "nll")
+    assert_reports(metrics, perplexity if loss == "nll" else {}, 10 * TOLERANCE)
     # The control: the losses of sources differ, and weights are part of them.
     assert metrics["eval_loss_web"] != pytest.approx(metrics["eval_loss_books"], rel=1e-2)
     with pytest.raises(AssertionError):
         assert_reports(metrics, losses_by_hand(model, unweighted(documents), loss))
-
-
-@pytest.mark.parametrize(("mode", "evaluation"), combined(MODES[1:], EVALUATIONS))
-def test_evaluation_is_weighted_as_configured(mode, evaluation, tmp_path):
-    model, documents = tiny_model("llama"), with_sources(weighted(tiny_documents()))
-    options = {"loss_weighting": mode, "source_column": "source", **EVALUATIONS[evaluation]}
-    metrics = evaluator(model, documents, tmp_path, **options).evaluate()
-    expected = losses_by_hand(model, documents, "nll", mode)
-    assert_reports(metrics, expected)
-    with pytest.raises(AssertionError):  # the control
-        assert_reports(metrics, losses_by_hand(model, documents))
 
 
 @pytest.mark.parametrize(("mode", "padded"), combined(MODES, [True, False]))
@@ -123,17 +117,6 @@ def test_experts_leave_the_loss_of_evaluation_alone(tmp_path):
         assert trainer.state.log_history[-1]["eval_aux_loss"] > 0
         assert trainer.router_aux_loss_coef == 0.5
     assert found == pytest.approx([by_hand(model, documents)[0]] * 2, rel=TOLERANCE)
-
-
-# --- perplexity -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_perplexity_is_the_exponential_of_the_loss(mode, tmp_path):
-    model, documents = tiny_model("llama"), tiny_documents()
-    metrics = evaluator(model, documents, tmp_path, loss_weighting=mode).evaluate()
-    expected = by_hand(model, documents, "nll", mode)[0]
-    assert metrics["eval_perplexity"] == pytest.approx(math.exp(expected), rel=10 * TOLERANCE)
 
 
 # --- sets, raw, prepared and packed ---------------------------------------------------------------

@@ -33,7 +33,6 @@ from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.loss.step_loss import StepLoss
 
 # --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
 
@@ -123,48 +122,6 @@ def test_a_class_behind_ours_computes_its_loss_and_takes_no_weights(tmp_path, mo
         one_step(model, weighted(documents), tmp_path)
 
 
-# --- streams --------------------------------------------------------------------------------------
-
-TOKENIZED = {"dataset_kwargs": {"skip_prepare_dataset": True}}
-
-
-# --- evaluation -----------------------------------------------------------------------------------
-
-EVALUATIONS = {
-    "packed": {},
-    "two rows a batch": {"per_device_eval_batch_size": 2},
-    "not packed": {"eval_packing": False, "per_device_eval_batch_size": 3},
-    "padded": {"padded": True, "per_device_eval_batch_size": 3},
-    "packed stream": {"stream": True},
-    "padded stream": {"stream": True, "padded": True, "per_device_eval_batch_size": 3},
-}
-
-
-@pytest.mark.parametrize(("evaluation", "loss"), combined(EVALUATIONS, ["nll", "dft", "smoothed"]))
-def test_eval_loss_is_the_weighted_mean_of_the_whole_set(evaluation, loss, tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents())
-    options = {"per_device_eval_batch_size": 1, **EVALUATIONS[evaluation], **LOSSES[loss]}
-    padded, stream = options.pop("padded", False), options.pop("stream", False)
-    dataset = Dataset.from_list(documents)
-    if stream:
-        dataset, options = dataset.to_iterable_dataset(), options | TOKENIZED
-    arguments = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
-    trainer = trainer_for(
-        model,
-        documents,
-        tmp_path,
-        evaluated=dataset,
-        arguments=arguments if padded else {},
-        **options,
-    )
-    metrics = trainer.evaluate()
-    expected = by_hand(model, documents, loss)[0]
-    assert metrics["eval_loss"] == pytest.approx(expected, rel=TOLERANCE)
-    assert metrics.get("eval_rows") == (len(documents) if padded else None)
-    plain = by_hand(model, unweighted(documents), loss)[0]
-    assert plain != pytest.approx(expected, rel=10 * TOLERANCE), "the control"
-
-
 def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypatch):
     documents = weighted(tiny_documents())
     trainer = trainer_for(tiny_model("llama"), documents, tmp_path)
@@ -176,45 +133,6 @@ def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypa
     prepared = trainer._prepare_inputs(batch)
     assert prepared["other"].dtype == torch.bfloat16, "the control"
     assert torch.equal(prepared["loss_weights"], batch["loss_weights"])
-
-
-# --- without a trainer ----------------------------------------------------------------------------
-
-
-def test_a_micro_batch_gets_its_share_of_the_sums_of_all_ranks():
-    """Two ranks with the same two micro-batches; log-probabilities are -1, -2, -3."""
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(gather=lambda sums: torch.cat([sums, sums]), num_processes=2),
-        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True),
-        aux_loss_enabled=False,
-        compute_loss_func=None,
-        get_tp_size=lambda: 1,
-        label_smoother=None,
-        model=SimpleNamespace(training=True),
-    )
-
-    def model(**inputs):
-        assert "loss_weights" not in inputs
-        mask = inputs["labels"][:, 1:] != IGNORE_INDEX
-        return SimpleNamespace(
-            log_probs=torch.tensor([[-1.0, -2.0, -3.0]]) * mask,
-            label_mask=mask,
-            entropy=torch.zeros(1, 3),
-            is_top1=mask,
-        )
-
-    batch = {
-        "input_ids": torch.tensor([[4, 5, 6, 7]]),
-        "labels": torch.tensor([[-100, 5, -100, 7]]),
-        "loss_weights": torch.tensor([[9.0, 2.0, 9.0, 0.5]]),
-    }
-    step_loss, num_items = StepLoss(trainer), torch.tensor(8)
-    step_loss.measure([batch, batch], num_items, "cpu", weighted=True)
-    loss = step_loss.compute(model, batch, False, num_items, padded=False)
-    weights = 2 * 2 * (2.0 + 0.5)
-    # DDP takes the mean over both ranks.
-    assert loss.item() == pytest.approx(2 * (2.0 * 1 + 0.5 * 3) / weights, rel=TWO_RUNS)
-    assert step_loss.trained.take().tolist() == [0, 2, 2, 0, 4, 1, 2.5, 3.5]
 
 
 # --- two ranks ------------------------------------------------------------------------------------

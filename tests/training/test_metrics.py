@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from harness import TWO_RUNS, make_trainer
+from harness import make_trainer
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from transformers import TrainerCallback
@@ -236,21 +236,6 @@ def trainer_of(folder, rows=None, **options):
     return make_trainer(folder, rows or documents_of_lengths(LENGTHS), **settings | options)
 
 
-def test_tensorboard_receives_them(tmp_path, monkeypatch):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = trainer_of(tmp_path, report_to="tensorboard")
-    trainer.train()
-    events = accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    logged = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
-    for name in ("tokens_per_second", "utilization", "documents_per_step"):
-        sent = [event.value for event in events.Scalars(f"train/{name}")]
-        # float32 in its file
-        assert sent == pytest.approx([entry[name] for entry in logged], rel=TWO_RUNS)
-    assert events.Scalars("train/train_tokens")[0].value == sum(LENGTHS)
-
-
 def test_the_progress_bar_shows_them_once_a_log(tmp_path, monkeypatch, capsys):
     shown = []
 
@@ -452,80 +437,19 @@ class Metered:
         return self.meter.take_logs()[1]
 
 
-def test_intervals_add_up_to_the_run(monkeypatch):
-    made = Metered(monkeypatch)
-    made.step(2.0, rows=2)
-    assert made.logged() == {
-        "tokens_per_second": 16.0,
-        "trained_tokens_per_second": 12.0,
-        "documents_per_second": 4.0,
-        "utilization": 32 / 40,
-        "documents_per_step": 8.0,
-        "peak_memory_gib": 3.0,
-        "mfu": 2e9 / 2.0 / 5e9,
-    }
-    assert made.tokens == 1032
-    made.step(2.0)
-    made.step(2.0)
-    second = made.logged()
-    assert (second["tokens_per_second"], second["documents_per_step"]) == (8.0, 4.0)
-    logs = {"train_runtime": 8.0, "train_samples_per_second": 1.0}
-    made.meter.share_before(logs)
-    assert logs["train_samples_per_second"] == 16 / 8
-    totals, same = made.meter.take_logs()
-    assert totals == same
-    assert totals["train_tokens"] == 64
-    assert totals["train_seconds"] == 6
-    assert totals["train_documents_per_step"] == 16 / 3
-    assert totals["train_mfu"] == pytest.approx(4e9 / 6 / 5e9)
-    assert made.meter.take_logs() == ({}, {})
-    assert not made.meter.is_running
-
-
 def test_one_unknown_device_leaves_the_peak_unknown(monkeypatch):
-    made = Metered(monkeypatch, peaks=(2e9, 0.0))
-    made.step(1.0)
-    assert "mfu" not in made.logged()
+    for peaks, mfu in (((2e9, 3e9), 1e9 / 5e9), ((2e9, 0.0), None)):
+        made = Metered(monkeypatch, peaks=peaks)
+        made.step(1.0)
+        assert made.logged().get("mfu") == mfu
 
 
 def test_ranks_that_hold_the_same_batch_count_it_once(monkeypatch):
-    made = Metered(monkeypatch, tensor_parallel=2)
-    made.step(1.0)
-    assert made.logged()["tokens_per_second"] == 8
-    assert made.tokens == 1008
-
-
-def test_a_run_that_has_shared_logs_computed_tokens_from_then_on(monkeypatch):
-    """Two documents of 22 tokens: 20 in common, of which the last stands in both branches."""
-    made, logged = Metered(monkeypatch, tensor_parallel=2), []
-    prompt = list(range(20))
-    for shares in (False, True, False):
-        documents = [*prompt, 30, 31], [*prompt, 40, 41]
-        made.step(1.0, documents=documents, shares_prefixes=shares, pad_to_multiple_of=8)
-        logged.append(made.logged())
-    assert [found.get("computed_tokens_per_second") for found in logged] == [None, 32, 48]
-    assert [found["tokens_per_second"] for found in logged] == [44, 44, 44]
-    assert [found["utilization"] for found in logged] == [4.4, 2.5, 4.4]
-
-
-def test_the_clock_stands_in_a_pause_also_after_an_error(monkeypatch):
-    made = Metered(monkeypatch)
-    meter = made.meter
-    with meter.pause():  # not started
-        made.now += 7
-    made.step(3.0)
-
-    def fails():
-        with meter.pause():
-            made.now += 50
-            with meter.pause():  # a save inside an evaluation
-                made.now += 5
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    made.now += 2
-    assert meter.seconds() == 5
+    for tensor_parallel, tokens in ((1, 16), (2, 8)):
+        made = Metered(monkeypatch, tensor_parallel=tensor_parallel)
+        made.step(1.0)
+        assert made.logged()["tokens_per_second"] == tokens
+        assert made.tokens == 1000 + tokens
 
 
 @pytest.mark.parametrize(
@@ -534,13 +458,9 @@ def test_the_clock_stands_in_a_pause_also_after_an_error(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA A100 80GB PCIe", "tf32", 156),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
-        ("NVIDIA H100 PCIe", "bfloat16", 756),
-        ("NVIDIA H200", "float16", 989),
         ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
-        ("NVIDIA A10G", "bfloat16", None),
         ("NVIDIA H200 MIG 1g.18gb", "bfloat16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
-        ("NVIDIA H100 of a later year", "bfloat16", None),
         ("Tesla T4", "bfloat16", None),  # it has none
     ],
 )

@@ -88,13 +88,6 @@ def test_few_steps_are_warned_of_with_a_setting_that_makes_more(tmp_path):
     assert ("", warning) in report_for(tmp_path, 5, documents_per_step=1).lines()
 
 
-def test_one_is_told_in_the_singular(tmp_path):
-    text = str(report_for(tmp_path, 1, documents_per_step=1))
-    assert "1 optimizer step · 1 micro-batch · up to" in text
-    assert "1 document · " in text
-    assert " 1 bin of " in str(report_for(tmp_path, 3))
-
-
 def test_a_micro_batch_beyond_a_bin_is_said(tmp_path):
     said = "the largest micro-batch seen has"
     assert said in str(report_for(tmp_path, 50, documents_per_step=25))
