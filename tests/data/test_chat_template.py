@@ -300,7 +300,7 @@ def growing_prefixes(chat, conversation, weights):
     """Spans as many take them: what each message adds to the text of those before it."""
 
     def first(number, **prompt):
-        return chat.render(conversation.with_messages(conversation.messages[:number]), **prompt)
+        return chat.render(conversation.of(conversation.messages[:number]), **prompt)
 
     spans = [
         (len(first(n, generation_prompt=True)), len(first(n + 1)), weights[n]) for n in weights

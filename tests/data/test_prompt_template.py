@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_packing.data.row_format import NAMED, PromptTemplate, field_text
+from trl_packing.data.row_format import NAMED, PromptTemplate, value_of
 
 # tatsu-lab/stanford_alpaca's train.py, word by word
 ALPACA_WITH_INPUT = (
@@ -81,7 +81,7 @@ def test_a_missing_column_is_named(row, complaint):
     with pytest.raises(ValueError, match=complaint):
         prompt_of("alpaca", row, "q")
     with pytest.raises(ValueError, match=complaint):
-        field_text(row, "q")
+        value_of(row, "q")
 
 
 @pytest.mark.parametrize("given", ["alpacca", "missing.txt", "", "Answer:", "long " * 999])

@@ -8,14 +8,12 @@ Both are learned once, from short conversations. `turns.py` uses them to find ou
 characters of a rendered conversation a model has to write.
 """
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
@@ -40,7 +38,7 @@ class Conversation:
     tools: Sequence[Any] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def with_messages(self, messages: list[Message]) -> "Conversation":
+    def of(self, messages: list[Message]) -> "Conversation":
         """Return a conversation of other messages with the same tools and arguments."""
         return replace(self, messages=messages)
 
@@ -77,26 +75,6 @@ class ChatTemplate:
         """The text of the template. Raises ValueError if there is none."""
         return self.tokenizer.get_chat_template(self.override)
 
-    def check_numbers(self) -> None:
-        """Raise ValueError for a template that computes with numbers that only an attack needs.
-
-        ``{{ 'x' * 10**10 }}`` would be computed when the template is compiled, for hours.
-        """
-        marks = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
-        try:
-            tree = reader.parse(marks.sub("", self.source if self.exists else ""))
-        except TemplateError:  # rendering will raise it
-            return
-        for node in tree.find_all((nodes.Const, nodes.Pow)):
-            number = getattr(node, "value", math.inf)  # a power has none
-            if isinstance(number, int | float) and number > 10_000_000:
-                raise ValueError(
-                    "the chat template has a power, or a number above 10,000,000, in line "
-                    f"{node.lineno}, so that rendering a conversation might not end; use another "
-                    "template"
-                )
-
     @property
     def exists(self) -> bool:
         """Whether there is a template."""
@@ -117,9 +95,7 @@ class ChatTemplate:
         """
         if conversation.is_plain and self._renders_directly:
             return self._render_directly(conversation.messages, generation_prompt)
-        text = self._apply(conversation, generation_prompt)
-        self._check_lists(conversation, text)
-        return text
+        return self._checked(conversation, self._apply(conversation, generation_prompt))
 
     def try_render(
         self, conversation: Conversation, *, generation_prompt: bool = False
@@ -139,15 +115,13 @@ class ChatTemplate:
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **conversation.kwargs},
         )
-        self._check_lists(conversation, texts[0])
-        return texts[0], spans[0]
+        return self._checked(conversation, texts[0]), spans[0]
 
-    def _check_lists(self, conversation: Conversation, text: str) -> None:
+    def _checked(self, conversation: Conversation, text: str) -> str:
         check_lists(
-            conversation.messages,
-            text,
-            lambda messages: self.try_render(conversation.with_messages(messages)),
+            conversation.messages, text, lambda each: self.try_render(conversation.of(each))
         )
+        return text
 
     def _apply(self, conversation: Conversation, generation_prompt: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -163,22 +137,16 @@ class ChatTemplate:
     # of its time and changes nothing.
 
     def _render_directly(self, messages: list[Message], generation_prompt: bool) -> str:
-        names = {
-            **self._names,
-            "messages": messages,
-            "add_generation_prompt": generation_prompt,
-        }
-        return "".join(self._compiled.root_render_func(self._compiled.new_context(names, True)))
+        template, names = self._compiled
+        names = {**names, "messages": messages, "add_generation_prompt": generation_prompt}
+        return "".join(template.root_render_func(template.new_context(names, True)))
 
     @cached_property
-    def _compiled(self) -> Any:
-        return _compile_jinja_template(self.source)
-
-    @cached_property
-    def _names(self) -> dict[str, Any]:
-        """The names that are the same for every row; jinja would collect them again for each."""
-        names = {"tools": None, "documents": None}
-        return {**self._compiled.globals, **self.tokenizer.special_tokens_map, **names}
+    def _compiled(self) -> tuple[Any, dict[str, Any]]:
+        """The template, and the names that jinja would collect again for each row."""
+        template = _compile_jinja_template(self.source)
+        names = {**template.globals, **self.tokenizer.special_tokens_map}
+        return template, {**names, "tools": None, "documents": None}
 
     @cached_property
     def _renders_directly(self) -> bool:
@@ -200,40 +168,31 @@ class ChatTemplate:
     @cached_property
     def generation_prompt(self) -> str:
         """The text that a generation prompt adds; "" if there is none."""
-        user = Conversation([{"role": "user", "content": "a"}])
-        without = self.try_render(user)
-        prompt = self.try_render(user, generation_prompt=True)
-        if without is None or prompt is None or not prompt.startswith(without):
-            return ""
-        return prompt.removeprefix(without)
+        without = self.try_render(Conversation([_USER]))
+        prompt = self.try_render(Conversation([_USER]), generation_prompt=True) or ""
+        starts = without is not None and prompt.startswith(without)
+        return prompt[len(without or "") :] if starts else ""
 
     @cached_property
     def around_answer(self) -> tuple[str, str]:
         """The text between the generation prompt and an answer, and the text after the answer."""
-        user, mark = {"role": "user", "content": "a"}, absent_from("")
-        prompt = self.try_render(Conversation([user]), generation_prompt=True)
-        answer = {"role": "assistant", "content": mark}
-        before, _, after = (self.try_render(Conversation([user, answer])) or "").partition(mark)
+        prompt = self.try_render(Conversation([_USER]), generation_prompt=True)
+        before, _, after = (self.try_render(Conversation([_USER, _ANSWER])) or "").partition(_MARK)
         lead = before.removeprefix(prompt) if prompt and before.startswith(prompt) else ""
         return lead, after
+
+    @cached_property
+    def start_of_user(self) -> str:
+        """The special token with which the user's turn begins after an answer; "" without one."""
+        text = self.try_render(Conversation([_USER, _ANSWER, _USER])) or ""
+        return self.first_token(text.partition(_MARK)[2])
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, the longest first."""
         added = self.tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
-        return tuple(
-            sorted(special | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
-        )
-
-    @cached_property
-    def start_of_user(self) -> str:
-        """The special token with which the user's turn begins after an answer; "" without one."""
-        mark = absent_from("")
-        contents = {"user": "a", "assistant": mark}
-        messages = [{"role": role, "content": contents[role]} for role in ("user", "assistant")]
-        text = self.try_render(Conversation([*messages, messages[0]])) or ""
-        return self.first_token(text.partition(mark)[2])
+        special = {*self.tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
+        return tuple(sorted(special, key=len, reverse=True))
 
     def first_token(self, text: str) -> str:
         """Return the special token at the start of `text`, with space before it; "" without one.
@@ -259,3 +218,7 @@ class ChatTemplate:
 def absent_from(text: str) -> str:
     """Return a character of the private use area that is not in `text`."""
     return next(mark for mark in map(chr, range(0xF8FF, 0xE000, -1)) if mark not in text)
+
+
+_MARK = absent_from("")
+_USER, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}

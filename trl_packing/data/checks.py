@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
@@ -68,12 +67,6 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str
             f"{text_field!r}, 'messages', 'prompt' and 'completion', or 'input_ids' (or pass "
             "formatting_func)"
         )
-    whole = {"input_ids", "messages", "conversations"} & set(columns)
-    if "prompt" in columns and "completion" not in columns and not whole:
-        raise ValueError(
-            f"the {name} dataset has a 'prompt' column but no 'completion' column: it has "
-            f"{columns}; rename the column that holds the answers to 'completion'"
-        )
     if not isinstance(dataset, Dataset) or "input_ids" not in columns:
         return
     is_null = dataset.data.column("input_ids").is_null().to_numpy()[stored_rows(dataset)]
@@ -99,18 +92,6 @@ def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
         )
 
 
-def check_ends(dataset: Dataset | IterableDataset, tokenizer: Any, name: str) -> None:
-    """Raise ValueError if rows are plain text and `tokenizer` has no EOS token to end them."""
-    if tokenizer.eos_token is not None:
-        return
-    example = next(iter(dataset))
-    if "input_ids" not in example and not is_conversational(maybe_convert_to_chatml(example)):
-        raise ValueError(
-            f"the tokenizer has no eos_token, so documents of the {name} dataset would not end; "
-            "set eos_token='...' in the config, or tokenizer.eos_token"
-        )
-
-
 def check_packed_rows(
     rows: Dataset | IterableDataset, capacity: int | None, name: str, *, append_eos: bool = False
 ) -> None:
@@ -127,20 +108,15 @@ def check_packed_rows(
     if isinstance(rows, IterableDataset):
         return
     documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
-    wrong = documents.rows_where(SEQ_LENGTHS, lambda lengths: lengths < 0)
+    lengths, is_wrong = documents.lengths(), documents.lengths() != documents.sums(SEQ_LENGTHS)
+    is_wrong[documents.rows_where(SEQ_LENGTHS, lambda stated: stated < 0)] = True
+    wrong = np.flatnonzero(is_wrong)
     if len(wrong):
-        stated = documents[int(wrong[0])][SEQ_LENGTHS].tolist()
+        row = int(wrong[0])
         raise ValueError(
-            f"row {wrong[0]} of the {name} dataset has the seq_lengths {stated}; no length can be "
-            f"negative{and_others(wrong)}"
-        )
-    lengths, sums = documents.lengths(), documents.sums(SEQ_LENGTHS)
-    wrong = np.flatnonzero(lengths != sums)
-    if len(wrong):
-        row = wrong[0]
-        raise ValueError(
-            f"row {row} of the {name} dataset holds {lengths[row]} input_ids but its seq_lengths "
-            f"sum to {sums[row]}; they must name every token{and_others(wrong)}"
+            f"row {row} of the {name} dataset holds {lengths[row]} input_ids, but its seq_lengths "
+            f"are {documents[row][SEQ_LENGTHS].tolist()}; they must name every token, and none can "
+            f"be negative{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
         row = int(lengths.argmax())

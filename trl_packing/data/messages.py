@@ -15,40 +15,32 @@ an error, so a model would be trained on that: such conversations are refused.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from trl_packing.data.printable import quote
+from trl_packing.data.printable import in_short, quote
 from trl_packing.documents.weights import LARGEST_WEIGHT
 
 Message = dict[str, Any]
+Row = Mapping[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "model")
+_TOOL_ROLES = ("tool", "function", "ipython")
+ROLES = ("system", "developer", "user", "assistant", "model", *_TOOL_ROLES)
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # Values of "from" in the data of other projects.
 SHAREGPT_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "developer",
     "observation": "tool",
     "function_response": "tool",
-    "tool": "tool",
-    "function_call": "function_call",
 }
-
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-_OTHER_CONTENT = ("tool_calls", *REASONING_KEYS)  # a message with any of these needs no content
 
 _FLAGS = ("train", "weight")
 
@@ -75,23 +67,19 @@ def messages_from_sharegpt(
         >>> messages_from_sharegpt([{"from": "human", "value": "Hi"}], tool_calls=True)
         [{'role': 'user', 'content': 'Hi'}]
     """
-    return [_from_sharegpt(number, turn, tool_calls) for number, turn in enumerate(turns)]
-
-
-def _from_sharegpt(number: int, turn: Mapping[str, Any], tool_calls: bool) -> Message:
-    role, value = SHAREGPT_ROLES.get(turn.get("from") or ""), turn.get("value")
-    if role is None:
-        raise ValueError(
-            f"message {number} is from {quote(turn.get('from'))}, which is none of "
-            f"{tuple(SHAREGPT_ROLES)}; rename it"
-        )
-    others = {key: turn[key] for key in turn if key not in ("from", "value")}
-    if role == "function_call":
-        calls = _calls(value) if tool_calls else None
-        if calls:
-            return {"role": "assistant", "content": "", "tool_calls": calls, **others}
-        role = "assistant"
-    return {"role": role, "content": value, **others}
+    messages = []
+    for number, turn in enumerate(turns):
+        speaker, content = turn.get("from"), turn.get("value")
+        if speaker not in SHAREGPT_ROLES:
+            raise ValueError(
+                f"message {number} is from {quote(speaker)}, which is none of "
+                f"{tuple(SHAREGPT_ROLES)}; rename it"
+            )
+        message = {**turn, "role": SHAREGPT_ROLES[speaker], "content": content}
+        if speaker == "function_call" and tool_calls and (calls := _calls(content)):
+            message |= {"content": "", "tool_calls": calls}
+        messages.append({key: message[key] for key in message if key not in ("from", "value")})
+    return messages
 
 
 def _calls(value: Any) -> list[dict[str, Any]] | None:
@@ -115,16 +103,16 @@ def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
             {"type": "function", "function": …}.
 
     Raises:
-        ValueError: `value` is text but not JSON, or not a list of tools.
+        ValueError: `value` is not a list of tools.
     """
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError as error:
-            raise ValueError(f"'tools' is not JSON ({error})") from error
+        with suppress(ValueError):
+            value = json.loads(value.strip() or "null")
     tools = [] if value is None else value
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
-        raise ValueError(f"'tools' must be a list of dictionaries, got {_short(value)}")
+        raise ValueError(
+            f"'tools' must be a list of dictionaries, or JSON of one, got {in_short(value)}"
+        )
     if sharegpt:
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
     return tools or None
@@ -139,61 +127,44 @@ def check_messages(messages: Any, chat_template: str, *, what: str = "messages")
         what: name of the column in error messages.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(f"{what!r} must be a list of at least one message, got {_short(messages)}")
+        raise ValueError(
+            f"{what!r} must be a list of at least one message, got {in_short(messages)}"
+        )
     for number, message in enumerate(messages):
-        if _is_plain(message):
-            continue
-        for complaint in _complaints(message, chat_template):
-            raise ValueError(f"message {number} of {what!r} {complaint}")
+        if fault := _fault(message, chat_template):
+            raise ValueError(f"message {number} of {what!r} {fault}")
 
 
-def _is_plain(message: Any) -> bool:
-    """Whether a message is a known role and a text, as most are, so that it needs no checks."""
-    return (
-        type(message) is dict
-        and message.get("role") in ROLES
-        and type(message.get("content")) is str
-        and not message.get("tool_calls")
-    )
-
-
-def _complaints(message: Any, chat_template: str) -> Iterator[str]:
+def _fault(message: Any, chat_template: str) -> str | None:
     if not isinstance(message, Mapping):
-        yield f"is {_short(message)}, not a dictionary with 'role' and 'content'"
-        return
-    role, content = message.get("role"), message.get("content")
-    if role is None:
-        yield f"has no role (keys: {sorted(message)})"
-    elif not isinstance(role, str):
-        yield f"has {_short(role)} as role; make it a string, such as 'user'"
-    elif (
-        role not in ROLES and f"'{role}'" not in chat_template and f'"{role}"' not in chat_template
+        return f"is {in_short(message)}, not a dictionary with 'role' and 'content'"
+    role, content, calls = map(message.get, ("role", "content", "tool_calls"))
+    if role not in ROLES and not (
+        isinstance(role, str) and any(f"{q}{role}{q}" in chat_template for q in "'\"")
     ):
-        yield (
+        return (
             f"has the role {quote(role)}, which is none of {ROLES} and not named in the chat "
             "template; rename it"
         )
-    elif message.get("tool_calls") and not _is_list_of_calls(message["tool_calls"]):
-        yield (
-            f"({role}) has {_short(message['tool_calls'])} as tool_calls; make it a list of calls "
-            "(json.loads reads one that is written as JSON)"
+    if calls and not _are_mappings(calls):
+        return (
+            f"({role}) has {in_short(calls)} as tool_calls; make it a list of calls (json.loads "
+            "reads one that is written as JSON)"
         )
-    elif content is None and not any(message.get(key) for key in _OTHER_CONTENT):
-        yield f"({role}) has no content; remove the row, or set it to ''"
-    elif isinstance(content, (list, tuple)):
-        if not all(isinstance(part, Mapping) and "type" in part for part in content):
-            yield f"({role}) has a list as content whose parts have no 'type': {_short(content)}"
-    elif content is not None and not isinstance(content, str):
-        yield f"({role}) has {_short(content)} as content; make it a string"
+    if content is None and not any(map(message.get, ("tool_calls", *REASONING_KEYS))):
+        return f"({role}) has no content; remove the row, or set it to ''"
+    if content is None or isinstance(content, str):
+        return None
+    if not _are_mappings(content) or not all("type" in part for part in content):
+        return (
+            f"({role}) has {in_short(content)} as content; make it a string, or a list of parts "
+            "with a 'type'"
+        )
+    return None
 
 
-def _is_list_of_calls(calls: Any) -> bool:
-    return isinstance(calls, (list, tuple)) and all(isinstance(call, Mapping) for call in calls)
-
-
-def _short(value: Any) -> str:
-    words = f"{type(value).__name__} {quote(value)}" if value is not None else "nothing (null)"
-    return words if len(words) < 80 else words[:77] + "..."
+def _are_mappings(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(each, Mapping) for each in values)
 
 
 def without_flags(messages: Sequence[Message]) -> list[Message]:
@@ -219,7 +190,7 @@ def trained_messages(
         ValueError: a weight is negative or no number, or "train" is neither true nor false.
     """
     assistants = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
-    chosen = set(assistants[-1:] if train_on == "last_assistant" else assistants)
+    chosen = assistants[-1:] if train_on == "last_assistant" else assistants
     weights = {}
     for number, message in enumerate(messages):
         train, weight = message.get("train"), message.get("weight")
@@ -238,7 +209,13 @@ def trained_messages(
 
 # --- flags of a whole data set --------------------------------------------------------------------
 
-Row = Mapping[str, Any]
+_COLUMNS = ("prompt", "completion", "messages", "conversations")
+
+
+def messages_in(row: Row) -> list[Any]:
+    """Return the messages in all columns of a row."""
+    lists = [row.get(name) for name in _COLUMNS]
+    return [message for each in lists if isinstance(each, list) for message in each]
 
 
 def flag_of(message: Any) -> str | None:
@@ -255,9 +232,8 @@ def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
     """
     if isinstance(dataset, IterableDataset):
         return any(isinstance(m, Mapping) and {*_FLAGS} & m.keys() for m in messages_in(first))
-    columns = [name for name in _MESSAGE_COLUMNS if name in dataset.column_names]
-    chunks = [chunk for name in columns for chunk in dataset.data.column(name).chunks]
-    if not any(map(_may_hold_flags, chunks)):
+    columns = [name for name in _COLUMNS if name in dataset.column_names]
+    if not any(_may_hold_flags(part) for c in columns for part in dataset.data.column(c).chunks):
         return False
     rows = dataset.select_columns(columns).with_format(None)  # without those that are left out
     return any(flag_of(message) for row in rows for message in messages_in(row))
@@ -267,26 +243,19 @@ def _may_hold_flags(values: pa.Array) -> bool:
     """Whether a look at the rows is needed: a key has a value, or the JSON has its name."""
     kind = values.type
     if isinstance(kind, pa.BaseExtensionType):
-        return bool(pc.any(pc.match_substring_regex(values.storage, _NAMES)).as_py())
+        return bool(pc.any(pc.match_substring_regex(values.storage, '"(train|weight)"')).as_py())
     if pa.types.is_struct(kind):
         names = {*_FLAGS} & {field.name for field in kind}
         return any(values.field(name).null_count < len(values) for name in names)
     return pa.types.is_nested(kind) and _may_hold_flags(values.flatten())
 
 
-_NAMES = '"(train|weight)"'
-_MESSAGE_COLUMNS = ("prompt", "completion", "messages", "conversations")
-
-
-def messages_in(row: Row) -> list[Any]:
-    """Return the messages in all columns of a row."""
-    lists = [row.get(name) for name in _MESSAGE_COLUMNS]
-    return [message for each in lists if isinstance(each, list) for message in each]
-
-
 # --- contents that are lists of parts -------------------------------------------------------------
 
-_TOOL_ROLES = ("tool", "function", "ipython")
+
+def texts_of(content: Sequence[Message]) -> list[str]:
+    """Return the texts in a list of parts."""
+    return [part["text"] for part in content if isinstance(part.get("text"), str)]
 
 
 def check_lists(
@@ -299,45 +268,26 @@ def check_lists(
         text: the conversation as the chat template renders it.
         render: renders other messages; None if the template refuses them.
     """
-    for number, message in enumerate(messages):
-        content = message.get("content")
-        if not content or not isinstance(content, (list, tuple)):
-            continue
-        for garbled in _garbled(content) if message["role"] not in _TOOL_ROLES else ():
-            if garbled in text:
-                raise ValueError(_refusal(number, f"writes it as {quote(garbled[:30])}"))
+    contents = {n: message.get("content") for n, message in enumerate(messages)}
+    lists = {n: each for n, each in contents.items() if isinstance(each, (list, tuple))}
+    for number, content in lists.items():
+        forms = [str(content), json.dumps(content, ensure_ascii=False, default=str)]
+        if messages[number]["role"] in _TOOL_ROLES or not content:  # templates write results so
+            forms = []
+        faults = [f"writes it as {quote(form[:30])}" for form in forms if form in text]
         missing = [words for words in texts_of(content) if _end_of(words) not in text]
-        # A template may leave out a message or its thoughts in any form.
-        as_texts = render([*map(_joined, messages)]) if missing else None
-        if any(_end_of(words) in (as_texts or "") for words in missing):
-            raise ValueError(_refusal(number, f"leaves out {quote(missing[0][:40])}"))
-
-
-def _joined(message: Message) -> Message:
-    """Return `message` with the texts of its parts as one text."""
-    content = message.get("content")
-    if not isinstance(content, (list, tuple)):
-        return message
-    return {**message, "content": "".join(texts_of(content))}
-
-
-def texts_of(content: Sequence[Message]) -> list[str]:
-    """Return the texts in a list of parts."""
-    return [part["text"] for part in content if isinstance(part.get("text"), str)]
-
-
-def _garbled(content: Sequence[Message]) -> tuple[str, ...]:
-    """Return `content` as Python writes it, and as JSON."""
-    return str(content), json.dumps(content, ensure_ascii=False, default=str)
+        if missing and not faults:  # a template may leave out a message or thoughts in any form
+            joined = {n: {**messages[n], "content": "".join(texts_of(lists[n]))} for n in lists}
+            as_texts = render([joined.get(n, m) for n, m in enumerate(messages)]) or ""
+            if any(_end_of(words) in as_texts for words in missing):
+                faults = [f"leaves out {quote(missing[0][:40])}"]
+        if faults:
+            raise ValueError(
+                f"message {number} has a list as content, which the chat template does not read: "
+                f"it {faults[0]}; make the content a string, or use a template that reads lists"
+            )
 
 
 def _end_of(words: str) -> str:
     """Return `words` without thoughts, which templates leave out of earlier turns."""
     return words.rpartition("</think>")[2].strip()
-
-
-def _refusal(number: int, fault: str) -> str:
-    return (
-        f"message {number} has a list as content, which the chat template does not read: it "
-        f"{fault}; make the content a string, or use a template that reads lists"
-    )

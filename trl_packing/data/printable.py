@@ -67,6 +67,12 @@ def quote(value: object) -> str:
     return escape_hidden(repr(value))
 
 
+def in_short(value: object) -> str:
+    """Return the type and the value, for messages about a wrong one."""
+    words = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value)}"
+    return words if len(words) < 80 else words[:77] + "..."
+
+
 @cache
 def _escape_of(character: str) -> str:
     code = ord(character)

@@ -17,7 +17,7 @@ so those must be the ids that it has inside of a document. Other tokenized rows 
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,6 @@ from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     check_same_columns,
     document_labels,
-    named_if_beyond_int64,
 )
 from trl_packing.packing.collator import PackedCollator
 
@@ -63,21 +62,19 @@ class Marker:
         if isinstance(template, str):
             return cls(template, tuple(tokenizer.encode(template, add_special_tokens=False)))
         ids = tuple(int(token) for token in template)
-        return cls(_decode(tokenizer, list(ids)), ids)
+        return cls(_decode(tokenizer, ids), ids)
 
-    def places(self, text: str) -> list[Span]:
-        """Return the characters of every occurrence in `text`, in order."""
-        starts = re.finditer(f"(?={re.escape(self.text)})", text) if self.text else ()
-        return [(found.start(), found.start() + len(self.text)) for found in starts]
-
-    def tokens(self, input_ids: np.ndarray) -> list[Span]:
-        """Return the tokens of every occurrence in `input_ids` ``(T,)``, in order."""
+    def places(self, document: str | np.ndarray) -> list[Span]:
+        """Return the characters of every occurrence in a text, or its tokens in ids ``(T,)``."""
+        if isinstance(document, str):
+            starts = re.finditer(f"(?={re.escape(self.text)})", document) if self.text else ()
+            return [(found.start(), found.start() + len(self.text)) for found in starts]
         size = len(self.token_ids)
-        if not 0 < size <= len(input_ids):
+        if not 0 < size <= len(document):
             return []
-        windows = np.lib.stride_tricks.sliding_window_view(input_ids, size)
-        starts = np.flatnonzero((windows == np.array(self.token_ids)).all(axis=1))
-        return [(start, start + size) for start in starts.tolist()]
+        windows = np.lib.stride_tricks.sliding_window_view(document, size)
+        at = np.flatnonzero((windows == np.array(self.token_ids)).all(axis=1))
+        return [(start, start + size) for start in at.tolist()]
 
 
 @dataclass(frozen=True)
@@ -98,45 +95,41 @@ class ResponseTemplate:
         response: str | Sequence[int],
         instruction: str | Sequence[int] | None,
     ) -> "ResponseTemplate":
-        marker = Marker.from_setting(tokenizer, response, "response_template")
-        if instruction is None:
-            return cls(tokenizer, marker, None)
-        other = Marker.from_setting(tokenizer, instruction, "instruction_template")
+        marker, other = Marker.from_setting(tokenizer, response, "response_template"), None
+        if instruction is not None:
+            other = Marker.from_setting(tokenizer, instruction, "instruction_template")
         return cls(tokenizer, marker, other)
 
-    def answers(self, text: str) -> list[Span] | None:
-        """Return the characters of `text` that answer a template; None if one is not found."""
-        return self._answers(lambda marker: marker.places(text), len(text))
+    def answers(self, document: str | np.ndarray) -> list[Span] | None:
+        """Return what answers a template, in characters of a text or tokens of ids ``(T,)``.
 
-    def trained(self, input_ids: np.ndarray) -> np.ndarray | None:
-        """Return ``(T,)`` bool, True on trained tokens; None if a template is not found."""
-        answers = self._answers(lambda marker: marker.tokens(input_ids), len(input_ids))
-        if answers is None:
-            return None
-        mask = np.zeros(len(input_ids), bool)
-        for start, stop in answers:
-            mask[start:stop] = True
-        return mask
-
-    def _answers(self, find: Callable[[Marker], list[Span]], length: int) -> list[Span] | None:
-        """Return the span behind each response template, up to the next instruction template.
-
-        Without instructions, return the span behind the last response template, up to the end.
+        This is the span behind each response template, up to the next instruction template. Without
+        instructions, it is that behind the last response template. None if one is not found.
         """
-        responses = find(self.response)
+        responses = self.response.places(document)
         if not responses:
             return None
         if self.instruction is None:
-            return [(responses[-1][1], length)]
-        instructions = find(self.instruction)
+            return [(responses[-1][1], len(document))]
+        instructions = self.instruction.places(document)
         if not instructions:
             return None
         answers = []
         for _, stop in responses:
             # Compare ends: an instruction template may be the beginning of the response template.
             later = (start for start, end in instructions if end > stop)
-            answers.append((stop, next(later, length)))
+            answers.append((stop, next(later, len(document))))
         return answers
+
+    def labels(
+        self, input_ids: np.ndarray, ignore_index: int = IGNORE_INDEX
+    ) -> tuple[np.ndarray, bool]:
+        """Return the labels of a document, ``(T,)`` int64, and whether the templates are found."""
+        answers = self.answers(input_ids)
+        labels = np.full(len(input_ids), ignore_index, np.int64)
+        for start, stop in answers or ():
+            labels[start:stop] = input_ids[start:stop]
+        return labels, answers is not None
 
     def not_found(self, number: int, of: int, input_ids: np.ndarray) -> str:
         """Return a sentence on documents without a template.
@@ -149,8 +142,7 @@ class ResponseTemplate:
         names = f"response_template {self.response.text!r}"
         if self.instruction is not None:
             names += f" or no instruction_template {self.instruction.text!r}"
-        text = _decode(self.tokenizer, input_ids.tolist())
-        others = ""
+        text, others = _decode(self.tokenizer, input_ids.tolist()), ""
         if self.response.text in text:
             others = (
                 ", whose text is there, but not its token ids: pass the ids that it has inside of "
@@ -162,9 +154,9 @@ class ResponseTemplate:
         )
 
 
-def _decode(tokenizer: Any, input_ids: list[int]) -> str:
+def _decode(tokenizer: Any, input_ids: Sequence[int]) -> str:
     return tokenizer.decode(
-        input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        list(input_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
 
 
@@ -192,12 +184,11 @@ def label_tokenized(
     present = get_dataset_column_names(dataset)
     if template is None and "labels" in present:
         return dataset
-    ignored = () if completion_only else ("completion_mask",)
     masks = [column for column in MASK_COLUMNS if column in present]
     options: dict[str, Any] = {
         "fn_kwargs": {
             "columns": present,
-            "masks": [column for column in masks if column not in ignored],
+            "masks": [m for m in masks if completion_only or m != "completion_mask"],
             "template": template,
         },
         "batched": True,
@@ -217,28 +208,16 @@ def _label_batch(
     template: ResponseTemplate | None,
 ) -> dict[str, list[np.ndarray]]:
     check_same_columns(batch, rows, columns)
-    with named_if_beyond_int64(batch, rows):
-        ids = [np.asarray(values, np.int64) for values in batch["input_ids"]]
-        if template is not None:
-            lengths = batch.get(SEQ_LENGTHS) or [[len(row)] for row in ids]
-            pairs = zip(ids, lengths, strict=True)
-            return {"labels": [_by_template(template, row, sizes) for row, sizes in pairs]}
-        marks = [{name: batch[name][n] for name in masks} for n in range(len(ids))]
-        return {"labels": [document_labels(*pair) for pair in zip(marks, ids, strict=True)]}
-
-
-def _by_template(
-    template: ResponseTemplate, input_ids: np.ndarray, lengths: Sequence[int]
-) -> np.ndarray:
-    """Return the labels of a row of documents of these lengths."""
-    documents = np.split(input_ids, np.cumsum(lengths)[:-1])
-    trained = [template.trained(document) for document in documents]
-    return np.concatenate(
-        [
-            np.where(False if mask is None else mask, document, IGNORE_INDEX)
-            for mask, document in zip(trained, documents, strict=True)
-        ]
-    )
+    labels = []
+    for number, values in enumerate(batch["input_ids"]):
+        ids = np.asarray(values, np.int64)
+        if template is None:
+            labels.append(document_labels({name: batch[name][number] for name in masks}, ids))
+            continue
+        lengths = batch[SEQ_LENGTHS][number] if SEQ_LENGTHS in batch else [len(ids)]
+        documents = np.split(ids, np.cumsum(lengths)[:-1])
+        labels.append(np.concatenate([template.labels(document)[0] for document in documents]))
+    return {"labels": labels}
 
 
 # --- the collator ---------------------------------------------------------------------------------
@@ -291,13 +270,11 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         tokenizer = processing_class if tokenizer is None else tokenizer
         if tokenizer is None:
             raise TypeError("DataCollatorForCompletionOnlyLM needs tokenizer=...")
-        if mlm:
+        if mlm or return_tensors != "pt":
             raise ValueError(
-                "mlm=True predicts tokens masked at random, but the response template is for a "
-                "causal language model; leave mlm=False"
+                f"mlm={mlm} and return_tensors={return_tensors!r} must be False and 'pt': a "
+                "response template is for a causal language model in PyTorch"
             )
-        if return_tensors != "pt":
-            raise ValueError(f"return_tensors must be 'pt', got {return_tensors!r}")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
         self.response_template = response_template
@@ -312,49 +289,40 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     def labels_of(self, input_ids: Any) -> np.ndarray:
         """Return the labels ``(T,)`` int64 of one document, and count it."""
         ids = np.asarray(input_ids).astype(np.int64, copy=False)
-        trained = self.templates.trained(ids)
+        labels, found = self.templates.labels(ids, self.ignore_index)
         self.num_seen += 1
-        if trained is not None:
-            return np.where(trained, ids, self.ignore_index)
-        self.num_unfound += 1
-        if str(self.num_unfound).rstrip("0") == "1":  # 1, 10, 100, …: not one line per document
+        self.num_unfound += not found
+        # At 1, 10, 100, …: not one line per document.
+        if not found and str(self.num_unfound).rstrip("0") == "1":
             logger.warning(self.templates.not_found(self.num_unfound, self.num_seen, ids))
-        return np.full_like(ids, self.ignore_index)
+        return labels
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch of examples: mappings with `input_ids`, or lists of ids."""
-        documents = [self._document(example) for example in examples]
-        if not self.padding_free:
-            return self._padded(documents)
-        collate = PackedCollator(self.tokenizer.pad_token_id or 0, self.pad_to_multiple_of)
-        batch: dict[str, Any] = collate(documents)
-        batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
-        return batch
-
-    def numpy_call(self, examples: Sequence[Any]) -> dict[str, Any]:
-        raise ValueError("return_tensors must be 'pt'")  # the parent's labels would be unmasked
-
-    def _document(self, example: Any) -> dict[str, np.ndarray]:
-        columns = example if isinstance(example, Mapping) else {"input_ids": example}
-        ids = np.asarray(columns["input_ids"]).astype(np.int64, copy=False)
-        if columns.get("attention_mask") is not None:
-            ids = ids[np.asarray(columns["attention_mask"]) != 0]
-        return {"input_ids": ids, "labels": self.labels_of(ids)}
-
-    def _padded(self, documents: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
-        if self.tokenizer.pad_token_id is None:
+        documents = []
+        for example in examples:
+            columns = example if isinstance(example, Mapping) else {"input_ids": example}
+            ids = np.asarray(columns["input_ids"]).astype(np.int64, copy=False)
+            if columns.get("attention_mask") is not None:
+                ids = ids[np.asarray(columns["attention_mask"]) != 0]
+            documents.append({"input_ids": ids, "labels": self.labels_of(ids)})
+        padding = self.tokenizer.pad_token_id
+        if self.padding_free:
+            batch = PackedCollator(padding or 0, self.pad_to_multiple_of)(documents)
+            batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
+            return batch
+        if padding is None:
             raise ValueError(
                 "the tokenizer has no padding token; set tokenizer.pad_token, or padding_free=True"
             )
         for document in documents:
             document["attention_mask"] = np.ones_like(document["input_ids"])
-        fill = {
-            "input_ids": self.tokenizer.pad_token_id,
-            "attention_mask": 0,
-            "labels": self.ignore_index,
-        }
+        fill = {"input_ids": padding, "attention_mask": 0, "labels": self.ignore_index}
         side, multiple = self.tokenizer.padding_side, self.pad_to_multiple_of
         return {
             name: pad([torch.from_numpy(d[name]) for d in documents], value, side, multiple)
             for name, value in fill.items()
         }
+
+    def numpy_call(self, examples: Sequence[Any]) -> dict[str, Any]:
+        raise ValueError("return_tensors must be 'pt'")  # the parent's labels would be unmasked

@@ -21,8 +21,8 @@ Without `train_on` and templates, the same tokens are trained as by TRL.
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -33,6 +33,7 @@ from trl.chat_template_utils import supports_tool_calling
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
 from trl_packing.data.messages import (
+    Row,
     check_messages,
     flag_of,
     is_sharegpt,
@@ -41,14 +42,10 @@ from trl_packing.data.messages import (
     trained_messages,
     without_flags,
 )
-from trl_packing.data.printable import quote
+from trl_packing.data.printable import in_short
 from trl_packing.data.responses import ResponseTemplate
 from trl_packing.data.tokenize import Rendered
 from trl_packing.data.turns import render_every_turn, trained_spans
-
-# --- the form of a row ----------------------------------------------------------------------------
-
-Row = Mapping[str, Any]
 
 IN_WORDS = {
     "text": "text",
@@ -58,24 +55,8 @@ IN_WORDS = {
     "fields": "raw fields",
 }
 
-
 # Messages as a CSV file stores them.
 _JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
-
-
-def string_of(row: Row, column: str) -> str:
-    """Return the text in a column. Raises ValueError if it is something else."""
-    value = row.get(column)
-    if not isinstance(value, str):
-        got = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value):.60}"
-        raise ValueError(f"its {column!r} is {got}; make it a string, or remove the row")
-    return value
-
-
-def name_of_messages(row: Row) -> str | None:
-    """Return the column that holds the whole conversation of a row, or None."""
-    names = ("messages", "conversations")
-    return next((name for name in names if isinstance(row.get(name), list)), None)
 
 
 def one_text_each(
@@ -86,25 +67,17 @@ def one_text_each(
     Earlier versions of TRL passed a batch: lists in, a list of texts out. The `first` row shows
     which kind the function is; one that fails on it stays, and fails when rows are rendered.
     """
-    if formatting_func is None:
-        return None
-    for function in (formatting_func, partial(_text_of_batch, formatting_func)):
-        try:
+
+    def of_batch(row: Row) -> Any:
+        assert formatting_func is not None
+        [text] = formatting_func({name: [value] for name, value in row.items()})
+        return text
+
+    for function in (formatting_func, of_batch) if formatting_func is not None else ():
+        with suppress(Exception):  # it may take the other kind
             if isinstance(function(first), str):
                 return function
-        except Exception:  # it may take the other kind
-            continue
     return formatting_func
-
-
-def _text_of_batch(formatting_func: Callable[[Any], Any], row: Row) -> str:
-    texts = formatting_func({name: [value] for name, value in row.items()})
-    if len(texts) != 1:
-        raise ValueError(
-            f"formatting_func made {len(texts)} texts of one example; it must make one of each "
-            "(map the data set before, to make more or fewer)"
-        )
-    return texts[0]
 
 
 # --- prompts from fields --------------------------------------------------------------------------
@@ -129,18 +102,18 @@ NAMED: dict[str, tuple[str, str | None]] = {
 
 
 # Columns of questions and of answers. The first is taken if it is there, else the only other one.
-QUERIES = ("query", "instruction", "question")
-ANSWERS = ("response", "output", "answer", "completion")
+_QUERIES = ("query", "instruction", "question")
+_ANSWERS = ("response", "output", "answer", "completion")
 
 
 @dataclass(frozen=True)
-class PromptTemplate:
+class PromptTemplate(Formatter):
     """A prompt with the fields of a row in braces.
 
     Attributes:
         template: text with names of columns in braces.
         with_input: template for rows with a non-empty "input", or None.
-        query_field: the column that {query} stands for; "query" may be one of `QUERIES`.
+        query_field: the column that {query} stands for; "query" may be one of several.
     """
 
     template: str
@@ -156,60 +129,43 @@ class PromptTemplate:
         """
         if given in NAMED:
             return cls(*NAMED[given], query_field)
-        is_name = "{" not in given
-        if is_name and not os.path.isfile(given):
+        if "{" in given:
+            text = given.replace("\\n", "\n")  # a shell passes a line break as two characters
+        elif os.path.isfile(given):
+            text = Path(given).read_text(encoding="utf-8")
+        else:
             raise ValueError(
                 f"prompt_template={given!r} is no file, names no template ({', '.join(NAMED)}) and "
                 "has no field in braces, as 'Question: {question}\\nAnswer: ' would"
             )
-        # A shell passes a line break as two characters.
-        text = Path(given).read_text(encoding="utf-8") if is_name else given.replace("\\n", "\n")
         template = cls(text, None, query_field)
-        if not template.fields:
-            raise ValueError(f"prompt_template={given!r} has no field in braces")
+        if not template.fields or "" in template.fields:
+            raise ValueError(
+                f"prompt_template={given!r} has no field in braces, or braces with no name of a "
+                "column; {{}} writes braces"
+            )
         return template
 
     @property
     def fields(self) -> list[str]:
         """The columns that the template needs, with {query} as `query_field`."""
         try:
-            parsed = [field for field in Formatter().parse(self.template) if field[1] is not None]
+            names = [name for _, name, _, _ in self.parse(self.template) if name is not None]
         except ValueError as error:
             raise ValueError(f"prompt_template cannot be read: {error}") from error
-        for _, name, width, _ in parsed:
-            if not name:
-                raise ValueError(
-                    "prompt_template has braces with no name of a column, {}; write {{}}"
-                )
-            if width and re.search(r"\d{4}|{", width):
-                raise ValueError(
-                    f"prompt_template has the format {width[:20]!r} for {name!r}; give a width "
-                    "below 1,000, as a number"
-                )
-        return [self.query_field if name == "query" else str(name) for _, name, _, _ in parsed]
+        return [self.query_field if name == "query" else name for name in names]
 
-    def prompt(self, row: Mapping[str, Any]) -> str:
+    def prompt(self, row: Row) -> str:
         """Return the prompt of a row. Raises ValueError for a missing column."""
         template = self.with_input if self.with_input and row.get("input") else self.template
-        return _Columns(self.query_field).vformat(template, (), row)
-
-
-class _Columns(Formatter):
-    """Treats everything in braces as the name of a column: "q.text", "q[0]" or "the question"."""
-
-    def __init__(self, query_field: str):
-        self.query_field = query_field
+        return self.vformat(template, (), row)
 
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str]:
+        """Take everything in braces as the name of a column: "q.text", "q[0]" or "the question"."""
         column = self.query_field if field_name == "query" else field_name
-        return _value(kwargs, column), field_name
-
-
-def field_text(row: Mapping[str, Any], column: str) -> str:
-    """Return a field as text. Raises ValueError if it is missing or null."""
-    return str(_value(row, column))
+        return value_of(kwargs, column), field_name
 
 
 def column_among(columns: Iterable[str], name: str) -> str:
@@ -218,7 +174,7 @@ def column_among(columns: Iterable[str], name: str) -> str:
     Raises:
         ValueError: several columns may be meant.
     """
-    names = next((names for names in (QUERIES, ANSWERS) if names[0] == name), (name,))
+    names = next((names for names in (_QUERIES, _ANSWERS) if names[0] == name), (name,))
     found = [other for other in names if other in columns]
     if len(found) > 1 and name not in found:
         raise ValueError(
@@ -228,7 +184,8 @@ def column_among(columns: Iterable[str], name: str) -> str:
     return name if name in found or not found else found[0]
 
 
-def _value(row: Mapping[str, Any], column: str) -> Any:
+def value_of(row: Row, column: str) -> Any:
+    """Return a field of a prompt template. Raises ValueError if it is missing or null."""
     column = column_among(row, column)
     if row.get(column) is None:
         has = f"it has {sorted(row)}" if column not in row else "it is null"
@@ -275,12 +232,7 @@ class RowFormat:
 
     @classmethod
     def from_args(
-        cls,
-        args: SFTConfig,
-        tokenizer: Any,
-        *,
-        chat_template: str | None,
-        completion_only: bool,
+        cls, args: SFTConfig, tokenizer: Any, *, chat_template: str | None, completion_only: bool
     ) -> "RowFormat":
         """Return the rules of a run.
 
@@ -294,14 +246,9 @@ class RowFormat:
             ValueError: for templates that are empty or cannot be read.
         """
         options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
-        chat.check_numbers()
-        answers = prompt_template = None
-        if options.response_template is not None:
-            answers = ResponseTemplate.from_settings(
-                tokenizer, options.response_template, options.instruction_template
-            )
-        if options.prompt_template is not None:
-            prompt_template = PromptTemplate.from_setting(options.prompt_template)
+        response, prompt, calls_tools = options.response_template, options.prompt_template, False
+        with suppress(Exception):  # a template may raise anything; rows will show it
+            calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
         return cls(
             chat,
             tokenizer.eos_token,
@@ -310,11 +257,18 @@ class RowFormat:
             assistant_only=args.assistant_only_loss,
             train_on=options.train_on,
             flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
-            answers=answers,
-            prompt_template=prompt_template,
+            answers=None
+            if response is None
+            else ResponseTemplate.from_settings(tokenizer, response, options.instruction_template),
+            prompt_template=None if prompt is None else PromptTemplate.from_setting(prompt),
             trains_prompts=args.completion_only_loss is False,
-            calls_tools=_calls_tools(tokenizer),
+            calls_tools=calls_tools,
         )
+
+    @property
+    def makes_turns(self) -> bool:
+        """Whether a row is one document for each turn of the assistant."""
+        return self.train_on == "every_turn"
 
     def form(self, row: Row) -> str:
         """Return "text", "prompt", "messages", "prompt messages" or "fields".
@@ -326,36 +280,24 @@ class RowFormat:
             return "text"
         if self.prompt_template is not None:
             return "fields"
-        messages = name_of_messages(row)
+        messages, prompt = _name_of_messages(row), row.get("prompt")
         # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
         # conversation repeats its beginning (ultrachat_200k).
-        if row.get("prompt") is not None and (
-            messages is None or row.get("completion") is not None
-        ):
-            if isinstance(row["prompt"], list):
+        if prompt is not None and (messages is None or row.get("completion") is not None):
+            if isinstance(prompt, list):
                 return "prompt messages"
-            if all(
-                _JSON_OF_MESSAGES.match(str(row.get(name))) for name in ("prompt", "completion")
-            ):
-                raise ValueError(
-                    "its 'prompt' and 'completion' are messages as JSON text; read them before: "
-                    "dataset.map(lambda row: {name: json.loads(row[name]) for name in ('prompt', "
-                    "'completion')})"
-                )
-            return "prompt"
-        if messages is not None:
+            pair = ("prompt", "completion")
+            if not all(_JSON_OF_MESSAGES.match(str(row.get(name))) for name in pair):
+                return "prompt"
+        elif messages is not None:
             return "messages"
-        if row.get(self.text_field) is not None:
+        elif row.get(self.text_field) is not None:
             return "text"
-        for name in ("messages", "conversations"):
-            if isinstance(row.get(name), str):
-                raise ValueError(
-                    f"its {name!r} is a text; if it is JSON, read it before: "
-                    f"dataset.map(lambda row: {{{name!r}: json.loads(row[{name!r}])}})"
-                )
-        kinds = {c: "null" if row[c] is None else type(row[c]).__name__ for c in sorted(row)}
-        contents = ", ".join(f"{column!r} is {kind}" for column, kind in kinds.items())
-        raise ValueError(f"it has nothing to train on: {contents}")
+        contents = ", ".join(f"{column!r} is {in_short(row[column])}" for column in sorted(row))
+        raise ValueError(
+            f"it has nothing to train on: {contents}; messages that are JSON as a text are read "
+            "before: dataset.map(lambda row: {'messages': json.loads(row['messages'])})"
+        )
 
     def check(self, row: Row) -> None:
         """Raise ValueError if a setting cannot be used with this form of row."""
@@ -382,11 +324,6 @@ class RowFormat:
                 "eos_token='...' in the config, or tokenizer.eos_token"
             )
 
-    @property
-    def makes_turns(self) -> bool:
-        """Whether a row is one document for each turn of the assistant."""
-        return self.train_on == "every_turn"
-
     def documents(self, row: Row, form: str) -> list[Rendered]:
         """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.
 
@@ -411,7 +348,7 @@ class RowFormat:
 
     def _text(self, row: Row) -> Rendered:
         if self.formatting_func is None:
-            text = string_of(row, self.text_field)
+            text = _string_of(row, self.text_field)
         else:
             text = self.formatting_func(row)
             if not isinstance(text, str):
@@ -432,21 +369,19 @@ class RowFormat:
             _, _, whole = self._messages(row, "messages")
         except (ValueError, *TEMPLATE_ERRORS):  # the function reads messages in another form
             return False
-        plain = Conversation(whole.messages, None, {})
+        plain = Conversation(whole.messages)
         return any(text == self.chat.try_render(each) for each in (whole, plain))
 
     def _prompt_completion(self, row: Row) -> Rendered:
         if self.prompt_template is not None:
             prompt = self.prompt_template.prompt(row)
-            completion = field_text(row, self.response_field)
+            completion = str(value_of(row, self.response_field))
+            masks_prompt = not self.trains_prompts
         else:
-            prompt, completion = string_of(row, "prompt"), string_of(row, "completion")
-        text = prompt + self._ended(completion)
-        is_masked = self.completion_only
-        if self.prompt_template is not None:
-            is_masked = not self.trains_prompts
-        masks_prompt = is_masked and self.train_on != "all"
-        return Rendered(text, prompt=prompt if masks_prompt else None)
+            prompt, completion = _string_of(row, "prompt"), _string_of(row, "completion")
+            masks_prompt = self.completion_only
+        masked = prompt if masks_prompt and self.train_on != "all" else None
+        return Rendered(prompt + self._ended(completion), prompt=masked)
 
     def _ended(self, text: str) -> str:
         eos_token = self.eos_token or ""
@@ -470,13 +405,20 @@ class RowFormat:
                 text, spans = trained_spans(self.chat, conversation, weights)
                 return [Rendered(text, spans, adds_special_tokens=False)]
         elif self.flags_decide and self.train_on is None:
-            _check_no_flags(messages)
+            for number, flag in enumerate(map(flag_of, messages)):
+                if flag:  # in a stream, whose rows before were read without one
+                    raise ValueError(
+                        f"message {number} has {flag}={messages[number][flag]!r}, but messages of "
+                        "the first row have no 'train' or 'weight', so everything was trained up "
+                        "to here; set train_on='assistant', where they count, or 'all', where they "
+                        "do not"
+                    )
         if not completion or self.makes_turns:  # such documents are dropped and counted later
             text = (self.chat.try_render(conversation) if messages else "") or ""
             return [Rendered(text, [], adds_special_tokens=False)]
         untrained = None
         if prompt and self.completion_only and self.train_on is None:
-            first = conversation.with_messages(conversation.messages[: len(prompt)])
+            first = conversation.of(conversation.messages[: len(prompt)])
             untrained = self.chat.render(first, generation_prompt=True)
         if self.assistant_only and self.train_on is None:
             text, marked = self.chat.render_marked(conversation)
@@ -494,10 +436,11 @@ class RowFormat:
 
         Raises ValueError if messages or tools cannot be read.
         """
-        names: tuple[str, ...] = ("prompt", "completion")
+        names = ["prompt", "completion"]
         if form == "messages":
-            names = (name_of_messages(row) or "messages",)
-        lists, sharegpt = [], False
+            names = [_name_of_messages(row) or "messages"]
+        lists: list[list[Any]] = [[]]
+        sharegpt = False
         for name in names:
             messages: Any = row.get(name)
             if is_sharegpt(messages):
@@ -506,27 +449,22 @@ class RowFormat:
             if messages != [] or name == "prompt":
                 check_messages(messages, self.chat.source, what=name)
             lists.append(list(messages))
-        *prompts, last = lists
-        prompt = [message for part in prompts for message in part]
+        prompt, last = lists[-2:]
         tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
         kwargs = row.get("chat_template_kwargs") or {}
         return prompt, last, Conversation(without_flags([*prompt, *last]), tools, kwargs)
 
 
-def _check_no_flags(messages: Sequence[Any]) -> None:
-    """Raise ValueError for a flag where the rows before, of a stream, were read without one."""
-    for number, message in enumerate(messages):
-        if flag := flag_of(message):
-            raise ValueError(
-                f"message {number} has {flag}={message[flag]!r}, but messages of the first row "
-                "have no 'train' or 'weight', so everything was trained up to here; set "
-                "train_on='assistant', where they count, or 'all', where they do not"
-            )
+def _name_of_messages(row: Row) -> str | None:
+    """Return the column that holds the whole conversation of a row, or None."""
+    names = ("messages", "conversations")
+    return next((name for name in names if isinstance(row.get(name), list)), None)
 
 
-def _calls_tools(tokenizer: Any) -> bool:
-    """Return whether the chat template renders tool calls."""
-    try:
-        return bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
-    except Exception:  # a template may raise anything; rows will show it
-        return False
+def _string_of(row: Row, column: str) -> str:
+    value = row.get(column)
+    if not isinstance(value, str):
+        raise ValueError(
+            f"its {column!r} is {in_short(value)}; make it a string, or remove the row"
+        )
+    return value

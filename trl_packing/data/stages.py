@@ -25,7 +25,6 @@ from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.checks import (
     check_columns,
-    check_ends,
     check_not_empty,
     check_packed_rows,
     check_weights_have_tokens,
@@ -226,7 +225,6 @@ def _check(
     else:
         if rules.needs_trl:
             _check_options_of_trl(dataset, rules, name)
-            check_ends(dataset, eos.tokenizer, name)
         if SEQ_LENGTHS in columns and isinstance(dataset, Dataset) and not rules.packing:
             raise ValueError(
                 f"the {name} dataset has {SEQ_LENGTHS!r}, which describes packed rows, but no "

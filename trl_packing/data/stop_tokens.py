@@ -21,12 +21,10 @@ import pyarrow as pa
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.printable import quote
 from trl_packing.documents.arrow import ArrowDocuments, list_column, token_lists
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
-
-# A text that no chat template contains.
-_ANSWER = "Xyzzy-3141"
 
 
 @dataclass(frozen=True)
@@ -71,29 +69,21 @@ def stop_token_ids(
 ) -> frozenset[int]:
     """Return the ids at which generation stops, or an assistant's turn ends.
 
-    These are the tokenizer's EOS token, those of `generation_config`, and the special token that
-    follows an answer in `chat_template` (default: the tokenizer's).
+    These are the tokenizer's EOS token, those of `generation_config`, and the first special token
+    that follows an answer in `chat_template` (default: the tokenizer's).
     """
-    ids = [tokenizer.eos_token_id, _end_of_turn(tokenizer, chat_template)]
+    ids = [tokenizer.eos_token_id]
     configured = getattr(generation_config, "eos_token_id", None)
     ids += configured if isinstance(configured, list | tuple) else [configured]
-    return frozenset(int(token) for token in ids if token is not None)
-
-
-def _end_of_turn(tokenizer: Any, chat_template: str | None) -> int | None:
-    """Return the first special token after an answer; None without one, or without a template."""
-    turns = [("user", "Why?"), ("assistant", _ANSWER)]
-    messages = [{"role": role, "content": content} for role, content in turns]
+    chat = ChatTemplate(tokenizer, chat_template)
     try:
-        text = tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False)
+        after = chat.around_answer[1] if chat.exists else ""
+        found = [(after.index(t), -len(t), t) for t in chat.special_tokens if t and t in after]
     except Exception:  # a template may raise anything
-        return None
-    rest = text.rpartition(_ANSWER)[2] if _ANSWER in text else ""
-    special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    added = tokenizer.added_tokens_decoder.items()
-    special |= {token_id: token.content for token_id, token in added if token.special}
-    found = [(rest.index(word), -len(word), id_) for id_, word in special.items() if word in rest]
-    return min(found)[2] if found else None
+        found = []
+    if found:
+        ids.append(tokenizer.convert_tokens_to_ids(min(found)[2]))
+    return frozenset(int(token) for token in ids if token is not None)
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -135,7 +125,7 @@ def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:
 
     White space behind it is skipped.
     """
-    skipped = [IGNORE_INDEX, *whitespace_at_ends(documents, eos, ["labels"])]
+    skipped = [IGNORE_INDEX, *_whitespace_at_ends(documents, eos, ["labels"])]
     return documents.in_order(
         [
             _holds(labels, _last(labels, offsets, skipped), eos.stop_ids)
@@ -144,22 +134,23 @@ def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:
     )
 
 
-def whitespace_at_ends(
+def _whitespace_at_ends(
     documents: ArrowDocuments, eos: EosRule, columns: Iterable[str] = TOKEN_COLUMNS
 ) -> list[int]:
     """Return the tokens of white space met at the ends of documents, which alone are decoded."""
-    is_space = dict.fromkeys(eos.stop_ids, False)
+    spaces: set[int] = set()
+    others = set(eos.stop_ids)
     for column in columns:
         for values, offsets in documents.readers[column].chunks:
-            found = True
-            while found:
-                spaces = [token for token, is_one in is_space.items() if is_one]
+            while True:
                 last = _last(values, offsets, [IGNORE_INDEX, *spaces])
-                met = set(np.unique(values[last[last >= 0]]).tolist()) - is_space.keys()
-                new = {token: not eos.tokenizer.decode([token]).strip() for token in met}
-                is_space |= new
-                found = any(new.values())
-    return sorted(token for token, is_one in is_space.items() if is_one)
+                met = set(np.unique(values[last[last >= 0]]).tolist()) - others
+                new = {token for token in met if not eos.tokenizer.decode([token]).strip()}
+                others |= met - new
+                spaces |= new
+                if not new:
+                    break
+    return sorted(spaces)
 
 
 def _last(values: np.ndarray, offsets: np.ndarray, ignored: Iterable[int]) -> np.ndarray:
@@ -206,7 +197,7 @@ def eos_ids(documents: ArrowDocuments, eos: EosRule) -> Mapping[str, Any]:
 
     Ids and not the tokenizer: its hash, by which `map` caches, changes when it is used.
     """
-    spaces = whitespace_at_ends(documents, eos)
+    spaces = _whitespace_at_ends(documents, eos)
     return {"eos_id": eos.eos_id, "stop_ids": sorted(eos.stop_ids), "whitespace_ids": spaces}
 
 
@@ -234,13 +225,11 @@ def append_eos_to_table(
         weights = lists[TOKEN_WEIGHTS][0].copy()
         weights[trained_now] = 1
         values[TOKEN_WEIGHTS] = np.insert(weights, at, 1)
-    columns = [
-        list_column(values[field.name], longer, field)
-        if field.name in values
-        else table.column(field.name)
-        for field in table.schema
-    ]
-    return pa.table(columns, names=table.column_names)
+    for name, flat in values.items():
+        at_column = table.column_names.index(name)
+        column = list_column(flat, longer, table.schema.field(name))
+        table = table.set_column(at_column, name, column)
+    return table
 
 
 # --- two BOS tokens -------------------------------------------------------------------------------

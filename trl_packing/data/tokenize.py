@@ -7,8 +7,8 @@
 
 A token with some characters of a span and some before it is trained; if it were masked, the first
 word of an answer would never be learned. After a response template in plain text it is masked
-(`response_template.py`). A prompt ends where TRL ends it: at the first token that differs between
-the prompt alone and the prompt with its completion.
+(`responses.py`). A prompt ends where TRL ends it: at the first token that differs between the
+prompt alone and the prompt with its completion.
 """
 
 import re
@@ -16,7 +16,7 @@ import string
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -99,50 +99,51 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     Raises:
         ValueError: the tokenizer is slow, so it has no offsets for spans.
     """
-    special = documents[0].adds_special_tokens
-    encoded = _encode(tokenizer, [document.text for document in documents], special)
+    options = {
+        "add_special_tokens": documents[0].adds_special_tokens,
+        "return_attention_mask": False,
+    }
+    encoded = tokenizer([document.text for document in documents], **options)
     if encoded.encodings is None:
         raise ValueError(
             f"{type(tokenizer).__name__} is a slow tokenizer, without the offsets by which trained "
             "characters are found among its tokens; load the fast one "
             "(AutoTokenizer.from_pretrained(..., use_fast=True))"
         )
-    found: list[Tokenized] = []
-    open_ends = []
+    processor = tokenizer.backend_tokenizer.post_processor
+    trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
+    found, open_ends = [], []
     for document, ids, encoding in zip(
         documents, encoded["input_ids"], encoded.encodings, strict=True
     ):
-        spans, num_prompt = None, 0
-        if document.spans is not None or document.prompt is not None:
-            offsets = _Offsets(encoding, ids, tokenizer)
-            spans = document.spans and [
-                (*offsets.tokens_of(start, stop, document.only_whole), weight)
-                for start, stop, weight in document.spans
-            ]
-            end = 0 if document.prompt is None else _prompt_end(offsets, document)
-            if end is None:
-                open_ends.append(len(found))
-            num_prompt = end or 0
-        found.append(Tokenized(ids, spans, num_prompt, []))
+        if document.spans is None and document.prompt is None:
+            found.append(Tokenized(ids))
+            continue
+        offsets = _Offsets(encoding, ids, encoding.tokens if trims else None)
+        spans = document.spans and [
+            (*offsets.tokens_of(start, stop, document.only_whole), weight)
+            for start, stop, weight in document.spans
+        ]
+        end = 0 if document.prompt is None else _prompt_end(offsets, document, tokenizer)
+        if end is None:
+            open_ends.append(len(found))
+        found.append(Tokenized(ids, spans, end or 0))
     if open_ends:
-        prompts = _encode(tokenizer, [documents[n].prompt or "" for n in open_ends], special)
-        for number, prompt in zip(open_ends, prompts["input_ids"], strict=True):
-            found[number] = _end_prompt(tokenizer, documents[number], found[number], prompt)
+        prompts = tokenizer([documents[n].prompt or "" for n in open_ends], **options)["input_ids"]
+        for number, prompt in zip(open_ends, prompts, strict=True):
+            document, tokens = documents[number], found[number]
+            end = common_prefix_length(prompt, tokens.input_ids)
+            if end < len(prompt) and document.keeps_prompt_tokens:
+                found[number] = _behind_its_prompt(tokenizer, document, tokens, prompt)
+            else:
+                found[number] = replace(tokens, num_prompt=end, lost_prompt=prompt[end:])
     return found
 
 
-def _encode(tokenizer: Any, texts: list[str], special: bool) -> Any:
-    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
-
-
-def _end_prompt(
+def _behind_its_prompt(
     tokenizer: Any, document: Rendered, tokens: Tokenized, prompt: list[int]
 ) -> Tokenized:
-    """Return the tokens of a document, given those of its prompt alone."""
-    end = common_prefix_length(prompt, tokens.input_ids)
-    if end == len(prompt) or not document.keeps_prompt_tokens:
-        return replace(tokens, num_prompt=end, lost_prompt=prompt[end:])
-    # The last tokens of the prompt merge with the text after it, which is tokenized alone.
+    """Return the tokens of the prompt alone and those of the text after it, which would merge."""
     size, behind = len(document.prompt or ""), len(prompt)
     spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
     rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
@@ -163,7 +164,7 @@ def _end_prompt(
 _OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
 
 
-def _prompt_end(offsets: "_Offsets", document: Rendered) -> int | None:
+def _prompt_end(offsets: "_Offsets", document: Rendered, tokenizer: Any) -> int | None:
     """Return the first token of the completion if the prompt alone surely ends there, or None."""
     prompt, text = document.prompt or "", document.text
     size = len(prompt)
@@ -171,7 +172,7 @@ def _prompt_end(offsets: "_Offsets", document: Rendered) -> int | None:
         return None
     if text[size - 1 : size].isalnum() and text[size].isalnum():
         return None
-    if prompt[-1:].isspace() and not _keeps_at_end(offsets.tokenizer, prompt[-1]):
+    if prompt[-1:].isspace() and not _keeps_at_end(tokenizer, prompt[-1]):
         return None
     return offsets.token_starting_at(size)
 
@@ -185,11 +186,20 @@ def _keeps_at_end(tokenizer: Any, space: str) -> bool:
     return normalizer.normalize_str(f"a{space}") + "a" == normalizer.normalize_str(f"a{space}a")
 
 
-class _Offsets:
-    """Maps characters to tokens by the offsets of a fast tokenizer."""
+# Vocabularies of byte-level tokenizers write a space as "Ġ".
+_SPACE = "Ġ" + string.whitespace
 
-    def __init__(self, encoding: Any, input_ids: list[int], tokenizer: Any):
-        self.encoding, self.input_ids, self.tokenizer = encoding, input_ids, tokenizer
+
+class _Offsets:
+    """Maps characters to tokens by the offsets of a fast tokenizer.
+
+    `trimmed` are the tokens, if their offsets exclude leading and trailing space.
+    """
+
+    def __init__(self, encoding: Any, input_ids: list[int], trimmed: list[str] | None):
+        self.encoding, self.input_ids, self.trimmed = encoding, input_ids, trimmed
+        tokens = range(len(encoding), 0, -1)  # without those that the tokenizer adds at the end
+        self.num_tokens = next((n for n in tokens if self._chars(n - 1)[1]), 0)
 
     def token_starting_at(self, char: int) -> int | None:
         """Return the token that starts at `char`, if the token before it ends there."""
@@ -201,53 +211,36 @@ class _Offsets:
         if (before[1] if before else 0) != char:
             return None
         # The tokenizer may end every text, so the prompt too, in the token that begins here.
-        ids, after = self.input_ids, self._num_tokens
+        ids, after = self.input_ids, self.num_tokens
         return None if after < len(ids) and ids[token] == ids[after] else token
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
         """Return the tokens of the characters [start, stop), without space that belongs to none."""
-        tokens = range(self._num_tokens)
-        first = bisect_right(tokens, start, key=self._stop)
-        last = bisect_left(tokens, stop, key=self._start)
+
+        def begins(token: int) -> int:
+            return self._chars(token)[0]
+
+        def ends(token: int) -> int:
+            return self._chars(token)[1]
+
+        tokens = range(self.num_tokens)
+        first, last = bisect_right(tokens, start, key=ends), bisect_left(tokens, stop, key=begins)
         if start >= stop or first >= last:
             return 0, 0
         if not only_whole:
             return first, last
-        first = max(first, bisect_left(tokens, start, key=self._start))
-        after = bisect_right(tokens, stop, key=self._stop)
+        first = max(first, bisect_left(tokens, start, key=begins))
+        after = bisect_right(tokens, stop, key=ends)
         # A span at the end of the text includes tokens that the tokenizer adds after it.
         after = len(self.encoding) if after == len(tokens) else after
         return min(first, after), after
 
-    @cached_property
-    def _num_tokens(self) -> int:
-        """Number of tokens, without those that the tokenizer adds at the end."""
-        tokens = range(len(self.encoding), 0, -1)
-        return next((n for n in tokens if self._stop(n - 1)), 0)
-
-    @cached_property
-    def _trimmed(self) -> list[str] | None:
-        """The tokens, if offsets exclude their leading and trailing space; else None."""
-        processor = self.tokenizer.backend_tokenizer.post_processor
-        trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
-        return self.encoding.tokens if trims else None
-
-    def _start(self, token: int) -> int:
-        return self._chars(token)[0]
-
-    def _stop(self, token: int) -> int:
-        return self._chars(token)[1]
-
     def _chars(self, token: int) -> tuple[int, int]:
         """Return the characters [start, stop) of a token; (0, 0) for one that was added."""
         start, stop = self.encoding.token_to_chars(token) or (0, 0)
-        if self._trimmed is not None:
-            piece = self._trimmed[token]
+        if self.trimmed is not None:
+            piece = self.trimmed[token]
             words = piece.rstrip(_SPACE)
             start = max(start - len(piece) + len(piece.lstrip(_SPACE)), 0)
             stop = stop + len(piece) - len(words) if words else start + len(piece)
         return start, stop
-
-
-# Vocabularies of byte-level tokenizers write a space as "Ġ".
-_SPACE = "Ġ" + string.whitespace

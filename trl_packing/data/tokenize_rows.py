@@ -25,23 +25,20 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.chat_template import TEMPLATE_ERRORS
-from trl_packing.data.messages import flag_of, has_flags, messages_in
+from trl_packing.data.messages import Row, flag_of, has_flags, messages_in
 from trl_packing.data.printable import escape_hidden, quote
-from trl_packing.data.row_format import Row, RowFormat
+from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     SOURCE,
     TOKEN_WEIGHTS,
     TURN,
+    check_unicode,
     in_one_sentence,
-    lone_surrogate,
 )
 
 logger = get_logger(__name__)
-
-# Beginning of the error of `datasets` when a process of its pool is killed.
-_WORKER_ENDED = "One of the subprocesses has abruptly died"
 
 _AT_ONCE = 128  # documents per tokenizer call; the next are rendered meanwhile
 _CONVERSATIONS_AT_ONCE = 32  # rows of a batch with `every_turn`: each may be many long documents
@@ -94,25 +91,38 @@ def documents_from_rows(
     Raises:
         ValueError: naming the row, for what cannot be rendered or tokenized.
     """
-    first = next(iter(dataset.with_format(None)))
+    rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
+    first, is_stream = next(iter(rows)), isinstance(rows, IterableDataset)
     flagged = has_flags(dataset, first)
     if flagged and row_format.flags_decide:
-        _check_first_flags(dataset, first, row_format, name)
+        if is_stream and not any(map(flag_of, messages_in(first))):
+            raise ValueError(
+                f"messages of the {name} stream have 'train' or 'weight', null in its first row, "
+                "so it is not known whether they decide what is trained; set train_on='assistant', "
+                "where they count, or 'all', where they do not"
+            )
+        if row_format.answers is not None:
+            raise ValueError(
+                f"messages of the {name} dataset have 'train' or 'weight', and response_template "
+                "is set: both say what is trained; remove one"
+            )
         row_format = replace(row_format, train_on="assistant")
     try:
         row_format.check(first)
     except ValueError as error:
-        raise ValueError(
-            f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
-        ) from error
-    _warn_of_tools(first, row_format, name)
+        sentence = f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
+        raise ValueError(sentence) from error
+    if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
+        logger.warning(
+            f"the {name} dataset has tools, but the chat template renders no tool calls: the "
+            "model will not read which tools there are (calls in ShareGPT's form are trained "
+            "as the text that they are); use a chat template with tools"
+        )
     columns = ["input_ids", "labels"]
     if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
         columns.append(TOKEN_WEIGHTS)
     if row_format.makes_turns:
         columns += [TURN, *document_columns]
-    rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
-    is_stream = isinstance(rows, IterableDataset)
     keeps_columns = keeps_columns and not is_stream and not row_format.makes_turns
     removed = [] if keeps_columns else [c for c in present if c not in document_columns]
     options: dict[str, Any] = {
@@ -131,58 +141,13 @@ def documents_from_rows(
     if row_format.makes_turns:
         options["batch_size"] = _CONVERSATIONS_AT_ONCE
     if isinstance(rows, IterableDataset):
-        dtypes = _dtypes_of(document_columns, rows, first)
-        features = Features({c: dtypes[c] for c in (*columns, *document_columns)})
+        # A type that the stream does not know is that of its first row. Texts may hold any value.
+        known, of_values = rows.features or {}, {bool: "bool", int: "int64", float: "float64"}
+        kinds = {c: Value(of_values.get(type(first.get(c)), "string")) for c in document_columns}
+        kinds |= {c: known[c] for c in document_columns if c in known} | _DTYPES
+        features = Features({c: kinds[c] for c in (*columns, *document_columns)})
         return rows.map(_prepare_batch, features=features, **options)
-    options |= {"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"}
-    try:
-        return rows.map(_prepare_batch, **options)
-    except RuntimeError as error:
-        if not str(error).startswith(_WORKER_ENDED):
-            raise
-        raise ValueError(
-            f"a process that tokenized the {name} dataset was killed, probably because memory "
-            f"ran out; use fewer processes (dataset_num_proc={num_proc})"
-        ) from error
-
-
-def _dtypes_of(
-    columns: Sequence[str], dataset: IterableDataset, first: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the types of columns of a stream, `columns` of the user among them.
-
-    A type that the stream does not know is that of its first row. Texts may hold any value.
-    """
-    known = dataset.features or {}
-    of_values = {bool: "bool", int: "int64", float: "float64"}
-    types = {c: known.get(c, Value(of_values.get(type(first.get(c)), "string"))) for c in columns}
-    return types | _DTYPES
-
-
-def _check_first_flags(
-    dataset: Dataset | IterableDataset, first: Mapping[str, Any], row_format: RowFormat, name: str
-) -> None:
-    """Raise ValueError if it is not known, or said twice, what messages with flags train."""
-    if isinstance(dataset, IterableDataset) and not any(map(flag_of, messages_in(first))):
-        raise ValueError(
-            f"messages of the {name} stream have 'train' or 'weight', null in its first row, so it "
-            "is not known whether they decide what is trained; set train_on='assistant', where "
-            "they count, or 'all', where they do not"
-        )
-    if row_format.answers is not None:
-        raise ValueError(
-            f"messages of the {name} dataset have 'train' or 'weight', and response_template is "
-            "set: both say what is trained; remove one"
-        )
-
-
-def _warn_of_tools(first: Mapping[str, Any], row_format: RowFormat, name: str) -> None:
-    if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
-        logger.warning(
-            f"the {name} dataset has tools, but the chat template renders no tool calls: the "
-            "model will not read which tools there are (calls in ShareGPT's form are trained "
-            "as the text that they are); use a chat template with tools"
-        )
+    return rows.map(_prepare_batch, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **options)
 
 
 def _prepare_batch(
@@ -197,10 +162,13 @@ def _prepare_batch(
 ) -> dict[str, list[Any]] | pa.Table:
     """Return the documents of a batch of rows; a table if no other column stays beside theirs."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    tokenizer = row_format.chat.tokenizer
 
     def render(row: Row) -> list[Rendered]:
         found = row_format.documents(row, form)
-        if TOKEN_WEIGHTS not in columns and not all(map(_is_whole, found)):
+        if TOKEN_WEIGHTS not in columns and any(
+            weight != 1 for document in found for *_, weight in document.spans or ()
+        ):
             raise ValueError(
                 "a message has a weight other than 0 and 1, but messages of the first row have "
                 "none, so there is no column for it; give them one, too (1 is the default)"
@@ -208,14 +176,25 @@ def _prepare_batch(
         return found
 
     try:
-        documents, numbers, turns = _documents_of(rows, render, row_format.chat.tokenizer)
+        documents, places, turns = _documents_of(rows, render, tokenizer)
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-        bad = _bad_rows(rows, indices, name, render, row_format)
+        bad = []
+        for row, index in zip(rows, indices, strict=True):
+            if fault := _fault_of(row, render, row_format):
+                bad.append(f"row {index} of the {name} dataset: {escape_hidden(fault)}")
         if not bad:
             raise
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
         raise kind(in_one_sentence(bad)) from error
-    _warn_of_lost_prompts(row_format.chat.tokenizer, documents)
+    if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
+        logger.warning_once(
+            "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
+            f"{quote(tokenizer.decode(lost))} is left out, because tokens merge where prompt and "
+            "completion meet, or because the chat template renders the prompt alone otherwise. The "
+            "model is trained on a context that differs from the one it sees at inference. End the "
+            "prompt on a token boundary, or use a chat template that renders it the same way. "
+            "Shown once; it likely applies to every row."
+        )
     tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
     flat = {column: values for column, values in tokens if column in columns}
     stops = np.cumsum([len(document.input_ids) for document in documents])
@@ -230,11 +209,7 @@ def _prepare_batch(
     if TURN in columns:
         made[TURN] = turns
     repeated = [column for column in columns if column in batch]
-    return made | {column: [batch[column][n] for n in numbers] for column in repeated}
-
-
-def _is_whole(document: Rendered) -> bool:
-    return all(weight == 1 for *_, weight in document.spans or ())
+    return made | {column: [batch[column][n] for n in places] for column in repeated}
 
 
 def _documents_of(
@@ -262,40 +237,18 @@ def _documents_of(
     return [document for part in parts for document in part.result()], places, turns
 
 
-def _bad_rows(
-    rows: Sequence[Row],
-    indices: Sequence[int],
-    name: str,
-    render: Callable[[Row], list[Rendered]],
-    row_format: RowFormat,
-) -> list[str]:
-    """Return a sentence for every row of a batch that cannot be rendered or tokenized."""
-    bad = []
-    for row, index in zip(rows, indices, strict=True):
-        try:
-            for document in render(row):
-                if problem := lone_surrogate(document.text):
-                    raise ValueError(problem)
-                tokenize(row_format.chat.tokenizer, [document])
-        except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-            is_of_template = isinstance(error, TEMPLATE_ERRORS)
-            if is_of_template and row_format.formatting_func is not None:
-                raise  # with the traceback of the user's own function
-            reason = "the chat template cannot render it: " if is_of_template else ""
-            bad.append(f"row {index} of the {name} dataset: {reason}{escape_hidden(str(error))}")
-    return bad
-
-
-def _warn_of_lost_prompts(tokenizer: Any, documents: Sequence[Tokenized]) -> None:
-    for document in documents:
-        if document.lost_prompt:
-            lost = quote(tokenizer.decode(document.lost_prompt))
-            logger.warning_once(
-                "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
-                f"{lost} is left out, because tokens merge "
-                "where prompt and completion meet, or because the chat template renders the prompt "
-                "alone otherwise. The model is trained on a context that differs from the one it "
-                "sees at inference. End the prompt on a token boundary, or use a chat template "
-                "that renders it the same way. Shown once; it likely applies to every row."
-            )
-            return
+def _fault_of(
+    row: Row, render: Callable[[Row], list[Rendered]], row_format: RowFormat
+) -> str | None:
+    """Return why a row cannot be rendered or tokenized; None if it can."""
+    try:
+        for document in render(row):
+            check_unicode(document.text)
+            tokenize(row_format.chat.tokenizer, [document])
+    except TEMPLATE_ERRORS as error:
+        if row_format.formatting_func is not None:
+            raise  # with the traceback of the user's own function
+        return f"the chat template cannot render it: {error}"
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return None

@@ -41,7 +41,7 @@ reads at inference. The text of the finished turn should begin with the generati
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,7 +78,7 @@ class RenderedConversation:
 
     def first(self, number: int, *, generation_prompt: bool = False) -> str | None:
         """Return the text of the first `number` messages; None if the template refuses them."""
-        first = self.conversation.with_messages(self.messages[:number])
+        first = self.conversation.of(self.messages[:number])
         return self.chat.try_render(first, generation_prompt=generation_prompt)
 
     def with_marks(self, replaced: Mapping[int, Message]) -> str | None:
@@ -89,7 +89,7 @@ class RenderedConversation:
             is_list = isinstance(message.get("content"), (list, tuple))
             content = [{"type": "text", "text": self.mark}] if is_list else self.mark
             messages[number] = message | {"content": content}
-        return self.chat.try_render(self.conversation.with_messages(messages))
+        return self.chat.try_render(self.conversation.of(messages))
 
     def around(self, number: int) -> tuple[str, str]:
         """Return the texts before and after the content of a message, had it nothing else.
@@ -122,37 +122,25 @@ def trained_spans(
     Raises:
         ValueError: the template leaves out part of a message, or a message cannot be located.
     """
-    if chat.marks_generations:
-        text, found = _marked_spans(chat, conversation, weights)
-    else:
-        text = chat.render(conversation)
-        rendered = RenderedConversation(chat, conversation, text)
-        found = {number: [span] for number, span in _spans(rendered, [*weights]).items()}
-    return text, [(*span, weights[number]) for number in weights for span in found[number]]
-
-
-def _marked_spans(
-    chat: ChatTemplate, conversation: Conversation, weights: Mapping[int, float]
-) -> tuple[str, dict[int, list[Span]]]:
+    if not chat.marks_generations:
+        rendered = RenderedConversation(chat, conversation, chat.render(conversation))
+        spans = _spans(rendered, [*weights])
+        return rendered.text, [(*spans[number], weights[number]) for number in weights]
     text, marked = chat.render_marked(conversation)
     rendered = RenderedConversation(chat, conversation, text)
     assistants = [n for n, m in enumerate(conversation.messages) if m["role"] == "assistant"]
+    others = [number for number in weights if number not in assistants]
+    found = [*_spans(rendered, others).items()]
     if len(marked) == len(assistants):
-        owners = assistants
-    elif assistants and set(weights) >= set(assistants) and len(set(weights.values())) == 1:
-        owners = [assistants[-1]] * len(marked)  # it does not matter which
+        found += zip(assistants, marked, strict=True)
+    elif assistants and {*weights} >= {*assistants} and len({*weights.values()}) == 1:
+        found += ((assistants[-1], span) for span in marked)  # it does not matter which
     else:  # the last message that starts before the end of the span
         starts = {number: _start_and_after(rendered, number)[0] for number in assistants}
-        owners = [
-            max((n for n, start in starts.items() if start < stop), default=min(starts))
-            for _, stop in marked
-        ]
-    spans: dict[int, list[Span]] = {number: [] for number in weights}
-    for owner, span in zip(owners, marked, strict=True):
-        if owner in spans:
-            spans[owner].append(span)
-    others = _spans(rendered, [number for number in weights if number not in assistants])
-    return text, spans | {number: [span] for number, span in others.items()}
+        for span in marked:
+            before = [number for number, start in starts.items() if start < span[1]]
+            found.append((max(before, default=min(starts)), span))
+    return text, [(*span, weights[n]) for n in weights for owner, span in found if owner == n]
 
 
 def _spans(rendered: RenderedConversation, wanted: Sequence[int]) -> dict[int, Span]:
@@ -162,8 +150,7 @@ def _spans(rendered: RenderedConversation, wanted: Sequence[int]) -> dict[int, S
         if number in spans:
             continue
         start, stop = spans[number] = _span_alone(rendered, number)
-        missing = missing_part(rendered.messages[number], rendered.text[start:stop])
-        if missing is not None:
+        if missing := missing_part(rendered.messages[number], rendered.text[start:stop]):
             name, words = missing
             raise ValueError(
                 f"the chat template leaves out the {name} of message {number} "
@@ -212,33 +199,29 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
     if first and text.startswith(first):  # later messages do not change its text
         words = first.rstrip()
         stops.append(len(words if words.endswith(chat.special_tokens) else first))
-    limit = _start_of_content(rendered, number + 1)
-    stop = next((stop for stop in stops if start <= stop <= limit), None)
-    if stop is None:
-        raise ValueError(
-            f"the chat template renders message {number} differently when more messages "
-            "follow, so the place where the model has to stop is unknown; use a template with "
-            "{% generation %}, or train_on='last_assistant' or 'all'"
-        )
-    return start, stop
+    limit = len(text)  # the content of the next message, which may be in the turn of this one
+    if number + 1 < len(rendered.messages) and _is_plain(rendered.messages[number + 1]):
+        marked = rendered.with_marks({number + 1: rendered.messages[number + 1]}) or ""
+        before = marked.partition(rendered.mark)[0]
+        if before and text.startswith(before):
+            limit = len(before)
+    for stop in stops:
+        if start <= stop <= limit:
+            return start, stop
+    raise _unknown_place(number)
 
 
 def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, str]:
     """Return where a message starts in the text, and the text after its content."""
-    text = rendered.text
+    text, header = rendered.text, ""
     before, after = rendered.around(number)
-    is_answer = rendered.messages[number]["role"] == "assistant"
-    if is_answer and number:
-        prompt = rendered.first(number, generation_prompt=True)
+    if rendered.messages[number]["role"] == "assistant":  # other roles need no prompt
+        header = rendered.chat.generation_prompt
+        prompt = rendered.first(number, generation_prompt=True) if number else None
         if prompt and text.startswith(prompt):
             return len(prompt), after
     if not text.startswith(before):
-        raise ValueError(
-            "the chat template does not render its generation prompt before message "
-            f"{number}, so the place where the model begins to write is unknown; use a "
-            "template with {% generation %}, or train_on='all'"
-        )
-    header = rendered.chat.generation_prompt if is_answer else ""  # other roles need none
+        raise _unknown_place(number)
     start = before.rindex(header) + len(header) if header in before else 0
     # Some templates continue the turn of the message before, whose header this then is.
     earlier = rendered.first(number) if number else None
@@ -246,15 +229,12 @@ def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, 
     return start if is_own else len(before), after
 
 
-def _start_of_content(rendered: RenderedConversation, number: int) -> int:
-    """Return where the content of a message begins; it may be in the turn of the one before."""
-    text = rendered.text
-    if number < len(rendered.messages) and _is_plain(rendered.messages[number]):
-        marked = rendered.with_marks({number: rendered.messages[number]}) or rendered.mark
-        before = marked.partition(rendered.mark)[0]
-        if before and text.startswith(before):
-            return len(before)
-    return len(text)
+def _unknown_place(number: int) -> ValueError:
+    return ValueError(
+        f"the chat template renders message {number} differently when other messages are around "
+        "it, so the place where the model begins or has to stop is unknown; use a template with "
+        "{% generation %}, or train_on='last_assistant' or 'all'"
+    )
 
 
 def _text(message: Message) -> str | None:
@@ -311,217 +291,166 @@ def render_every_turn(
     """
     documents = []
     for number, weight in weights.items():
-        if conversation.messages[number]["role"] != "assistant":
+        if conversation.messages[number]["role"] != "assistant" or number == 0:
             raise ValueError(
-                f"message {number} is trained but is not the assistant's: train_on='every_turn' "
-                "trains what a model writes; take its 'train' out, or use train_on='assistant'"
+                f"message {number} is trained, but train_on='every_turn' trains what the assistant "
+                "writes after another message; set its 'train' to false, or use "
+                "train_on='assistant'"
             )
-        turn = _Turn(chat, conversation.with_messages(conversation.messages[: number + 1]))
-        written, trained = turn.written()
-        size = len(turn.prompt)
-        spans = [(size + start, size + stop, weight) for start, stop in trained]
-        documents.append(
-            Rendered(
-                turn.prompt + written,
-                spans,
-                turn.prompt,
-                adds_special_tokens=False,
-                keeps_prompt_tokens=True,
-            )
-        )
+        turn = conversation.of(conversation.messages[: number + 1])
+        prompt, written, trained = _written(chat, turn)
+        spans = [(len(prompt) + start, len(prompt) + stop, weight) for start, stop in trained]
+        documents.append(Rendered(prompt + written, spans, prompt, False, False, True))
     return documents
-
-
-class _Turn:
-    """The last message of a conversation, which the assistant writes.
-
-    Attributes:
-        prompt: the text that a model reads at inference before it writes the turn.
-        text: that of the history and the finished turn.
-        marked: parts of it that the template marks with ``{% generation %}``; None without marks.
-    """
-
-    def __init__(self, chat: ChatTemplate, conversation: Conversation):
-        *history, self.message = conversation.messages
-        self.chat, self.conversation, self.number = chat, conversation, len(history)
-        if not history:
-            raise ValueError(
-                "message 0 is the assistant's, and a model cannot be asked to write without a "
-                "message before; put a system message there, or set its 'train' to false"
-            )
-        self.marked: list[Span] | None = None
-        words = "the messages before message"
-        try:
-            self.prompt = chat.render(conversation.with_messages(history), generation_prompt=True)
-            words = "the conversation up to message"
-            if chat.marks_generations:
-                self.text, self.marked = chat.render_marked(conversation)
-            else:
-                self.text = chat.render(conversation)
-        except TEMPLATE_ERRORS as error:
-            raise ValueError(
-                f"the chat template cannot render {words} {self.number} ({error}), but "
-                "train_on='every_turn' needs it; set 'train' of this message to false, or use "
-                "another template"
-            ) from error
-
-    @cached_property
-    def around(self) -> tuple[str, str]:
-        """The texts before and after the content, had the turn nothing but a content."""
-        return RenderedConversation(self.chat, self.conversation, self.text).around(self.number)
-
-    def written(self) -> tuple[str, list[Span]]:
-        """Return what the model writes after the generation prompt, and the trained parts of it.
-
-        All of it is trained, unless the template marks parts with ``{% generation %}``.
-        """
-        start, reason = self._start(), None
-        if start is not None:
-            written, trained = self._rendered(start)
-            reason = self._problem(written)
-            if reason is None:
-                return written, trained
-        raw = self._raw()
-        if raw is None:
-            raise ValueError(reason or self._other_prompt())
-        return raw, [(0, len(raw))]
-
-    # --- the turn as the template renders it ------------------------------------------------------
-
-    def _start(self) -> int | None:
-        """Return where the model's part begins in the finished text; None if it is not known."""
-        text, words = self.text, self.prompt.rstrip()
-        if text.startswith(self.prompt):
-            return len(self.prompt)
-        if words and text.startswith(words):
-            return len(text) - len(text[len(words) :].lstrip())
-        # Where the history is rendered differently, the end of the generation prompt, from the
-        # content of the last message on, must stand before the turn.
-        content = self.conversation.messages[-2].get("content")
-        content = content.strip() if isinstance(content, str) else ""
-        if not content or content not in self.prompt:
-            return None
-        ending, before = self.prompt[self.prompt.rindex(content) :], self.around[0]
-        if ending not in before:
-            return None
-        start = before.rindex(ending) + len(ending)
-        is_known = before[start:] in ("", self.chat.around_answer[0])
-        return start if is_known and text.startswith(before[:start]) else None
-
-    def _rendered(self, start: int) -> tuple[str, list[Span]]:
-        stop = self._stop(start)
-        written = self.text[start:stop] + (self._stop_of_next() if stop is None else "")
-        if self.marked is None:
-            return written, [(0, len(written))]
-        ends = [(max(a - start, 0), min(b - start, len(written))) for a, b in self.marked]
-        inside = [(a, b) for a, b in ends if a < b]
-        if not inside:
-            raise ValueError(
-                f"the chat template marks nothing of message {self.number} with "
-                "{% generation %}, so nothing of it would be trained; set its 'train' to false, or "
-                "correct the template"
-            )
-        return written, inside
-
-    def _stop(self, start: int) -> int | None:
-        """Return where the stop token of the turn ends; None if the template writes none."""
-        after, content = self.chat.around_answer[1], self.message.get("content")
-        size, end = self._stop_size(after), len(self.text) - len(after)
-        if size and self.text.endswith(after) and end >= start:
-            return end + size
-        words = self.text.rstrip()
-        if isinstance(content, str) and content.strip() and words.endswith(content.strip()):
-            return None  # a special token there is one of the data
-        is_stop = words.endswith(self.chat.special_tokens) and len(words) > start
-        return len(words) if is_stop else None
-
-    def _stop_size(self, after: str) -> int:
-        """Return how many characters of `after` are the stop: one special token, or several.
-
-        Of tokens that follow each other directly (Command A's end of a response and of a turn), the
-        tokenizer's EOS is the last.
-        """
-        size, eos = self.chat.stop_size(after), self.chat.tokenizer.eos_token
-        while size and not (eos and after[:size].endswith(eos)):
-            following = (t for t in self.chat.special_tokens if t and after.startswith(t, size))
-            token = next(following, None)
-            if token is None:
-                break
-            size += len(token)
-        return size
-
-    def _stop_of_next(self) -> str:
-        """Return the token with which the next turn begins, where this is how turns end (GLM)."""
-        if not self.message.get("tool_calls"):
-            return self.chat.start_of_user
-        answer: Message = {"role": "tool", "content": "a"}
-        both = self.conversation.with_messages([*self.conversation.messages, answer])
-        text = self.chat.try_render(both) or ""
-        return self.chat.first_token(text[len(self.text) :]) if text.startswith(self.text) else ""
-
-    # --- the turn as it stands in the data --------------------------------------------------------
-
-    def _raw(self) -> str | None:
-        """Return the content and its stop, if the template fails only at thoughts at its start."""
-        content, prompt, text = self.message.get("content"), self.prompt, self.text
-        before, after = self.around
-        if not isinstance(content, str) or not (before and after and "</" in content):
-            return None
-        if before.startswith(prompt):
-            given = "".join(match[0] for match in _OPENED.finditer(prompt))
-        elif prompt.startswith(before):
-            given = prompt[len(before) :]
-        else:
-            return None
-        shown = text[len(before) : len(text) - len(after)]
-        if text != before + shown + after or not content.rstrip().endswith(shown.rstrip()):
-            return None
-        content = content if content.endswith(shown) else content.rstrip()
-        if content.startswith(given):
-            content = content[len(given) :]
-        else:  # it may begin inside of the thoughts that the prompt has opened
-            opening = re.fullmatch(r"\s*<(\w+)>\s*", given)
-            if opening is None or f"<{opening[1]}>" in content:
-                return None
-            if f"</{opening[1]}>" not in content:
-                return None
-        written = content + after[: self._stop_size(after)]
-        return written if missing_part(self.message, written) is None else None
-
-    # --- refusals ---------------------------------------------------------------------------------
-
-    def _problem(self, written: str) -> str | None:
-        """Return why the rendered turn is not what a model should write; None if it is."""
-        missing = missing_part(self.message, written)
-        if missing is not None:
-            name, words = missing
-            return (
-                f"the chat template leaves out the {name} of message {self.number} "
-                f"({quote(words[:40])}) even where it is the last one, so the model would learn to "
-                "leave it out; use a template that keeps it, remove it from the data, or write "
-                "reasoning into the content as the model does (<think>…</think>)"
-            )
-        opened = _OPENED.search(self.prompt)
-        if opened is not None and opened[0].strip() in written:
-            return (
-                f"the generation prompt ends in {quote(opened[0])}, and message {self.number} has "
-                "it once more; put the reasoning at the start of its content, or under "
-                "'reasoning_content'"
-            )
-        return None
-
-    def _other_prompt(self) -> str:
-        """Return why the prompt cannot be continued by the finished turn."""
-        at = common_prefix_length(self.text, self.prompt)
-        return (
-            f"at inference the model reads {quote(self.prompt[at:][-40:])} at the end of its "
-            f"prompt before message {self.number}, but the chat template writes "
-            f"{quote(self.text[at : at + 40])} there in the finished turn, so no text of the data "
-            "continues the prompt; give the message the reasoning that the prompt asks for, pass "
-            "chat_template_kwargs that fit it (enable_thinking), set its 'train' to false, or use "
-            "another template"
-        )
 
 
 # A prompt that opens the thoughts of the model.
 _OPENED = re.compile(r"<(\w+)>\s*\Z")
+
+
+def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, Iterable[Span]]:
+    """Return the generation prompt, the last message as it follows, and the trained parts of it.
+
+    All of it is trained, unless the template marks parts with ``{% generation %}``.
+    """
+    *history, message = conversation.messages
+    number = len(history)
+    try:
+        prompt = chat.render(conversation.of(history), generation_prompt=True)
+        marked = None
+        if chat.marks_generations:
+            text, marked = chat.render_marked(conversation)
+        else:
+            text = chat.render(conversation)
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(
+            f"the chat template cannot render the conversation before message {number}, or up to "
+            f"it ({error}), but train_on='every_turn' needs both; set 'train' of this message to "
+            "false, or use another template"
+        ) from error
+    turn = RenderedConversation(chat, conversation, text)
+    start, missing = _start_of_turn(turn, prompt), None
+    if start is not None:
+        stop = _stop_of_turn(turn, start)
+        written = text[start:stop] + (_start_of_next(turn) if stop is None else "")
+        trained = [(0, len(written))]
+        if marked is not None:
+            ends = [(max(a - start, 0), min(b - start, len(written))) for a, b in marked]
+            trained = [(a, b) for a, b in ends if a < b]
+            if not trained:
+                raise ValueError(
+                    f"the chat template marks nothing of message {number} with "
+                    "{% generation %}, so nothing of it would be trained; set its 'train' to "
+                    "false, or correct the template"
+                )
+        missing, opened = missing_part(message, written), _OPENED.search(prompt)
+        if missing is None and not (opened and opened[0].strip() in written):
+            return prompt, written, trained
+    raw = _as_in_the_data(turn, prompt)
+    if raw is not None:
+        return prompt, raw, [(0, len(raw))]
+    if missing is not None:
+        name, words = missing
+        raise ValueError(
+            f"the chat template leaves out the {name} of message {number} ({quote(words[:40])}) "
+            "even where it is the last one, so the model would learn to leave it out; use a "
+            "template that keeps it, remove it from the data, or write reasoning into the content "
+            "as the model does (<think>…</think>)"
+        )
+    at = common_prefix_length(text, prompt)
+    raise ValueError(
+        f"at inference the model reads {quote(prompt[-40:])} at the end of its prompt before "
+        f"message {number}, but the chat template writes {quote(text[at : at + 40])} there in the "
+        "finished turn, so no text of the data continues the prompt; give the message the "
+        "reasoning that the prompt asks for, at the start of its content or under "
+        "'reasoning_content', pass chat_template_kwargs that fit it (enable_thinking), set its "
+        "'train' to false, or use another template"
+    )
+
+
+def _start_of_turn(turn: RenderedConversation, prompt: str) -> int | None:
+    """Return where the model's part begins in the finished text; None if it is not known."""
+    text, words = turn.text, prompt.rstrip()
+    if text.startswith(prompt):
+        return len(prompt)
+    if words and text.startswith(words):
+        return len(text) - len(text[len(words) :].lstrip())
+    # Where the history is rendered differently, the end of the generation prompt, from the
+    # content of the last message on, must stand before the turn.
+    content = turn.messages[-2].get("content")
+    content = content.strip() if isinstance(content, str) else ""
+    if not content or content not in prompt:
+        return None
+    ending, before = prompt[prompt.rindex(content) :], turn.around(len(turn.messages) - 1)[0]
+    if ending not in before:
+        return None
+    start = before.rindex(ending) + len(ending)
+    is_known = before[start:] in ("", turn.chat.around_answer[0])
+    return start if is_known and text.startswith(before[:start]) else None
+
+
+def _stop_of_turn(turn: RenderedConversation, start: int) -> int | None:
+    """Return where the stop token of the turn ends; None if the template writes none."""
+    text, content = turn.text, turn.messages[-1].get("content")
+    after = turn.chat.around_answer[1]
+    size, end = _stop_size(turn.chat, after), len(text) - len(after)
+    if size and text.endswith(after) and end >= start:
+        return end + size
+    words = text.rstrip()
+    if isinstance(content, str) and content.strip() and words.endswith(content.strip()):
+        return None  # a special token there is one of the data
+    return len(words) if words.endswith(turn.chat.special_tokens) and len(words) > start else None
+
+
+def _stop_size(chat: ChatTemplate, after: str) -> int:
+    """Return how many characters of `after` are the stop: one special token, or several.
+
+    Of tokens that follow each other directly (Command A's end of a response and of a turn), the
+    tokenizer's EOS is the last.
+    """
+    size, eos = chat.stop_size(after), chat.tokenizer.eos_token
+    while size and not (eos and after[:size].endswith(eos)):
+        following = (len(t) for t in chat.special_tokens if t and after.startswith(t, size))
+        more = next(following, 0)
+        if not more:
+            break
+        size += more
+    return size
+
+
+def _start_of_next(turn: RenderedConversation) -> str:
+    """Return the token with which the next turn begins, where this is how turns end (GLM)."""
+    if not turn.messages[-1].get("tool_calls"):
+        return turn.chat.start_of_user
+    answer: Message = {"role": "tool", "content": "a"}
+    text = turn.chat.try_render(turn.conversation.of([*turn.messages, answer])) or ""
+    is_longer = text.startswith(turn.text)
+    return turn.chat.first_token(text[len(turn.text) :]) if is_longer else ""
+
+
+def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:
+    """Return the content and its stop, if the template fails only at thoughts at its start."""
+    message, text = turn.messages[-1], turn.text
+    content = message.get("content")
+    before, after = turn.around(len(turn.messages) - 1)
+    if not isinstance(content, str) or not (before and after and "</" in content):
+        return None
+    if before.startswith(prompt):
+        opened = _OPENED.search(prompt)
+        given = opened[0] if opened else ""
+    elif prompt.startswith(before):
+        given = prompt[len(before) :]
+    else:
+        return None
+    shown = text[len(before) : len(text) - len(after)]
+    if text != before + shown + after or not content.rstrip().endswith(shown.rstrip()):
+        return None
+    content = content if content.endswith(shown) else content.rstrip()
+    if content.startswith(given):
+        content = content[len(given) :]
+    else:  # it may begin inside of the thoughts that the prompt has opened
+        opening = re.fullmatch(r"\s*<(\w+)>\s*", given)
+        if opening is None or f"<{opening[1]}>" in content or f"</{opening[1]}>" not in content:
+            return None
+    written = content + after[: _stop_size(turn.chat, after)]
+    return written if missing_part(message, written) is None else None

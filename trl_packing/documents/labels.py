@@ -17,9 +17,7 @@ errors are counted by kind, with one sentence for each:
 """
 
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -97,24 +95,20 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
         [-100, 6, 7]
     """
     labels = document.get("labels")
-    if labels is None:
-        labels = np.array(input_ids, dtype=np.int64)
-        for name in MASK_COLUMNS:
-            mask = np.asarray(document.get(name, labels != IGNORE_INDEX))
-            if len(mask) != len(labels):
-                raise ValueError(
-                    f"a mask has {len(mask)} entries but input_ids has {len(labels)}; "
-                    "give one entry per token"
-                )
-            labels[mask == 0] = IGNORE_INDEX
-        return labels
-    labels = np.asarray(labels, dtype=np.int64)
-    if len(labels) != len(input_ids):
-        raise ValueError(
-            f"labels has {len(labels)} entries but input_ids has {len(input_ids)}; "
-            "give one label per token"
-        )
-    return labels
+    given = {"labels": labels} if labels is not None else document
+    given = {n: np.asarray(given[n]) for n in ("labels", *MASK_COLUMNS) if given.get(n) is not None}
+    for name, values in given.items():
+        if len(values) != len(input_ids):
+            raise ValueError(
+                f"{name} has {len(values)} entries but input_ids has {len(input_ids)}; give one "
+                "per token"
+            )
+    if labels is not None:
+        return given["labels"].astype(np.int64, copy=False)
+    trained = np.ones(len(input_ids), bool)
+    for mask in given.values():
+        trained &= mask != 0
+    return np.where(trained, np.asarray(input_ids, np.int64), IGNORE_INDEX)
 
 
 # --- bad rows -------------------------------------------------------------------------------------
@@ -131,20 +125,17 @@ def in_one_sentence(errors: Iterable[str]) -> str:
         >>> in_one_sentence(f"row {row}: it has {size} weights" for row, size in ((4, 7), (9, 8)))
         'row 4: it has 7 weights (2 such rows)'
     """
-    first: dict[str, str] = {}
-    number: Counter[str] = Counter()
+    kinds: dict[str, list[str]] = {}
     for error in errors:
-        kind = _VALUES.sub("", error)
-        first.setdefault(kind, error)
-        number[kind] += 1
-    shown = number.most_common(_MOST_KINDS)
-    sentences = [first[kind] + f" ({times:,} such rows)" * (times > 1) for kind, times in shown]
-    if others := number.total() - sum(times for _, times in shown):
+        kinds.setdefault(_VALUES.sub("", error), []).append(error)
+    found = sorted(kinds.values(), key=len, reverse=True)
+    sentences = [each[0] + and_others(each) for each in found[:_MOST_KINDS]]
+    if others := sum(map(len, found[_MOST_KINDS:])):
         sentences.append(f"{others:,} rows for other reasons")
     return "; also ".join(sentences)
 
 
-def and_others(rows: np.ndarray) -> str:
+def and_others(rows: Sized) -> str:
     """Return the number of `rows`, to append to a sentence that names the first; "" for one row.
 
     Example:
@@ -154,16 +145,15 @@ def and_others(rows: np.ndarray) -> str:
     return f" ({len(rows):,} such rows)" * (len(rows) > 1)
 
 
-def lone_surrogate(text: str) -> str | None:
-    """Return a sentence on the first character that is not valid Unicode; None without one."""
+def check_unicode(text: str) -> None:
+    """Raise ValueError for the first character that is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return (
+        raise ValueError(
             f"its text has half a character, the lone surrogate {text[error.start]!r}; repair it: "
             "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        )
-    return None
+        ) from error
 
 
 def check_same_columns(
@@ -177,36 +167,14 @@ def check_same_columns(
         columns: columns of row 0. Only columns of tokens and weights are compared.
     """
     for column in _BY_TOKEN:
-        is_null = [value is None for value in batch.get(column, [None] * len(rows))]
-        wrong = np.flatnonzero(np.array(is_null) == (column in columns))
+        is_there = [value is not None for value in batch.get(column, [None] * len(rows))]
+        wrong = np.flatnonzero(np.array(is_there) != (column in columns))
         if len(wrong):
-            differs = (
-                f"no {column!r}, but others have"
-                if column in columns
-                else f"{column!r}, but its first row has none"
-            )
+            has = "no" if column in columns else "the column"
             raise ValueError(
-                f"row {rows[wrong[0]]} of the stream has {differs}; give all rows the same columns"
-                f", and no null values{and_others(wrong)}"
+                f"row {rows[wrong[0]]} of the stream has {has} {column!r}, unlike its first row; "
+                f"give all rows the same columns, and no null values{and_others(wrong)}"
             )
-
-
-@contextmanager
-def named_if_beyond_int64(
-    batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
-) -> Iterator[None]:
-    """Raise ValueError naming the row and column in place of an OverflowError of NumPy or Arrow."""
-    try:
-        yield
-    except OverflowError as error:
-        for column in (*TOKEN_COLUMNS, *MASK_COLUMNS):
-            for row, values in zip(rows, batch.get(column, [[]] * len(rows)), strict=True):
-                if beyond := [value for value in values or () if abs(value) >= 2**63]:
-                    raise ValueError(
-                        f"row {row} has {beyond[0]} in {column!r}, which 64 bits cannot hold; was "
-                        "it tokenized with another tokenizer?"
-                    ) from error
-        raise
 
 
 _BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT)

@@ -14,6 +14,7 @@ weighting (https://huggingface.co/papers/2401.18058). A piece of a split documen
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import datasets
@@ -89,11 +90,9 @@ def weigh_tokens(
     factors = np.divide(document_weights, totals, out=np.zeros(len(lengths)), where=totals > 0)
     products = trained * factors[document]
     if products.max() > LARGEST_WEIGHT:
-        at = int(np.argmax(products))
         raise ValueError(
-            f"{TOKEN_WEIGHTS} {trained[at]:.3g} times {DOCUMENT_WEIGHT} "
-            f"{document_weights[document[at]]:.3g} is more than float32 holds; divide all weights "
-            "by one number: only their ratios count"
+            f"{TOKEN_WEIGHTS} times {DOCUMENT_WEIGHT} is more than float32 holds; divide all "
+            "weights by one number: only their ratios count"
         )
     return products.astype(np.float32)
 
@@ -108,26 +107,18 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
         >>> document_weight({"loss_weight": 0.5}), document_weight({})
         (0.5, 1.0)
     """
-    given = document.get(DOCUMENT_WEIGHT, 1.0)
-    try:
+    given, weight = document.get(DOCUMENT_WEIGHT, 1.0), np.nan
+    with suppress(TypeError, ValueError):
         weight = float(given)
-    except (TypeError, ValueError):
-        weight = np.nan
     if not 0 <= weight <= LARGEST_WEIGHT:  # NaN compares false
-        raise ValueError(f"{which} has {wrong_weight(given)}")
+        raise ValueError(f"{which} has {_wrong_weight(given)}")
     return weight
 
 
-def wrong_weight(value: Any) -> str:
-    """Return the end of a sentence about a `loss_weight` that cannot be used."""
-    if isinstance(value, (int, float)) and LARGEST_WEIGHT < value < np.inf:
-        return (
-            f"{DOCUMENT_WEIGHT}={value!r}, more than float32 holds; divide all weights by one "
-            "number: only their ratios count"
-        )
+def _wrong_weight(value: Any) -> str:
     return (
-        f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers that are not negative (0 leaves "
-        "a document out of the loss)"
+        f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers that are not negative and that float32 "
+        "holds (0 leaves a document out of the loss)"
     )
 
 
@@ -144,8 +135,7 @@ def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     given = document.get(TOKEN_WEIGHTS)
     if given is None:
         return np.ones(num_tokens, dtype=np.float32)
-    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
-        weights = np.asarray(given, dtype=np.float32)
+    weights = _float32(given)
     if len(weights) != num_tokens:
         raise ValueError(
             f"{TOKEN_WEIGHTS} has {len(weights)} entries but input_ids has {num_tokens}; "
@@ -158,6 +148,11 @@ def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
             "give finite numbers that are not negative (0 leaves a token out of the loss)"
         )
     return weights
+
+
+def _float32(values: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
+        return np.asarray(values).astype(np.float32)
 
 
 # --- columns of a data set, checked before anything is trained ------------------------------------
@@ -181,21 +176,20 @@ def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndar
             "each document counts; convert it to numbers, or drop it"
         )
     rows = stored_rows(dataset)
-    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
-        weights = column.to_numpy()[rows].astype(np.float32)  # missing ones become NaN
+    weights = _float32(column.to_numpy()[rows])  # missing ones become NaN
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise ValueError(f"row {row} of {which} has {wrong_weight(column[rows[row]].as_py())}")
+        raise ValueError(f"row {row} of {which} has {_wrong_weight(column[rows[row]].as_py())}")
     return weights
 
 
 def check_token_weights(documents: ArrowDocuments) -> None:
     """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
     chunks = [values for values, _ in documents.readers[TOKEN_WEIGHTS].chunks if len(values)]
-    one_each = np.array_equal(documents.lengths(TOKEN_WEIGHTS), documents.lengths())
-    most = np.finfo(np.float32).max
-    if one_each and all(values.min() >= 0 and values.max() <= most for values in chunks):
+    if np.array_equal(documents.lengths(TOKEN_WEIGHTS), documents.lengths()) and all(
+        values.min() >= 0 and values.max() <= LARGEST_WEIGHT for values in chunks
+    ):
         return  # NaN compares false
     for number, document in enumerate(documents):  # the table may hold rows that were left out
         try:
