@@ -9,7 +9,6 @@ import re
 
 import numpy as np
 import pytest
-from harness import make_trainer
 from helpers.chat_templates import (
     FORMATS,
     MARKED,
@@ -27,7 +26,6 @@ from helpers.chat_templates import (
     with_template,
 )
 from helpers.merging import sentence_tokenizer
-from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -119,34 +117,21 @@ def assistants(messages) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_only_the_last_turn_is_trained_with_last_assistant(name):
+def test_messages_say_whether_they_are_trained_and_how_much(name):
     chat = ChatTemplate(tokenizer_for(name))
     [every], [last] = trained(chat, [THREE]), trained(chat, [THREE], "last_assistant")
     assert len(every) == 3
     assert last == every[-1:]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("flags", [(False, None, True), (True, False, False), (None, False, None)])
-def test_a_message_says_itself_whether_it_is_trained(name, flags):
-    chat = ChatTemplate(tokenizer_for(name))
-    flagged = [{**m, "train": flags[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
-    [every], [some] = trained(chat, [THREE]), trained(chat, [flagged])
-    wanted = [text for text, flag in zip(every, flags, strict=True) if flag is not False]
-    assert "".join(some) == "".join(wanted)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_tokens_of_a_turn_have_the_weight_of_its_message(name):
-    chat = ChatTemplate(tokenizer_for(name))
+    for flags in ((False, None, True), (True, False, False)):
+        flagged = [{**m, "train": flags[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
+        wanted = [text for text, flag in zip(every, flags, strict=True) if flag is not False]
+        assert "".join(trained(chat, [flagged])[0]) == "".join(wanted)
     weights = (0.5, 0.0, 2.0)
     weighted = [{**m, "weight": weights[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
     [row] = prepared(chat, [weighted])
-    [every] = trained(chat, [THREE])
     for weight, text in zip((0.5, 2.0), (every[0], every[2]), strict=True):
         assert chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == weight]) == text
     assert ((row["labels"] != -100) == (row["loss_weights"] > 0)).all()
-    assert set(row["loss_weights"].tolist()) == {0.0, 0.5, 2.0}
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8", "gemma4", "llama3"])
@@ -199,12 +184,11 @@ def test_marked_turns_are_told_apart(name):
     [last] = trained(chat, [THREE], "last_assistant")
     assert "".join(every).endswith("".join(last))
     assert [f"say {n}" in "".join(last) for n in "123"] == [False, False, True]
+    weighted = [{**m, "weight": float(n)} if n % 2 else m for n, m in enumerate(THREE)]
+    [row] = prepared(chat, [weighted])
     for number in (1, 3, 5):
-        weighted = [{**m, "weight": 2.0} if n == number else m for n, m in enumerate(THREE)]
-        [row] = prepared(chat, [weighted])
-        heavy = chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == 2.0])
+        heavy = chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == number])
         assert [f"say {n}" in heavy for n in (1, 2, 3)] == [n == number for n in (1, 3, 5)]
-        assert "".join(every) == chat.tokenizer.decode(row["input_ids"][row["labels"] != -100])
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -212,22 +196,14 @@ def test_marked_turns_are_told_apart(name):
 
 @pytest.mark.parametrize("name", RENDERS_CALLS)
 def test_calls_are_trained_and_what_tools_answer_is_not(name):
-    [runs] = trained(ChatTemplate(tokenizer_for(name)), [TOOLS])
-    assert len(runs) == 3
-    assert "weather" in runs[0]
-    assert "Bern" in runs[0]
-    assert "It is cold." in runs[1]
-    assert "Hello" in runs[2]
-    assert not any("minus" in run or "nine" in run or "How" in run for run in runs)
-
-
-@pytest.mark.parametrize("name", RENDERS_CALLS)
-@pytest.mark.parametrize("wanted", [1, 3, 5])
-def test_a_call_and_the_answer_after_it_are_told_apart(name, wanted):
     chat = ChatTemplate(tokenizer_for(name))
-    [every] = trained(chat, [TOOLS])
-    flagged = [{**m, "train": n == wanted} for n, m in enumerate(TOOLS)]
-    assert trained(chat, [flagged]) == [[every[wanted // 2]]]
+    [runs] = trained(chat, [TOOLS])
+    for words, run in zip((("weather", "Bern"), ("It is cold.",), ("Hello",)), runs, strict=True):
+        assert all(word in run for word in words)
+        assert not any(word in run for word in ("minus", "nine", "How"))
+    for wanted in (1, 3, 5):
+        flagged = [{**m, "train": n == wanted} for n, m in enumerate(TOOLS)]
+        assert trained(chat, [flagged]) == [[runs[wanted // 2]]]
 
 
 def refusal(name: str, messages, train_on: str = "assistant") -> str:
@@ -332,13 +308,12 @@ def test_growing_prefixes_are_noticed(name, monkeypatch):
 # --- rendered by the compiled template ------------------------------------------------------------
 
 SHORT_CHATS = [
-    [{"role": "user", "content": "Hi"}],
-    [{"role": "user", "content": " Hi\n"}, {"role": "assistant", "content": "<b>Yes & no</b>\n"}],
+    [turn("user", "Hi")],
+    [turn("user", " Hi\n"), turn("assistant", "<b>Yes & no</b>\n")],
     [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": ""},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSo."},
-        {"role": "user", "content": "{{ messages }} {% raw %}"},
+        *(turn("system", "Be brief."), turn("user", "")),
+        turn("assistant", "<think>\nhm\n</think>\n\nSo."),
+        turn("user", "{{ messages }} {% raw %}"),
     ],
 ]
 
@@ -367,12 +342,3 @@ def test_a_tokenizer_that_renders_otherwise_is_asked_itself():
     ours = ChatTemplate(chat)
     assert not ours._renders_directly
     assert ours.render(Conversation([{"role": "user", "content": "hi"}])) == "HI|"
-
-
-@pytest.mark.parametrize("source", ["{{ 'x' * 10**10 }}", "{{ 'x' * 10000000000 }}"])
-def test_a_template_that_would_not_end_is_refused(tmp_path, source):
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template += source
-    rows = [{"messages": [{"role": "user", "content": "Hi"}]}]
-    with pytest.raises(ValueError, match="a number above 10,000,000, in line"):
-        make_trainer(tmp_path, rows, tokenizer=tokenizer)

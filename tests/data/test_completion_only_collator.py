@@ -80,13 +80,13 @@ def test_padding_free_is_exactly_the_batch_of_the_packed_collator():
             torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("padding_free", [False, True])
-def test_padding_in_the_examples_is_taken_out(padding_free):
-    collate = collator_of(padding_free=padding_free)
+def test_padding_in_the_examples_is_taken_out():
     padded = {"input_ids": [0, 50, 10, 11, 60, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
-    ours, expected = collate([padded]), collate([[50, 10, 11, 60]])
-    assert ours["input_ids"].tolist() == expected["input_ids"].tolist()
-    assert ours["labels"].tolist() == expected["labels"].tolist()
+    for padding_free in (False, True):
+        collate = collator_of(padding_free=padding_free)
+        ours, expected = collate([padded]), collate([[50, 10, 11, 60]])
+        for name in ("input_ids", "labels"):
+            assert ours[name].tolist() == expected[name].tolist()
 
 
 @pytest.mark.parametrize(
@@ -225,19 +225,6 @@ def test_alone_in_transformers_trainer_the_loss_is_the_old_one(tmp_path, padding
     assert len(ours) == 4
 
 
-def test_the_flattening_sample_of_the_post_runs_with_its_import_changed(tmp_path):
-    from trl_packing import PackedCollator as DataCollatorWithFlattening
-
-    train_dataset = Dataset.from_dict({"input_ids": tiny_tokenizer()(texts())["input_ids"]})
-    model = tiny_model("llama")
-    data_collator = DataCollatorWithFlattening()
-    train_args = arguments(tmp_path, TrainingArguments)
-    trainer = Trainer(
-        args=train_args, model=model, train_dataset=train_dataset, data_collator=data_collator
-    )
-    assert len(losses(trainer)) == 4
-
-
 # --- with PackedSFTTrainer ------------------------------------------------------------------------
 
 
@@ -263,20 +250,11 @@ def trainer_of(folder, collator, rows=ROWS, *, stream=False, formatting_func=Non
 
 def test_the_sfttrainer_sample_of_the_post_trains_as_the_padded_run_did(tmp_path):
     tokenizer = tiny_tokenizer()
-    dataset = Dataset.from_list(ROWS)
-    model = tiny_model("llama")
-    response_template = "\n ### Answer:"
-    response_template_ids = tokenizer.encode(response_template, add_special_tokens=False)[2:]
+    response_template_ids = tokenizer.encode("\n ### Answer:", add_special_tokens=False)[2:]
     collator = DataCollatorForCompletionOnlyLM(
         response_template_ids, tokenizer=tokenizer, padding_free=True
     )
-    trainer = PackedSFTTrainer(
-        model,
-        train_dataset=dataset,
-        args=arguments(tmp_path),
-        formatting_func=formatting_prompts_func,
-        data_collator=collator,
-    )
+    trainer = trainer_of(tmp_path, collator)
     assert type(trainer.data_collator) is PackedCollator
     steps = [batch["cu_seq_lens_q"].numel() - 1 for batch in trainer.get_train_dataloader()]
     assert steps == [8, 8, 8, 8]  # documents of an optimizer step: those of the padded run
@@ -306,35 +284,11 @@ def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_contex
     assert len(losses(trainer)) == 4
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_has_the_labels_of_the_data_set(tmp_path, packing):
-    def trained(stream):
-        trainer = trainer_of(
-            tmp_path,
-            collator_of(ANSWER),
-            stream=stream,
-            packing=packing,
-            max_length=256,
-            max_steps=4,
-        )
-        labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
-        return sorted(labels[labels != -100].tolist())
-
-    assert trained(True) == trained(False)
-    assert len(trained(True)) > 100
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_labels_are_found_before_documents_are_cut(tmp_path, stream):
     """Cut at the start, a document has lost its template, and its answer is still trained."""
-    trainer = trainer_of(
-        tmp_path,
-        collator_of(ANSWER),
-        stream=stream,
-        max_length=4,
-        truncation_mode="keep_end",
-        max_steps=4,
-    )
+    cut = {"max_length": 4, "truncation_mode": "keep_end", "max_steps": 4}
+    trainer = trainer_of(tmp_path, collator_of(ANSWER), stream=stream, **cut)
     labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
     assert (labels != -100).sum() == 3 * len(ROWS)  # all but the first token of each
 
@@ -376,26 +330,14 @@ def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, 
     collator = collator_of(ANSWER)
     with caplog.at_level(logging.WARNING):
         trainer = trainer_of(tmp_path, collator, rows, formatting_func=formatted)
-    sentences = [
-        m for record in caplog.records if "response_template" in (m := record.getMessage())
-    ]
-    assert sentences == [
-        "[RANK 0] train dataset: 1 of 16 documents (6.2%) have no response_template "
-        "' ### Answer:', so "
-        "nothing in them is trained; one of them starts '### Question: Lost?\\n ### Reply: "
-        "Lost.<eos>'"
+    sentences = [m for record in caplog.records if "response_te" in (m := record.getMessage())]
+    assert [sentence.partition(", so")[0] for sentence in sentences] == [
+        "[RANK 0] train dataset: 1 of 16 documents (6.2%) have no response_template ' ### Answer:'"
     ]
     assert (collator.num_unfound, collator.num_seen) == (1, 16)
-    assert [
-        (stage.affected, stage.why, stage.lost.documents)
-        for stage in trainer.packing_report.preparation.stages
-    ] == [(1, "without a trained token: dropped", 1)]
     assert len(trainer.train_dataset) == 15
 
 
 def test_where_no_document_has_the_template_the_error_names_it(tmp_path):
     with pytest.raises(ValueError, match=r"trained token left: 32 of 32 .*'### Reply:'.*Question"):
         trainer_of(tmp_path, collator_of("### Reply:"))
-
-
-# --- formatting functions -------------------------------------------------------------------------

@@ -7,6 +7,7 @@ gives, token by token, and the turn up to its stop token, which alone is trained
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from helpers.chat_templates import (
@@ -79,15 +80,12 @@ def written(name: str, content: str) -> str:
 def test_a_document_is_the_prompt_of_inference_and_the_turn_token_by_token(name, data):
     messages = data.draw(conversations(FORMATS[name].system))
     contents = [m["content"] for m in messages if m["role"] == "assistant"]
-    if name in REFUSED:
+    if name == "deepseekv3":  # it thinks before every answer, and these answers have no thoughts
         return
     expected = [written(name, content) for content in contents]
     if name == "nemotron_3_nano":  # its prompt ends "<think>\n", its turn begins "<think></think>"
         expected = ["</think>" + content.rstrip() + "<|im_end|>" for content in contents]
     assert turns_of(tokenizer_for(name), messages) == expected
-
-
-REFUSED = ("deepseekv3",)  # it thinks before every answer, and these answers have no thoughts
 
 
 # --- reasoning ------------------------------------------------------------------------------------
@@ -149,12 +147,6 @@ def test_thoughts_in_a_content_are_what_the_model_writes_next(source):
     assert turns_of(tokenizer, messages) == expected
 
 
-@pytest.mark.parametrize("source", [DROPS_ALL, KEEPS_ALL])
-def test_thoughts_may_begin_where_the_prompt_has_opened_them(source):
-    messages = thinking("Hm.\n</think>\n\nSo.")
-    assert turns_of(with_template(source), messages) == ["Hm.\n</think>\n\nSo.<|end|>"]
-
-
 def refusal(tokenizer: Any, *messages: dict[str, Any], **columns: Any) -> str:
     rows = [{"messages": [*messages], **columns}]
     with pytest.raises(ValueError, match=r"^row 0 of the train dataset: ") as error:
@@ -162,32 +154,28 @@ def refusal(tokenizer: Any, *messages: dict[str, Any], **columns: Any) -> str:
     return str(error.value)
 
 
-def test_an_answer_without_the_thoughts_that_the_prompt_opens_is_refused():
-    for source in (DROPS_ALL, KEEPS_ALL):
-        found = refusal(with_template(source), *SENTENCES)
-        assert re.search(r"reads '<think>\\n' at the end .* message 1, .* writes 'Hello", found)
-        assert "give the message the reasoning that the prompt asks for" in found
+@pytest.mark.parametrize("source", [DROPS_ALL, KEEPS_ALL])
+def test_a_prompt_that_opens_thoughts_needs_them(source):
+    tokenizer = with_template(source)
+    begun = thinking("Hm.\n</think>\n\nSo.")
+    assert turns_of(tokenizer, begun) == ["Hm.\n</think>\n\nSo.<|end|>"]
+    found = refusal(tokenizer, *SENTENCES)
+    assert re.search(r"reads .*<think>\\n' at the end .* message 1, .* writes 'Hello", found)
+    assert "give the message the reasoning that the prompt asks for" in found
+    assert "the reasoning" in refusal(tokenizer, *thinking("Hm.\n<think>Oh</think>"))
 
 
 def test_reasoning_against_a_prompt_that_has_closed_it_is_refused():
-    tokenizer = tokenizer_for("qwen3")
-    off = {"enable_thinking": False}
+    tokenizer, off = tokenizer_for("qwen3"), {"enable_thinking": False}
     found = refusal(tokenizer, *TWICE, chat_template_kwargs=off)
     assert "chat_template_kwargs that fit it (enable_thinking)" in found
-    assert turns_of(tokenizer, {"messages": SENTENCES, "chat_template_kwargs": off}) == [
-        "Hello<|im_end|>"
-    ]
+    row = {"messages": SENTENCES, "chat_template_kwargs": off}
+    assert turns_of(tokenizer, row) == ["Hello<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen2_5"])
-def test_reasoning_that_a_template_drops_from_the_last_turn_is_refused(name):
-    found = refusal(tokenizer_for(name), *TWICE)
+def test_reasoning_that_a_template_drops_from_the_last_turn_is_refused():
+    found = refusal(tokenizer_for("llama3"), *TWICE)
     assert "leaves out the reasoning of message 1 ('two twos') even where it is the last" in found
-
-
-def test_thoughts_in_the_middle_of_a_content_are_refused_after_a_prompt_that_opens_them():
-    found = refusal(with_template(KEEPS_ALL), *thinking("Hm.\n<think>Oh</think>"))
-    assert "give the message the reasoning" in found or "has it once more" in found
 
 
 # --- other prompts --------------------------------------------------------------------------------
@@ -223,12 +211,10 @@ def test_calls_are_turns_and_what_tools_answer_is_in_the_prompt(name):
     function = {"name": "weather", "description": "now", "parameters": parameters}
     tools = [{"type": "function", "function": function}]
     row = {"messages": TOOLS, "tools": tools}
-    call, answer, last = turns_of(tokenizer_for(name), row, calls_tools=True)
-    assert "weather" in call
-    assert "Bern" in call
-    assert "It is cold." in answer
-    assert "Hello" in last
-    assert not any("nine" in text for text in (call, answer, last))
+    texts = turns_of(tokenizer_for(name), row, calls_tools=True)
+    for words, text in zip((("weather", "Bern"), ("It is cold.",), ("Hello",)), texts, strict=True):
+        assert all(word in text for word in words)
+        assert "nine" not in text
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -254,14 +240,11 @@ def test_a_message_says_whether_it_is_trained_and_how_much():
     assert turns_of(tokenizer, flagged) == ["say 2<|im_end|>", "say 3<|im_end|>"]
     half, whole = prepared(ChatTemplate(tokenizer), [flagged], "every_turn")
     for document, weight in ((half, 0.5), (whole, 1.0)):
-        trained = document["labels"] != -100
-        assert set(document["loss_weights"][trained].tolist()) == {weight}
-        assert set(document["loss_weights"][~trained].tolist()) == {0.0}
-
-
-def test_a_user_message_that_is_to_be_trained_is_refused():
-    found = refusal(tokenizer_for("chatml"), {**THREE[0], "train": True}, *THREE[1:])
-    assert "message 0 is trained but is not the assistant's" in found
+        expected = np.where(document["labels"] != -100, weight, 0)
+        assert document["loss_weights"].tolist() == expected.tolist()
+    for wrong in ([{**THREE[0], "train": True}, *THREE[1:]], [THREE[1], *SENTENCES]):
+        assert "message 0 is trained, but" in refusal(tokenizer, *wrong)
+    assert turns_of(tokenizer, [turn("system", "x"), *THREE[1:]])[0] == "say 1<|im_end|>"
 
 
 def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
@@ -295,17 +278,9 @@ def test_a_template_that_raises_at_a_prefix_names_the_row_and_the_message():
         "{{ raise_exception('no end') if messages[-1].role == 'user' and messages | length > 2 }}"
     )
     tokenizer = with_template(source + tokenizer_for("chatml").chat_template)
-    found = refusal(tokenizer, *THREE)
-    assert "cannot render the messages before message 3 (no end)" in found
-    messages = [THREE[0], THREE[1], {**THREE[2]}, {**THREE[3], "train": False}]
+    assert "cannot render the conversation before message 3" in refusal(tokenizer, *THREE)
+    messages = [*THREE[:3], {**THREE[3], "train": False}]
     assert turns_of(tokenizer, messages) == ["say 1<|im_end|>"]
-
-
-def test_a_turn_that_nothing_precedes_is_refused():
-    found = refusal(tokenizer_for("chatml"), turn("assistant", "Welcome"), *SENTENCES)
-    assert "message 0 is the assistant's" in found
-    texts = turns_of(tokenizer_for("chatml"), [turn("system", "x"), *THREE[1:]])
-    assert texts[0] == "say 1<|im_end|>"
 
 
 # --- tokens that merge ----------------------------------------------------------------------------

@@ -53,11 +53,6 @@ def from_csv(rows, folder):
     return load_dataset("csv", data_files=str(folder / "rows.csv"), split="train")
 
 
-def from_json(rows, folder):
-    (folder / "rows.json").write_text(json.dumps(rows))
-    return load_dataset("json", data_files=str(folder / "rows.json"), split="train")
-
-
 def from_parquet(rows, folder):
     Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
     return load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train")
@@ -87,7 +82,6 @@ def chunked(rows, folder):
 
 
 LOADERS = {
-    "json": from_json,
     "jsonl": from_jsonl,
     "parquet": from_parquet,
     "csv": from_csv,

@@ -21,8 +21,8 @@ def answered(text, response, instruction=None) -> list[str] | None:
 
 def trained(ids, response, instruction=None) -> list[int] | None:
     template = ResponseTemplate.from_settings(merging_tokenizer(), response, instruction)
-    mask = template.trained(np.array(ids))
-    return None if mask is None else np.flatnonzero(mask).tolist()
+    labels, found = template.labels(np.array(ids, np.int64))
+    return np.flatnonzero(labels != -100).tolist() if found else None
 
 
 parts = st.lists(st.sampled_from([ANSWER, QUESTION, "#", "a", "\n"]), max_size=9)
@@ -57,18 +57,10 @@ def _spans(text, response, instruction):
     return template.answers(text)
 
 
-def test_only_the_last_answer_is_trained_without_an_instruction_template():
-    text = "### Human: a\n### Assistant: b\n### Human: c\n### Assistant: dd"
-    assert answered(text, "### Assistant:") == [" dd"]
-    assert answered(text, "### Assistant:", "### Human:") == [" b\n", " dd"]
-
-
-def test_an_instruction_template_may_begin_the_response_template():
+def test_templates_may_begin_alike_and_both_are_needed():
     text = "###Q\n\na\n\n###R\n\nb\n\n###Q\n\nc\n\n###R\n\nd"
     assert answered(text, "###R\n\n", "###") == ["b\n\n", "d"]
-
-
-def test_a_document_with_only_one_of_two_templates_has_nothing_to_train():
+    assert answered(text, "###R\n\n") == ["d"]
     for text in ("### Assistant: b", "### Human: a"):
         assert answered(text, "### Assistant:", "### Human:") is None
 
@@ -79,10 +71,10 @@ def test_ids_of_a_document_are_found_in_it_and_their_text_in_texts(make):
     text = "### Question: Why?\n\n### Answer:\n\nBecause."
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
     template = ResponseTemplate.from_settings(tokenizer, ids[2:-3].tolist(), None)
-    mask = template.trained(ids)
-    assert mask.tolist() == [False] * (len(ids) - 3) + [True] * 3
+    labels, _ = template.labels(ids)
+    assert labels.tolist() == [-100] * (len(ids) - 3) + ids[-3:].tolist()
     [(start, stop)] = template.answers(text)
-    assert text[start:stop].strip() == tokenizer.decode(ids[mask]).strip()
+    assert text[start:stop].strip() == tokenizer.decode(ids[-3:]).strip()
 
 
 def test_a_text_that_has_other_tokens_inside_of_a_document_is_said_to_need_ids():
@@ -90,7 +82,7 @@ def test_a_text_that_has_other_tokens_inside_of_a_document_is_said_to_need_ids()
     text = "### Question: Why?\n### Answer: Because."
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
     template = ResponseTemplate.from_settings(tokenizer, ANSWER, None)
-    assert template.trained(ids) is None
+    assert template.answers(ids) is None
     assert "pass the ids that it has inside of a document" in template.not_found(1, 1, ids)
     assert "pass the ids" not in template.not_found(1, 1, ids[:3])
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
 from harness import make_trainer
-from helpers.tiny import CHATML, tiny_dataset, tiny_iterable, tiny_rows, tiny_tokenizer
+from helpers.tiny import CHATML, tiny_rows, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig
@@ -127,15 +127,6 @@ def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
     assert "check the completion or assistant masks" in note_missing_eos(held, RULE)[0]
 
 
-def test_only_tokens_met_at_ends_are_decoded(monkeypatch):
-    tokenizer = tiny_tokenizer()
-    decoded, decode = [], tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or decode(ids))
-    held = arrow(documents(*ENDED, ([7, 8, 9, EOS], "xxxx")))
-    assert note_missing_eos(held, EosRule(tokenizer, STOPS)) is None
-    assert sorted(decoded) == sorted([[NEWLINE], [SPACE]])
-
-
 # --- appending ------------------------------------------------------------------------------------
 
 # The input, and the expected output.
@@ -206,9 +197,7 @@ def test_any_documents_are_those_of_the_slow_way(rows):
     assert out.schema.types == table.schema.types
 
 
-@pytest.mark.parametrize(
-    ("list_type", "integers"), [(List, "int32"), (LargeList, "int64"), (List, "uint16")]
-)
+@pytest.mark.parametrize(("list_type", "integers"), [(List, "int32"), (LargeList, "uint16")])
 def test_types_weights_and_other_columns_stay(list_type, integers):
     features = Features(
         input_ids=list_type(Value(integers)),
@@ -282,33 +271,6 @@ def test_the_trainer_counts_and_appends(tmp_path, caplog, packing):
     assert "stop token" not in caplog.text + str(trainer.packing_report)
     assert trainer.train_dataset["input_ids"][3] == [A, 7, 8, EOS]
     assert trainer.train_dataset["labels"][3] == [A, 7, 8, EOS]
-
-
-def test_the_stop_token_is_appended_before_the_overflow_policy(tmp_path):
-    trainer = trainer_of(tmp_path, [{"input_ids": [*range(10, 42)]}, *TOKENIZED], append_eos=True)
-    (stage,) = trainer.packing_report.preparation.stages
-    assert stage.why == "longer than max_length=32: cut at the end"
-    assert (stage.lost.tokens, stage.lost.stops, stage.lost_eos) == (1, 1, 1)
-    assert "20.0% of the documents lost a stop token" in str(trainer.packing_report.preparation)
-
-
-def test_the_end_of_a_turn_stops_where_the_eos_token_is_another(tmp_path, caplog):
-    tokenizer = tiny_tokenizer(eos="<eos>", chat=True)
-    with caplog.at_level("WARNING"):
-        trainer_of(tmp_path, tiny_dataset("conversational_prompt_completion"), tokenizer)
-    assert "stop token" not in caplog.text
-
-
-@pytest.mark.parametrize("form", ["prompt_completion", "conversational_language_modeling"])
-@pytest.mark.parametrize("streams", [False, True])
-def test_forms_that_end_by_themselves_do_not_change(tmp_path, form, streams):
-    data = (tiny_iterable if streams else tiny_dataset)(form)
-    tokenizer = tiny_tokenizer(chat="conversational" in form)
-    plain, appends = (
-        list(trainer_of(tmp_path, data, tokenizer, append_eos=on, max_steps=1).train_dataset)
-        for on in (False, True)
-    )
-    assert plain == appends
 
 
 def test_packed_rows_and_skipped_preparation_are_refused(tmp_path):

@@ -4,7 +4,6 @@ import pyarrow as pa
 import pytest
 
 from trl_packing.documents.arrow import list_column, token_lists
-from trl_packing.documents.labels import token_columns
 
 IDS = [[5, 6], [], [7, 8, 9]]
 KINDS = [pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.uint16())]
@@ -15,31 +14,16 @@ def table_of(ids, kind=None) -> pa.Table:
     return pa.table({"input_ids": column, "labels": column, "source": ["a"] * len(ids)})
 
 
-def test_weights_are_a_token_column_where_they_are():
-    assert token_columns(["a", "labels", "input_ids"]) == ["input_ids", "labels"]
-    assert token_columns(["loss_weights", "input_ids"]) == [
-        "input_ids",
-        "labels",
-        "loss_weights",
-    ]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_flat_and_back(kind):
+def test_flat_and_back_also_of_a_slice_over_chunks(kind):
     table = table_of(IDS, kind)
     lists = token_lists(table)
     assert list(lists) == ["input_ids", "labels"]
     values, offsets = lists["input_ids"]
     assert (values.tolist(), offsets.tolist()) == ([5, 6, 7, 8, 9], [0, 2, 2, 5])
-    assert list_column(values, offsets, table.schema.field("input_ids")).equals(
-        table.column("input_ids").combine_chunks()
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_offsets_begin_at_zero_in_a_slice_and_over_chunks(kind):
-    table = pa.concat_tables([table_of(IDS, kind), table_of(IDS, kind)]).slice(2, 3)
-    values, offsets = token_lists(table)["labels"]
+    column = table.column("input_ids").combine_chunks()
+    assert list_column(values, offsets, table.schema.field("input_ids")).equals(column)
+    values, offsets = token_lists(pa.concat_tables([table, table]).slice(2, 3))["labels"]
     assert (values.tolist(), offsets.tolist()) == ([7, 8, 9, 5, 6], [0, 3, 5, 5])
 
 

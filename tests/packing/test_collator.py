@@ -134,8 +134,8 @@ def test_arrays_tensors_and_lists_give_the_same_batch(convert):
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"completion_mask": [1, 1]}, "a mask has 2 entries but input_ids has 3"),
-        ({"assistant_masks": [1, 1, 1, 1]}, "a mask has 4 entries but input_ids has 3"),
+        ({"completion_mask": [1, 1]}, "completion_mask has 2 entries but input_ids has 3"),
+        ({"assistant_masks": [1, 1, 1, 1]}, "assistant_masks has 4 entries but input_ids has 3"),
         ({"labels": [1, 2]}, "labels has 2 entries but input_ids has 3"),
         ({"loss_weights": [1, 2]}, "loss_weights has 2 entries but input_ids has 3"),
         ({"loss_weights": [1, 2, -3]}, r"loss_weights has -3\.0 at token 2; give finite numbers"),
