@@ -86,7 +86,6 @@ FUNCTIONS = {
     "trl.data_utils.common_prefix_length": "ids, other_ids",
     "trl.data_utils.get_dataset_column_names": "dataset",
     "trl.data_utils.is_conversational": "example",
-    "trl.data_utils.maybe_convert_to_chatml": "example",
     "trl.data_utils.prepare_multimodal_messages": "messages, images",
     "trl.kernels.chunked_logprob._use_triton": "device",
     "trl.SFTTrainer._get_eval_sampler": "self, eval_dataset",
