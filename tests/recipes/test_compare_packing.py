@@ -32,23 +32,11 @@ def rows_of(printed: str, names) -> dict[str, list[str]]:
     return {name: line.removeprefix(name).split() for name, line in found.items()}
 
 
-def test_the_config_and_the_demo_are_read():
-    data_args, args, _ = compare_packing.parse(
-        ["--config", str(FOLDER / "compare_packing.yaml"), "--num_documents", "7"],
-        compare_packing.DEMO,
-    )
-    assert (data_args.num_documents, data_args.completion_column) == (7, "answer")
-    assert (args.max_length, args.learning_rate, args.warmup_steps) == (2048, 5e-5, 0.1)
-    demo, _, _ = compare_packing.parse([], compare_packing.DEMO)
-    assert demo.dataset_name.endswith("demo/data")
-
-
 @pytest.mark.slow
 def test_the_comparison_runs_and_its_numbers_are_those_of_the_plans(tmp_path):
     done = run("compare_packing.py", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = rows_of(done.stdout, compare_packing.RUNS)
-    assert rows_of(compare_packing.__doc__.replace("\n    ", "\n"), compare_packing.RUNS).keys()
     steps = {name: int(row[0]) for name, row in rows.items()}
     fill = {name: float(row[5].rstrip("%")) for name, row in rows.items()}
     assert steps["padding to max"] == steps["padding to longest"] == 12

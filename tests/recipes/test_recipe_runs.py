@@ -5,30 +5,21 @@ numbers ("…" matches anything).
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from harness import TWO_RUNS
-from helpers.recipes import (
-    FOLDER,
-    RECIPES,
-    ROOT,
-    assert_prints,
-    module,
-)
+from helpers.recipes import FOLDER, RECIPES, assert_prints, module
 from helpers.tiny import save_tiny_model, tiny_rows
 from safetensors.torch import load_file
 
 from trl_packing import PackedSFTTrainer
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="session")
@@ -36,64 +27,40 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def instructions() -> list[dict[str, str]]:
-    rows = tiny_rows("question_answer", 48)
-    return [{"instruction": r["question"], "input": "", "output": r["answer"]} for r in rows]
-
-
-def texts() -> list[dict[str, str]]:
-    rows = tiny_rows("question_answer", 48)
-    texts = [f"### Instruction:\n{r['question']}\n\n### Response:\n{r['answer']}" for r in rows]
-    return [{"text": text, "number": str(i)} for i, text in enumerate(texts)]
-
-
-def questions() -> list[dict[str, Any]]:
-    """Three answers to each question."""
-    rows = tiny_rows("question_answer", 48)
-    answers = [row["answer"] for row in rows]
-    return [
-        {"query": row["question"], "response": [*answers[i : i + 3]]} for i, row in enumerate(rows)
-    ]
-
-
-ROWS = {
-    "chat_data": instructions,
-    "tool_calling": lambda: tiny_rows("tools", 24),
-    "response_template": texts,
-    "shared_prefixes": questions,
-}
-
-
-def data_of(recipe: str, folder: Path) -> list[str]:
-    """Write the data of a recipe, and return the options that name it."""
-    split = ["--dataset_train_split", "train"]
+def rows_of(recipe: str) -> list[dict[str, Any]]:
     chats = tiny_rows("conversational_language_modeling", 64)
-    if recipe == "streaming":
-        for shard in range(4):
-            write(folder / "shards" / f"{shard}.jsonl", chats[shard::4])
-        return ["--dataset_name", str(folder / "shards"), "--dataset_config", "default", *split]
+    pairs = tiny_rows("question_answer", 48)
     if recipe == "evaluation":
-        chats = [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
-        write(folder / "splits" / "train.jsonl", chats)
-        write(folder / "splits" / "test.jsonl", chats[:12])
-        name = ["--dataset_name", str(folder / "splits"), "--dataset_config", "default"]
-        return [*name, *split, "--dataset_test_split", "test"]
-    rows = ROWS.get(recipe, lambda: tiny_rows("question_answer", 48))()
-    return ["--dataset_name", write(folder / "rows.jsonl", rows), *split]
+        return [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
+    if recipe == "streaming":
+        return chats
+    if recipe == "tool_calling":
+        return tiny_rows("tools", 24)
+    if recipe == "chat_data":
+        names = {"question": "instruction", "answer": "output"}
+        return [{names[k]: v for k, v in row.items()} | {"input": ""} for row in pairs]
+    if recipe == "response_template":
+        form = "### Instruction:\n{question}\n\n### Response:\n{answer}"
+        return [{"text": form.format(**row), "number": str(i)} for i, row in enumerate(pairs)]
+    return pairs
 
 
 def options(recipe: str, model: str, folder: Path) -> list[str]:
     """Return the arguments of a short run on `model` with the YAML file of the recipe."""
+    rows, data = rows_of(recipe), folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    parts = {f"{i}": rows[i::4] for i in range(4)} if recipe == "streaming" else {"train": rows}
+    if recipe == "evaluation":
+        parts["test"] = rows[:12]
+    for name, part in parts.items():
+        lines = "".join(json.dumps(row) + "\n" for row in part)
+        (data / f"{name}.jsonl").write_text(lines)
+    words = ["--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")]
+    words += ["--model_name_or_path", model, "--dataset_name", str(data)]
+    words += ["--dataset_config", "default", "--dataset_train_split", "train"]
+    words += ["--dataset_test_split", "test"] if recipe == "evaluation" else []
     return [
-        *("--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")),
-        *("--model_name_or_path", model),
-        *data_of(recipe, folder),
+        *words,
         *("--output_dir", str(folder / "out"), "--max_length", "512"),
         *("--max_steps", "10", "--gradient_accumulation_steps", "1", "--logging_steps", "5"),
         *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--warmup_steps", "0"),
@@ -113,20 +80,6 @@ def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Te
     return load_file(folder / name)
 
 
-def trained_by_sft_packed(name: str, model: str, folder: Path, *further: str) -> Any:
-    """Train with sft_packed.py and a YAML file; return the trainer."""
-    trainers, train = [], PackedSFTTrainer.train
-
-    def record(self: PackedSFTTrainer, *args: Any) -> Any:
-        trainers.append(self)
-        return train(self, *args)
-
-    with patch.object(PackedSFTTrainer, "train", record):
-        module("sft_packed").main([*options(name, model, folder), *further])
-    return trainers[0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "further", "trained"),
     [
@@ -137,10 +90,17 @@ def trained_by_sft_packed(name: str, model: str, folder: Path, *further: str) ->
     ],
     ids=["full", "lora", "dora", "qlora"],
 )
-def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_path, capsys):
+def test_weights_or_an_adapter_are_trained(
+    name, further, trained, model, tmp_path, capsys, monkeypatch
+):
     if "--load_in_4bit" in further:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    trainer = trained_by_sft_packed(name, model, tmp_path, *further)
+    trainers, train = [], PackedSFTTrainer.train
+    monkeypatch.setattr(
+        PackedSFTTrainer, "train", lambda self, *a: trainers.append(self) or train(self, *a)
+    )
+    module("sft_packed").main([*options(name, model, tmp_path), *further])
+    (trainer,) = trainers
     assert_prints(f"{name}.yaml", capsys.readouterr().out)
     assert decreases(trainer)
     before = weights(Path(model))
@@ -158,15 +118,6 @@ def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_pa
         assert torch.equal(base, before["model.layers.0.self_attn.q_proj.weight"])
 
 
-def trained(trainer: PackedSFTTrainer, row: int) -> str:
-    """Return the tokens of a document that are trained, as text."""
-    document = trainer.train_dataset[row]
-    labels = np.asarray(document["labels"])
-    ids = np.asarray(document["input_ids"])[labels != -100]
-    return trainer.processing_class.decode(ids)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "row", "text"),
     [
@@ -181,40 +132,31 @@ def test_a_recipe_prints_what_it_promises_and_trains_the_answers(
     trainer = run(recipe, model, tmp_path)
     assert_prints(recipe, capsys.readouterr().out)
     assert decreases(trainer)
-    found = trained(trainer, row)
+    document = trainer.train_dataset[row]
+    trained = np.asarray(document["labels"]) != -100
+    found = trainer.processing_class.decode(np.asarray(document["input_ids"])[trained])
     assert text in found
     assert found.count("3 degrees") == (recipe == "tool_calling")  # the tool said it too
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["shared_prefixes", "every_turn"])
+@pytest.mark.parametrize("recipe", ["shared_prefixes", "every_turn", "vision"])
 def test_a_demo_needs_no_model(recipe, tmp_path, capsys):
-    trainer = module(recipe).main(
-        ["--output_dir", str(tmp_path / "out"), "--max_steps", "12", "--logging_steps", "4"]
-    )
-    assert_prints(recipe, capsys.readouterr().out)
-    assert decreases(trainer)
-
-
-@pytest.mark.slow
-def test_the_demo_of_vision_looks_at_its_pictures(tmp_path, capsys):
-    trainer = module("vision").main(["--output_dir", str(tmp_path / "out")])
+    short = ["--max_steps", "12", "--logging_steps", "4"] if recipe != "vision" else []
+    trainer = module(recipe).main(["--output_dir", str(tmp_path / "out"), *short])
     output = capsys.readouterr().out
-    assert_prints("vision", output)
+    assert_prints(recipe, output)
     assert decreases(trainer)
-    losses = re.search(r"Loss on new pictures: ([\d.]+)\. .* rows: ([\d.]+)\.", output)
-    assert losses is not None
-    right, wrong = map(float, losses.groups())
-    assert 3 * right < wrong
-    assert weights(tmp_path / "out")
+    if recipe == "vision":  # it looks at its pictures
+        losses = re.search(r"Loss on new pictures: ([\d.]+)\. .* rows: ([\d.]+)\.", output)
+        right, wrong = map(float, losses.groups())
+        assert 3 * right < wrong
 
 
-@pytest.mark.slow
 def test_streaming_trains_for_max_steps(model, tmp_path, capsys):
     trainer = run("streaming", model, tmp_path, "--dataloader_num_workers", "0")
     output = capsys.readouterr().out
     assert_prints("streaming", output)
-    assert "Shards in the stream: 4. Ranks: 1" in output
+    assert "Shards in the stream: 4. Ranks: 1. Each rank reads its own shards." in output
     assert trainer.state.global_step == 10
     assert decreases(trainer)
 
@@ -223,25 +165,18 @@ class Killed(BaseException):
     """Nothing in between catches it, as nothing catches SIGKILL."""
 
 
-@pytest.fixture
-def killed_in_second_save(monkeypatch) -> Iterator[None]:
-    """Stop while the second checkpoint is being written, as if the process were gone."""
-    saves = []
-    original = PackedSFTTrainer._save_rng_state
+def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
+    model, tmp_path, capsys, monkeypatch
+):
+    saves, save = [], PackedSFTTrainer._save_rng_state
 
-    def save(self: Any, output_dir: str) -> None:
+    def killed(self: Any, output_dir: str) -> None:
         saves.append(output_dir)
         if len(saves) == 2:
             raise Killed
-        original(self, output_dir)
+        save(self, output_dir)
 
-    monkeypatch.setattr(PackedSFTTrainer, "_save_rng_state", save)
-
-
-@pytest.mark.slow
-def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
-    model, tmp_path, capsys, killed_in_second_save
-):
+    monkeypatch.setattr(PackedSFTTrainer, "_save_rng_state", killed)
     steps = ("--save_steps", "3")
     with pytest.raises(Killed):
         run("resuming", model, tmp_path, *steps)
@@ -257,34 +192,14 @@ def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
     assert any(not torch.equal(whole[name], t) for name, t in weights(Path(model)).items())
 
 
-@pytest.mark.slow
 def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, capsys):
     trainer = run(
         *("evaluation", model, tmp_path, "--counts_right", "true", "--max_steps", "8"),
         *("--eval_steps", "4", "--save_steps", "4"),
     )
-    output = capsys.readouterr().out
-    assert_prints("evaluation", output)
+    assert_prints("evaluation", capsys.readouterr().out)
     evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]
     assert [e["step"] for e in evaluated] == [0, 4, 8, 8]
     best = min(evaluated[1:3], key=lambda entry: entry["eval_loss"])
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best['step']}")
     assert evaluated[3]["eval_loss"] == pytest.approx(best["eval_loss"], rel=TWO_RUNS)
-
-
-@pytest.mark.slow
-def test_two_processes_read_parts_of_their_own_of_a_stream(model, tmp_path):
-    words = [str(FOLDER / "streaming.py"), *options("streaming", model, tmp_path)]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    done = subprocess.run(
-        [sys.executable, *launcher, *words, "--max_steps", "4"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    assert "Shards in the stream: 4. Ranks: 2. Each rank reads its own shards." in done.stdout
-    assert done.stdout.count("is in ") == 1
-    assert weights(tmp_path / "out")

@@ -15,36 +15,30 @@ from trl_packing.tools.training_command import call_of_script
 
 START = """
 import sys
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 from trl_packing import DataCollatorForCompletionOnlyLM, PackedSFTConfig, PackedSFTTrainer
 
 model, out = sys.argv[1:3]
 rows = Dataset.from_list([{"q": f"Why {i}?", "a": f"So {i}."} for i in range(6)])
+texts = rows.map(lambda r: {"text": f"{r['q']} ### {r['a']}"}, remove_columns=["q", "a"])
 """
-TEXTS = (
-    "rows = rows.map(lambda r: {'text': f\"{r['q']} ### {r['a']}\"}, remove_columns=['q', 'a'])\n"
-)
 SCRIPTS = {
-    "positional": TEXTS + "PackedSFTTrainer(model, PackedSFTConfig(out), None, rows).train()",
-    "a model and a plain config": TEXTS
-    + "loaded = AutoModelForCausalLM.from_pretrained(model)\n"
-    + "PackedSFTTrainer(loaded, SFTConfig(out, packing=True), train_dataset=rows).train()",
-    "a formatting function": "PackedSFTTrainer(\n"
-    "    model, PackedSFTConfig(out), train_dataset=rows,\n"
-    "    formatting_func=lambda row: row['q'] + ' ### ' + row['a'],\n).train()",
-    "a collator": TEXTS
-    + "tokenizer = AutoTokenizer.from_pretrained(model)\n"
-    + "collator = DataCollatorForCompletionOnlyLM('###', tokenizer=tokenizer)\n"
-    + "PackedSFTTrainer(\n"
-    "    model, PackedSFTConfig(out), data_collator=collator, train_dataset=rows\n).train()",
-    "a class for GPUs, with a helper beside it": "from beside import texts\n"
-    + "class Mine(PackedSFTTrainer):\n    pass\n\n"
-    + "args = PackedSFTConfig(out, bf16=True, tf32=True)\n\n"
-    + "def main():\n    try:\n        Mine(model, args, train_dataset=texts(rows)).train()\n"
-    + "    except Exception:\n        print('caught')\n\n"
-    + "if __name__ == '__main__':\n    main()",
+    "positional": "PackedSFTTrainer(model, PackedSFTConfig(out), None, texts).train()",
+    "a model and a plain config": "loaded = AutoModelForCausalLM.from_pretrained(model)\n"
+    "PackedSFTTrainer(loaded, SFTConfig(out, packing=True), train_dataset=texts).train()",
+    "a formatting function": "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=rows,\n"
+    "    formatting_func=lambda row: row['q'] + ' ### ' + row['a']).train()",
+    "a collator": "tokenizer = AutoTokenizer.from_pretrained(model)\n"
+    "collator = DataCollatorForCompletionOnlyLM('###', tokenizer=tokenizer)\n"
+    "PackedSFTTrainer(model, PackedSFTConfig(out), collator, texts).train()",
+    "a class for GPUs, with a helper beside it": "from beside import same\n"
+    "class Mine(PackedSFTTrainer):\n    pass\n\n"
+    "args = PackedSFTConfig(out, bf16=True, tf32=True)\n\n"
+    "def main():\n    try:\n        Mine(model, args, train_dataset=same(texts)).train()\n"
+    "    except Exception:\n        print('caught')\n\n"
+    "if __name__ == '__main__':\n    main()",
 }
 
 
@@ -54,31 +48,33 @@ def model(tmp_path_factory) -> str:
 
 
 def script(folder, text: str) -> str:
-    helper = "def texts(rows):\n    " + TEXTS.replace("rows = ", "return ", 1)
-    (folder / "beside.py").write_text(helper)
+    (folder / "beside.py").write_text("def same(rows):\n    return rows\n")
     (folder / "train.py").write_text(START + text + "\nprint('trained')\n")
     return str(folder / "train.py")
 
 
+def state():
+    """Return what running a script must leave as it was."""
+    inits = PackedSFTTrainer.__init__, Trainer.__init__, TrainingArguments.__post_init__
+    return inits, [*sys.path], [*sys.argv], argparse.ArgumentParser.error
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
-    before = PackedSFTTrainer.__init__, Trainer.__init__, TrainingArguments.__post_init__
-    unchanged = [*sys.path], [*sys.argv], argparse.ArgumentParser.error
+    before = state()
     call = call_of_script(script(tmp_path, SCRIPTS[name]), [model, str(tmp_path / "out")])
     documents, _ = PreviewedRun.from_call(call).documents()
-    texts = [tiny_tokenizer().decode(d["input_ids"]) for d in documents]
-    assert [t.removesuffix("<eos>") for t in texts][5].startswith("Why 5? ### So 5.")
+    shown = tiny_tokenizer().decode(documents[5]["input_ids"])
+    assert shown.startswith("Why 5? ### So 5.")
     trained = sum(label != -100 for label in documents[5]["labels"])
     assert (trained < len(documents[5]["labels"])) == (name == "a collator")
     assert "trained" not in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
-    assert before == (
-        PackedSFTTrainer.__init__,
-        Trainer.__init__,
-        TrainingArguments.__post_init__,
-    )
-    assert unchanged == ([*sys.path], [*sys.argv], argparse.ArgumentParser.error)
+    assert state() == before
     sys.modules.pop("beside", None)
+
+
+LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.loss\n\n"
 
 
 @pytest.mark.parametrize(
@@ -87,32 +83,21 @@ def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
         ("pass", "train.py builds no PackedSFTTrainer"),
         ("sys.exit(3)", "train.py ended with status 3"),
         (
-            "SFTTrainer(model, SFTConfig(out), train_dataset=rows).train()",
+            "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
             "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
         ),
         ("PackedSFTTrainer(model, PackedSFTConfig(out))", "train_dataset is NoneType"),
         ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
         (
-            TEXTS
-            + "args = PackedSFTConfig(out, loss_weighting='document')\n"
-            + "PackedSFTTrainer(model, args, train_dataset=rows, compute_loss_func=print).train()",
-            "compute_loss_func",
-        ),
-        (
-            TEXTS
-            + "rows = rows.add_column('loss_weight', [0.5] * 6)\n"
-            + "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.loss\n"
-            + "PackedSFTTrainer(\n    model, PackedSFTConfig(out), train_dataset=rows,\n"
-            + "    compute_loss_func=loss,\n).train()",
+            f"{LOSS}texts = texts.add_column('loss_weight', [0.5] * 6)\n"
+            "PackedSFTTrainer(model, PackedSFTConfig(out), None, texts, compute_loss_func=loss)",
             "loss_weight",
         ),
     ],
 )
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
-    status = main(["plan", script(tmp_path, text), model, str(tmp_path / "out")])
-    _, err = capsys.readouterr()
-    last = err.splitlines()[-1]
-    assert status == 2
+    assert main(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("trl-packing plan: ")
     assert sentence in last
 
@@ -135,25 +120,22 @@ def test_a_module_is_previewed_and_its_output_is_no_part_of_the_result(
 
 
 def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
-    rows = [{"text": f"{i} {row['text']}"} for i, row in enumerate(tiny_rows("language_modeling"))]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    rows = [f"{i} {row['text']}" for i, row in enumerate(tiny_rows("language_modeling"))]
     text = (
-        "import json\nfrom pathlib import Path\nfrom datasets import IterableDataset\n\n"
-        f"folder = Path({str(tmp_path)!r})\n\ndef read():\n"
-        "    for row in json.loads((folder / 'rows.json').read_text()):\n"
-        "        with (folder / 'read').open('a') as file:\n"
-        "            print('read', row['text'][:2], file=file)\n"
-        "        yield row\n\n"
+        f"def read():\n    for text in {rows!r}:\n"
+        f"        with open({str(tmp_path / 'read')!r}, 'a') as file:\n"
+        "            print('read', text[:2], file=file)\n"
+        "        yield {'text': text}\n\n"
         "stream = IterableDataset.from_generator(read)\n"
         "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=stream).train()"
     )
-    file = script(tmp_path, text)
-    assert main(["inspect", file, model, str(tmp_path / "out"), "--rows", "2"]) == 0
+    words = [script(tmp_path, text), model, str(tmp_path / "out")]
+    assert main(["inspect", *words, "--rows", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("row 2 · ")
     assert "a stream: only its first 3 rows are read" in err
     assert "read 7" not in (tmp_path / "read").read_text()
-    assert main(["plan", file, model, str(tmp_path / "out"), "--stream_rows", "8"]) == 0
+    assert main(["plan", *words, "--stream_rows", "8"]) == 0
     out, _ = capsys.readouterr()
     assert out.startswith("The first 8 rows of a stream, as if they were all:")
     assert "documents    8 ·" in out

@@ -1,13 +1,11 @@
 """The script and the options that a command without its launcher means."""
 
-import json
 from dataclasses import fields
 
 from trl_packing.recipes.sft_packed import RecipeArguments
 
 import pytest
 from helpers.recipes import FOLDER
-from helpers.tiny import save_tiny_model
 from trl import ModelConfig
 
 from trl_packing import PackedSFTConfig
@@ -63,25 +61,6 @@ def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     assert args.model_init_kwargs["low_cpu_mem_usage"] is True
     with pytest.raises(ValueError, match="name the model"):
         TrainingCommand.from_words(["--max_length", "64"]).model_and_settings()
-
-
-def test_the_script_runs_once(tmp_path):
-    (tmp_path / "rows.json").write_text(json.dumps([{"text": "So."}] * 3))
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from datasets import load_dataset\n"
-        "from trl_packing import PackedSFTConfig, PackedSFTTrainer\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        "with (folder / 'runs').open('a') as file:\n    file.write('x')\n"
-        "rows = load_dataset('json', data_files=str(folder / 'rows.json'), split='train')\n"
-        "PackedSFTTrainer(str(folder), PackedSFTConfig(str(folder / 'out')), train_dataset=rows)\n"
-    )
-    save_tiny_model(tmp_path, "llama")
-    command = TrainingCommand.from_words([str(script)])
-    assert command.model_and_settings()[0] == str(tmp_path)
-    assert len(command.call.train_dataset) == 3
-    assert (tmp_path / "runs").read_text() == "x"
 
 
 def test_typing_errors_are_known_from_the_files_of_libraries():
