@@ -107,7 +107,7 @@ def test_losses_of_preparation_are_those_of_all_sources(tmp_path):
     [
         (lambda sets: DatasetDict(train=sets["a"]), "got a DatasetDict of the splits train"),
         (lambda sets: {}, "empty dictionary"),
-        (lambda sets: {3: sets["a"]}, "has the key 3"),
+        (lambda sets: {3: sets["a"]}, r"train_dataset\[3\] is a Dataset.*name each source"),
         (lambda sets: {"a": sets["a"], "b": [1]}, r"train_dataset\['b'\] is a list"),
         (lambda sets: sets | {"b": sets["b"].to_iterable_dataset()}, "streams beside data sets"),
         (lambda sets: sets | {"b": sets["b"].select([])}, "the train dataset is empty"),

@@ -121,9 +121,8 @@ class RowFacts:
         completions = "prompt" in first and "completion" in first
         if "input_ids" in first:
             return cls("tokens", completions)
-        row_format = replace(rules.row_format, formatting_func=formatting_func)
         try:
-            form = row_format.form(first)
+            form = replace(rules.row_format, formatting_func=formatting_func).form(first)
         except ValueError:  # preparation will name the row and the way out
             form = "unknown"
         return cls(form, completions, has_flags(rows, first), formatting_func is not None)
@@ -143,8 +142,42 @@ class DocumentRules:
 
     @classmethod
     def of(cls, rules: Rules, facts: RowFacts) -> "DocumentRules":
-        """Return the rules of a run on rows with these facts."""
-        return cls(facts, _settings(rules, facts))
+        """Return the rules of a run on rows with these facts, defaults resolved."""
+        args, options, row_format = rules.args, rules.options, rules.row_format
+        overflow, completion_only = (
+            Overflow.from_args(args, rules.packing),
+            args.completion_only_loss,
+        )
+        prompt, labeler, chat = row_format.prompt_template, rules.labeler, row_format.chat
+        markers = labeler and (labeler.templates.response, labeler.templates.instruction)
+        is_flagged = facts.are_flagged and isinstance(args, PackedSFTConfig)
+        settings = {
+            "tokenizer": hash_of_tokenizer(chat.tokenizer),
+            "chat_template": chat.source
+            if facts.form.endswith("messages") and chat.exists
+            else None,
+            "max_length": overflow.capacity,
+            "overflow": overflow.policy,
+            "overlap_tokens": overflow.overlap,
+            "packing": rules.packing,
+            "train_on": "assistant"
+            if options.train_on is None and is_flagged
+            else options.train_on,
+            "completion_only_loss": facts.are_completions
+            if completion_only is None
+            else completion_only,
+            "prompt_template": prompt and [prompt.template, prompt.with_input],
+            "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
+            **{name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET},
+        }
+        if args.shuffle_dataset:
+            settings["seed"] = args.seed
+        if facts.form == "text" and not facts.are_formatted:
+            settings["dataset_text_field"] = args.dataset_text_field
+        if options.append_eos:
+            settings["stop tokens"] = sorted(rules.eos.stop_ids)
+        # Lists and tuples are the same once they are stored.
+        return cls(facts, json.loads(json.dumps(settings)))
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "DocumentRules":
@@ -158,18 +191,16 @@ class DocumentRules:
 
     def differences(self, rules: Rules) -> Iterator[str]:
         """Yield each difference between these stored rules and those of a run."""
-        now = _settings(rules, self.facts)
+        now = DocumentRules.of(rules, self.facts).settings
         for name, stored in self.settings.items():
             # A setting that is missing here depends on one that differs, too.
             value = now.get(name, stored)
             # Documents may have a source that the run does not ask for.
             if stored == value or (name == "source_column" and value is None):
                 continue
-            words = [repr(each) for each in (stored, value)]
-            if name in _BY_NAME or max(map(len, words)) > 60:
-                yield f"another {name.replace('_', ' ')}"
-            else:
-                yield f"{name}={words[0]} there and {words[1]} here"
+            words = f"{name}={stored!r} there and {value!r} here"
+            is_long = name in _BY_NAME or max(len(repr(stored)), len(repr(value))) > 60
+            yield f"another {name.replace('_', ' ')}" if is_long else words
 
 
 _BY_NAME = ("tokenizer", "chat_template", "data_collator")
@@ -177,39 +208,6 @@ _AS_SET = (
     *("assistant_only_loss", "shuffle_dataset"),
     *("response_template", "instruction_template", "append_eos", "source_column"),
 )
-
-
-def _settings(rules: Rules, facts: RowFacts) -> dict[str, Any]:
-    """Return the settings that shape documents, by name, with their defaults resolved."""
-    args, options, row_format = rules.args, rules.options, rules.row_format
-    overflow, completion_only = Overflow.from_args(args, rules.packing), args.completion_only_loss
-    train_on = options.train_on
-    if train_on is None and facts.are_flagged and isinstance(args, PackedSFTConfig):
-        train_on = "assistant"
-    prompt, labeler, chat = row_format.prompt_template, rules.labeler, row_format.chat
-    markers = labeler and (labeler.templates.response, labeler.templates.instruction)
-    settings = {
-        "tokenizer": hash_of_tokenizer(chat.tokenizer),
-        "chat_template": chat.source if facts.form.endswith("messages") and chat.exists else None,
-        "max_length": overflow.capacity,
-        "overflow": overflow.policy,
-        "overlap_tokens": overflow.overlap,
-        "packing": rules.packing,
-        "train_on": train_on,
-        "completion_only_loss": facts.are_completions
-        if completion_only is None
-        else completion_only,
-        "prompt_template": prompt and [prompt.template, prompt.with_input],
-        "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
-    }
-    settings |= {name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET}
-    if args.shuffle_dataset:
-        settings["seed"] = args.seed
-    if facts.form == "text" and not facts.are_formatted:
-        settings["dataset_text_field"] = args.dataset_text_field
-    if options.append_eos:
-        settings["stop tokens"] = sorted(rules.eos.stop_ids)
-    return json.loads(json.dumps(settings))  # lists and tuples are the same once they are stored
 
 
 def hash_of_tokenizer(tokenizer: Any) -> str:

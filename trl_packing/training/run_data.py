@@ -113,8 +113,6 @@ class RunData:
         self._is_later = False
         self._has_training_set = False  # TRL's constructor prepares it before evaluation sets
 
-    # --- the data sets of the trainer ---------------------------------------------------------
-
     def evaluated(self) -> dict[str, Any]:
         """Return the evaluation sets by their names."""
         given = self.trainer.eval_dataset
@@ -148,17 +146,15 @@ class RunData:
 
     def check(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
-        trainer, options = self.trainer, self.options
+        trainer, (train, *evaluated) = self.trainer, self.all()
         self.check_nothing_is_skipped(self.all())
         check_ranks_and_padding(
             trainer.args,
-            options,
+            self.options,
             balances_experts=trainer.aux_loss_enabled,
             pad_to_multiple_of=self.pad_to_multiple_of(),
         )
-        check_weights_and_sources(
-            trainer.train_dataset, [*self.evaluated().values()], options, trainer.compute_loss_func
-        )
+        check_weights_and_sources(train, evaluated, self.options, trainer.compute_loss_func)
 
     # --- preparation --------------------------------------------------------------------------
 
@@ -188,13 +184,30 @@ class RunData:
         # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
         unlimited = copy.copy(args)
         unlimited.max_length = None
+        trainer = self.trainer
 
         def rows_by_trl(dataset: Any, formatting_func: Any, name: str) -> Any:
             return by_trl(dataset, processing_class, unlimited, False, formatting_func, name)
 
         def prepare_rows(dataset: Any, name: str) -> tuple[Any, PreparationCounts | None]:
-            rules = self._rules(dataset, name, processing_class, args, rows_by_trl)
-            trainer, only = self.trainer, rules.row_format.completion_only
+            if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide
+                trainer.completion_only_loss = trains_completions(
+                    dataset, args.completion_only_loss
+                )
+            only = trainer.completion_only_loss
+            if self.sets is not None:  # TRL decides once, by the first row of the first of them
+                only = trains_completions(dataset, args.completion_only_loss)
+            rules = Rules.of_run(
+                args,
+                processing_class,
+                trainer._tokenizer,
+                packing=self.sampling.packing,
+                chat_template=trainer.chat_template,
+                completion_only=only,
+                generation_config=self.generation_config,
+                by_trl=rows_by_trl,
+                labeler=self.completion_only,
+            )
             with (
                 global_then_local_main_first(),  # one rank writes the cache, the others read it
                 temporarily(trainer, completion_only_loss=only),  # TRL's code reads it
@@ -224,30 +237,8 @@ class RunData:
         """Return the documents of a training set that was set on the built trainer."""
         # Tokens without packing are trained as they are, as in TRL; bins have a capacity.
         is_tokenized = "input_ids" in columns_of(dataset) and not records_of(dataset)
-        if is_tokenized and not self.sampling.packing:
-            return dataset
-        return self.prepare_later(dataset)
-
-    def _rules(
-        self, dataset: Any, name: str, processing_class: Any, args: Any, by_trl: Callable[..., Any]
-    ) -> Rules:
-        trainer = self.trainer
-        if name == "train" and records_of(dataset):  # TRL does not see the rows, which decide it
-            trainer.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
-        only = trainer.completion_only_loss
-        if self.sets is not None:  # TRL decides once, by the first row of the first of them
-            only = trains_completions(dataset, args.completion_only_loss)
-        return Rules.of_run(
-            args,
-            processing_class,
-            trainer._tokenizer,
-            packing=self.sampling.packing,
-            chat_template=trainer.chat_template,
-            completion_only=only,
-            generation_config=self.generation_config,
-            by_trl=by_trl,
-            labeler=self.completion_only,
-        )
+        stays = is_tokenized and not self.sampling.packing
+        return dataset if stays else self.prepare_later(dataset)
 
 
 # --- several data sets ----------------------------------------------------------------------------
@@ -270,39 +261,33 @@ def source_sets(
     if not isinstance(train_dataset, dict):
         check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
         return None
-    _check_sets(train_dataset, collator)
+    if isinstance(train_dataset, (DatasetDict, IterableDatasetDict)):
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them to "
+            f"train as sources; got a {type(train_dataset).__name__} of the splits "
+            f"{', '.join(train_dataset)}, so pass one of them"
+        )
+    if not train_dataset:
+        raise ValueError("train_dataset is an empty dictionary; it needs a data set")
+    for name, dataset in train_dataset.items():
+        if not isinstance(name, str) or not isinstance(dataset, (Dataset, IterableDataset)):
+            raise TypeError(
+                f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
+                "IterableDataset, and name each source by a text"
+            )
+        if reason := reason_for_trl_path(dataset, collator):
+            check_is_one_set(train_dataset, reason)
+    if len({isinstance(dataset, IterableDataset) for dataset in train_dataset.values()}) > 1:
+        raise ValueError(
+            "train_dataset has streams beside data sets with a length; make all of them streams "
+            "(dataset.to_iterable_dataset()), or load all of them"
+        )
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         raise ValueError(
             "skip_prepare_dataset=True takes one data set as it is, and train_dataset is a "
             "dictionary; leave it out (a tokenized data set is not tokenized again)"
         )
     return dict(train_dataset)
-
-
-def _check_sets(datasets: Mapping[Any, Any], collator: Any) -> None:
-    if isinstance(datasets, (DatasetDict, IterableDatasetDict)):
-        raise TypeError(
-            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them to "
-            f"train as sources; got a {type(datasets).__name__} of the splits "
-            f"{', '.join(datasets)}, so pass one of them"
-        )
-    if not datasets:
-        raise ValueError("train_dataset is an empty dictionary; it needs a data set")
-    for name, dataset in datasets.items():
-        if not isinstance(name, str):
-            raise ValueError(f"train_dataset has the key {name!r}; name each source by a text")
-        if not isinstance(dataset, (Dataset, IterableDataset)):
-            raise TypeError(
-                f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
-                "IterableDataset"
-            )
-        if reason := reason_for_trl_path(dataset, collator):
-            check_is_one_set(datasets, reason)
-    if len({isinstance(dataset, IterableDataset) for dataset in datasets.values()}) > 1:
-        raise ValueError(
-            "train_dataset has streams beside data sets with a length; make all of them streams "
-            "(dataset.to_iterable_dataset()), or load all of them"
-        )
 
 
 def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
@@ -343,8 +328,7 @@ def prepare_sources(
     if not known:
         return joined, None
     notes = tuple(f"{name}: {note}" for name, found in known.items() for note in found.notes)
-    total = sum((replace(found, notes=()) for found in known.values()), PreparationCounts())
-    return joined, replace(total, notes=notes)
+    return joined, replace(sum(known.values(), PreparationCounts()), notes=notes)
 
 
 def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) -> Dataset:
@@ -358,16 +342,15 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
         ValueError: some rows were packed before, and others were not; or a column that the user
             named has another type in another source.
     """
-    columns = [name for name in _TYPES if any(name in d.column_names for d in documents.values())]
-    columns += [
-        name for name in named if all(name in each.column_names for each in documents.values())
-    ]
     packed = [name for name, d in documents.items() if SEQ_LENGTHS in d.column_names]
     if packed and len(packed) < len(documents):
         raise ValueError(
             f"rows of train_dataset[{packed[0]!r}] were packed before (they have seq_lengths), and "
             "others were not; pass documents everywhere"
         )
+    held = [{*dataset.column_names} for dataset in documents.values()]
+    columns = [column for column in _TYPES if column in set.union(*held)]
+    columns += [column for column in named if column in set.intersection(*held)]
     parts = {name: _with_columns(dataset, columns) for name, dataset in documents.items()}
     common = Features({column: _common_type(column, parts) for column in columns})
     joined = concatenate_datasets(
@@ -379,30 +362,28 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
 
 def _common_type(column: str, parts: Mapping[str, Dataset]) -> Any:
     """Return the type of a column in all data sets; nulls fit into any."""
-    null = Value("null")
-    known = {n: part.features[column] for n, part in parts.items()}
-    known = {name: kind for name, kind in known.items() if kind != null}
-    first, kind = next(iter(known.items()), ("", null))
-    for name, other in known.items():
-        if other != kind and column in _TYPES:
-            return _TYPES[column]
-        if other != kind:
-            raise ValueError(
-                f"the column {column!r} is {kind} in train_dataset[{first!r}] and {other} in "
-                f"train_dataset[{name!r}]; give it one type: .cast_column({column!r}, {kind})"
-            )
-    return kind
+    kinds = {name: part.features[column] for name, part in parts.items()}
+    known = {name: kind for name, kind in kinds.items() if kind != Value("null")}
+    if not known:
+        return Value("null")
+    first, kind = next(iter(known.items()))
+    other = next((name for name in known if known[name] != kind), None)
+    if other is None or column in _TYPES:
+        return kind if other is None else _TYPES[column]
+    raise ValueError(
+        f"the column {column!r} is {kind} in train_dataset[{first!r}] and {known[other]} in "
+        f"train_dataset[{other!r}]; give it one type: .cast_column({column!r}, {kind})"
+    )
 
 
 def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
     """Return `dataset` with these columns alone; missing weights are 1, missing images none."""
-    if DOCUMENT_WEIGHT in columns and DOCUMENT_WEIGHT not in dataset.column_names:
-        ones: Any = np.ones(len(dataset))
-        dataset = dataset.add_column(DOCUMENT_WEIGHT, ones)
-    if TOKEN_WEIGHTS in columns and TOKEN_WEIGHTS not in dataset.column_names:
+    number, missing = len(dataset), {*columns} - {*dataset.column_names}
+    if DOCUMENT_WEIGHT in missing:
+        dataset = dataset.add_column(DOCUMENT_WEIGHT, np.ones(number))
+    if TOKEN_WEIGHTS in missing:
         dataset = dataset.map(_with_unit_weights, batched=True, desc="Adding weights")
-    if IMAGE_IDS in columns and IMAGE_IDS not in dataset.column_names:
-        number = len(dataset)
+    if IMAGE_IDS in missing:
         dataset = dataset.add_column(IMAGE_IDS, [()] * number, feature=_TYPES[IMAGE_IDS])
         dataset = dataset.add_column(IMAGE_ROW, np.full(number, _NO_ROW))
     return dataset.select_columns(columns).with_format(None)
