@@ -23,7 +23,6 @@ from trl_packing.loss.sums import LossSums
 from trl_packing.training import metrics as measured
 from trl_packing.training.loaders import RunIsolation
 from trl_packing.training.metrics import GIB, ThroughputMeter
-from trl_packing.training.report import throughput_in_short
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
@@ -264,19 +263,6 @@ def test_other_bars_show_them_if_they_can(tmp_path):
 
     trainer_of(tmp_path, callbacks=[Notebook(), Rich()]).train()
     assert "tokens/s" in Notebook.training_tracker.prefix
-
-
-@pytest.mark.parametrize(
-    ("logs", "words"),
-    [
-        ({"tokens_per_second": 7.0}, "7 tokens/s"),
-        ({"tokens_per_second": 45600.0, "mfu": 0.41}, "45.6k tokens/s, 41% MFU"),
-        ({"tokens_per_second": 2.5e6, "utilization": 0.9}, "2.5M tokens/s, 90.0% full"),
-        ({"eval_loss": 2.0, "epoch": 1.0}, ""),
-    ],
-)
-def test_the_bar_shows_rates_in_short(logs, words):
-    assert throughput_in_short(logs) == words
 
 
 # --- who logs them --------------------------------------------------------------------------------
