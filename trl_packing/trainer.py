@@ -280,17 +280,15 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _loss_is_ours(self) -> bool:
         """Return whether `compute_loss` is ours, and not a user's."""
-        found = getattr(self.compute_loss, "__func__", None)
-        return found is PackedSFTTrainer.compute_loss and not self._loss_is_between()
+        return self._is_ours("compute_loss") and not self._loss_is_between()
 
     def _loss_is_between(self) -> bool:
         """Return whether a class between ours and `SFTTrainer` computes the loss."""
         return super().compute_loss.__func__ is not SFTTrainer.compute_loss
 
-    def _step_is_ours(self) -> bool:
-        """Return whether neither `training_step` nor `compute_loss` is a user's."""
-        found = getattr(self.training_step, "__func__", None)
-        return found is PackedSFTTrainer.training_step and self._loss_is_ours()
+    def _is_ours(self, method: str) -> bool:
+        found = getattr(getattr(self, method), "__func__", None)
+        return found is getattr(PackedSFTTrainer, method)
 
     # --- data sets ----------------------------------------------------------------------------
 
@@ -418,10 +416,10 @@ class PackedSFTTrainer(SFTTrainer):
         """Announce the row: `compute_loss` and the caller may be a user's."""
         takes_count = self._takes_count or self.compute_loss_func is not None
         hides = not (self._loss_is_ours() or takes_count)
-        is_own = not (self._step_is_ours() or self.args.torch_compile)
+        is_own = not (self._is_ours("training_step") and self._loss_is_ours())
         with (
             use_current_row(inputs),
-            self._other_models.watch() if is_own else nullcontext(),
+            self._other_models.watch() if is_own and not self.args.torch_compile else nullcontext(),
             self._step_loss.hide_num_items(num_items_in_batch, hide=hides) as count,
         ):
             return super().training_step(model, inputs, count)

@@ -100,16 +100,6 @@ class EpochRecord:
             if value != then.get(name)
         ]
 
-    def other_documents(self, lengths: np.ndarray, tails: np.ndarray) -> list[str]:
-        """Return in words how the documents with these marks differ from the recorded ones."""
-        if len(lengths) != len(self.lengths):
-            return [f"{len(self.lengths):,} documents then, {len(lengths):,} now"]
-        others = [
-            *np.flatnonzero(lengths != self.lengths),
-            *_evenly_spread(len(lengths))[tails != self.tails],
-        ]
-        return [f"document {number} had other tokens" for number in others[:1]]
-
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
     found = 0
@@ -190,18 +180,20 @@ class ResumedEpochs:
 
     def _check_goes_on(self, record: EpochRecord) -> None:
         """Raise ValueError unless the first steps of the epoch hold the trained documents."""
-        then, now = record.settings, self.sampling.settings()
-        others = record.other_documents(*self._marks)
-        if not others and then["mixture"] == now["mixture"]:
+        then, now, (lengths, tails) = record.settings, self.sampling.settings(), self._marks
+        changes = record.changed(now)
+        if not (np.array_equal(lengths, record.lengths) and np.array_equal(tails, record.tails)):
+            changes = [f"{len(record.lengths)} documents then, {len(lengths)} others now", *changes]
+        elif then["mixture"] == now["mixture"]:
             self._sampler.set_epoch(record.epoch)
             if np.array_equal(self._trained_in(record.steps), record.trained):
                 return
-        changes = "; ".join([*others, *record.changed(now)])
-        unnamed = "a mixture of another number of epochs, or another version, planned them"
+        if not changes:
+            changes = ["a mixture of another number of epochs, or another version, planned them"]
         product = math.prod(then[name] for name in ("per_device_train_batch_size", "ranks"))
         raise ValueError(
             f"the checkpoint was saved within an epoch, after {record.steps:,} of its steps, and "
-            f"these would hold other documents now ({changes or unnamed}). Resume with the former "
+            f"these would hold other documents now ({'; '.join(changes)}). Resume with the former "
             "data and settings (per_device_train_batch_size × gradient_accumulation_steps × ranks "
             f"may divide its {product * then['gradient_accumulation_steps']} otherwise), or set "
             "ignore_data_skip=True to restart the epoch"
