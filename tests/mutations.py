@@ -66,7 +66,7 @@ MUTATIONS = [
     ("masks", "attention/document_sdpa.py", "part.sum(1) if part.shape[1] > 1 else ", ""),
     ("masks", "attention/document_sdpa.py", "d_query[rows].add_(dq) if tile.merges else ", ""),
     ("masks", "attention/document_sdpa.py", "        lse = with_sinks", "        pass"),
-    ("masks", "attention/padded_rows.py", "- behind // longest - 1", "- behind // longest"),
+    ("masks", "attention/padded_rows.py", "longest + 1 :], (1, 0))", "longest + 1 :], (0, 1))"),
     ("masks", "attention/padded_rows.py", "order = np.argsort(np", "order = np.sort(np"),
     (
         "boundaries",

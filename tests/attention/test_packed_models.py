@@ -1,13 +1,10 @@
 """Whole models: a packed row has the logits and gradients of its documents alone."""
 
-import logging
-import warnings
-
 import pytest
 import torch
 from helpers import varlen_double
 from helpers.dense import TOLERANCE
-from helpers.packed_models import alone, packed_batch, packed_model
+from helpers.packed_models import packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -40,33 +37,6 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
         batch[name] = batch[name].chunk(2)[0]
     with pytest.raises(ValueError, match=r"ends at 23, and the row has 44.*DataParallel"):
         model(**batch)
-
-
-@pytest.fixture
-def messages(caplog):
-    """Messages of transformers: its logger does not propagate to pytest's handler by itself."""
-    logger = logging.getLogger("transformers")
-    before, logger.propagate = logger.propagate, True
-    yield caplog
-    logger.propagate = before
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_mask_or_cache_breaks_isolation(implementation, messages):
-    """On untouched transformers: why a packed batch has no mask, and `use_cache=False` in it."""
-    model = tiny_model("llama", attn_implementation=implementation)
-    batch = packed_batch([3, 20, 9])
-    expected = alone(model, batch)
-    torch.testing.assert_close(model(**batch).logits, expected, rtol=0, atol=10 * TOLERANCE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with_mask = model(**batch, attention_mask=torch.ones_like(batch["input_ids"])).logits
-        with_cache = model(**{**batch, "use_cache": True}).logits
-        by_default = model(**{k: v for k, v in batch.items() if k != "use_cache"}).logits
-    for leaking in (with_mask, with_cache, by_default):
-        torch.testing.assert_close(leaking[:, :3], expected[:, :3], rtol=0, atol=10 * TOLERANCE)
-        assert (leaking - expected)[:, 3:].abs().max() > 0.1
-    assert not messages.records, "and nobody says a word"
 
 
 @pytest.mark.parametrize("argument", ["position_bias", "attention_bias", "alibi", "head_mask"])
