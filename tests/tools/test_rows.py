@@ -30,7 +30,7 @@ from trl_packing.tools.rows import (
     segments_of,
     show_row,
 )
-from trl_packing.tools.rows_page import MAX_TOKENS, rows_page
+from trl_packing.tools.rows_page import rows_page
 from trl_packing.tools.training_command import TrainerCall
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -136,9 +136,8 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     trainer = PackedSFTTrainer(
         str(path), run.args, train_dataset=make(), processing_class=tiny_tokenizer(chat=True)
     )
-    trainer._loaders.collators.packed.shares_prefixes = (
-        "shared" in name
-    )  # after the check of a model
+    # After the check of a model.
+    trainer._loaders.collators.packed.shares_prefixes = "shared" in name
     loader, epoch = trainer.get_train_dataloader(), PackedEpoch.of(run)
     for number in (0, 1):
         loader.batch_sampler.set_epoch(number)
@@ -398,16 +397,6 @@ def test_hostile_text_is_shown_and_never_run(tmp_path):
     path.write_text(text.replace(r"\u003c", "<").replace(r"\u003e", ">"), encoding="utf-8")
     with open_page(path) as page:  # the negative control
         assert page.evaluate("window.hostile") == 1
-
-
-def test_a_long_row_is_drawn(tmp_path):
-    rows = Dataset.from_dict({"input_ids": [[9 + i % 200 for i in range(1500)]] * 30})
-    path = tmp_path / "rows.html"
-    path.write_text(page_of(run_of(rows, "--max_length", "40000")), encoding="utf-8")
-    with open_page(path) as page:
-        assert page.evaluate("document.querySelectorAll('.token').length") == MAX_TOKENS
-        assert "more tokens" in page.text("#documents")
-        assert page.problems() == []
 
 
 @pytest.mark.parametrize("width", [390, 1280])

@@ -202,8 +202,7 @@ def test_a_part_of_a_file_is_never_left_or_seen(tmp_path, monkeypatch):
     path.write_text("old")
 
     def fails(source, target):
-        assert Path(source).read_text() == "new"
-        assert path.read_text() == "old"
+        assert (Path(source).read_text(), path.read_text()) == ("new", "old")
         raise OSError("full")
 
     monkeypatch.setattr(os, "replace", fails)

@@ -98,13 +98,7 @@ def _laid_out(documents: Sequence[dict[str, Any]]) -> Tokens:
 
 
 class Side(NamedTuple):
-    """One of the two preparations.
-
-    Attributes:
-        name: for a reader.
-        run: the rows and the settings.
-        by_trl: TRL prepares them.
-    """
+    """One of the two preparations: its name, rows and settings, and whether TRL prepares them."""
 
     name: str
     run: PreviewedRun
@@ -191,9 +185,6 @@ def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
         against: ``"trl"``, a .jinja or .j2 template, or a .yaml file of options.
         run: the run that is compared with it.
         words: the training command of the run, without its launcher.
-
-    Raises:
-        ValueError: `against` is none of these, or a file that does not exist.
     """
     check_against(against)
     if against == "trl":
@@ -317,17 +308,13 @@ def _difference(a: Tokens, b: Tokens) -> tuple[str, int]:
 def comparison_text(comparison: Comparison, tokenizers: Sequence[Any]) -> str:
     """Return the counts and the first differences, as lines of both that differ.
 
-        row 12 · labels differ from token 9 on
-        --- here
-        +++ trl
-         <|im_start|>assistant
-        -⟦Hello.<|im_end|>⟧
-        +⟦Hello.<|im_end|>
-        +⟧
-
-    Args:
-        comparison: of two preparations.
-        tokenizers: of both.
+    row 12 · labels differ from token 9 on
+    --- here
+    +++ trl
+     <|im_start|>assistant
+    -⟦Hello.<|im_end|>⟧
+    +⟦Hello.<|im_end|>
+    +⟧
     """
     names = [escape_hidden(name) for name in comparison.names]
     lines = [f"{'':16}{names[0][:20]:>20}{names[1][:20]:>20}"]

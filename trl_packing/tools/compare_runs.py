@@ -99,7 +99,6 @@ class Comparison:
     """Runs beside each other; each list has an item for every run, None where it is unknown.
 
     Attributes:
-        runs: their names.
         figures: what was trained, and the last logged losses, by name.
         over: the axis on which the runs are compared; None if there is none for all of them.
         at: the place on `over` up to which all runs were trained.

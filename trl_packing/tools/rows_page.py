@@ -135,11 +135,7 @@ def _row_data(
 ) -> dict[str, Any]:
     """Return the values that rows.js draws of `row`; lists have one entry for each token.
 
-    Args:
-        epoch: the epoch of the row.
-        row: a packed row.
-        texts: texts of tokens and their numbers; those of this row are added.
-        most: tokens that are shown.
+    At most `most` tokens are shown, and their texts get numbers in `texts`.
     """
     tokenizer, short = epoch.run.preparation.eos.tokenizer, f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"

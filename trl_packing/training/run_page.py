@@ -30,14 +30,10 @@ _FORMAT = 1
 
 
 class Totals(NamedTuple):
-    """Documents, tokens and seconds trained up to an optimizer step, by all ranks; None: unknown.
+    """What was trained up to an optimizer step, by all ranks; None: unknown.
 
-    Attributes:
-        documents: number of documents; each piece of a split document counts.
-        tokens: of documents, without padding.
-        trained_tokens: targets of the loss.
-        computed_tokens: tokens of the rows, with their padding.
-        seconds: of training, without evaluation and saving.
+    Pieces of split documents count as documents. `tokens` are without padding, `computed_tokens`
+    those of the rows with it, and `seconds` without evaluation and saving.
     """
 
     documents: int | None = None
@@ -213,15 +209,7 @@ _PLACE = {"steps": 0, "documents": 1, "tokens": 2, "hours": 3}  # in a point
 
 
 class Chart(NamedTuple):
-    """A frame with curves.
-
-    Attributes:
-        title: above the frame.
-        curves: name, number of its color, and points of each line.
-        note: beside the title.
-        may_be_log: whether the reader may choose a logarithmic y-axis for it.
-        percent: whether values are shares, shown in percent.
-    """
+    """A frame with curves: name, number of its color, and points of each."""
 
     title: str
     curves: Sequence[tuple[str, int, Sequence[Point]]]
@@ -301,8 +289,7 @@ def values_of_curves(
     A value that is NaN or infinite leaves a gap, marked on the x-axis. Long curves are thinned.
 
     Args:
-        charts: in their order on the page.
-        main: number of those that are not folded.
+        charts: in their order on the page; those after the first `main` ones are folded.
         axis: the first x-axis shown.
         warnings: text that is shown for an axis.
         marks: vertical lines: a label, and the place on each axis as in `Point`.
@@ -338,11 +325,9 @@ def values_of_curves(
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> Sequence[Point]:
-    """Return at most `most` points; the smallest and the largest of each stretch are kept.
+    """Return at most `most` points, an even number: the smallest and the largest of each stretch.
 
-    Args:
-        points: in the order of the run. Gaps (NaN, infinity) are kept before anything else.
-        most: an even number.
+    Gaps (NaN, infinity) are kept before anything else.
     """
     if len(points) <= most:
         return points
@@ -374,12 +359,7 @@ def _gaps(name: str, points: Sequence[Point]) -> str:
 
 
 def run_page(record: RunRecord, report: str) -> HtmlPage:
-    """Return the page of a run, the text of a file that opens from disk.
-
-    Args:
-        record: of the run.
-        report: lines of the record, as HTML.
-    """
+    """Return the page of a run, the text of a file that opens from disk; `report` is HTML."""
     charts, main = charts_of([record])
     places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
     shown = values_of_curves(

@@ -40,14 +40,8 @@ _PADS = ("padded", "equal_lengths")  # attention backends
 class RunRecorder(TrainerCallback):
     """Keeps the record of a run, and its page. ``trainer.remove_callback(RunRecorder)`` stops it.
 
-    Args:
-        trainer: its arguments and state are read.
-        meter: counts what is trained.
-        path: returns the path of the run in words.
-
-    Attributes:
-        least_seconds: between two writes.
-        most_share: of the time that may be spent on writing.
+    It writes again after `least_seconds`, and in at most `most_share` of the time. `path` returns
+    the path of the run in words.
     """
 
     least_seconds = 5.0
@@ -221,15 +215,12 @@ def replace_file(path: Path, text: str) -> None:
 
 # Values that TRL and transformers put in place of a default; no user has asked for them.
 _RESOLVED: dict[str, tuple[Any, ...]] = {
-    "bf16": (True,),
-    "activation_checkpointing": (True,),
-    "gradient_checkpointing": (True,),
+    **dict.fromkeys(("bf16", "activation_checkpointing", "gradient_checkpointing"), (True,)),
+    **dict.fromkeys(("report_to", "debug"), ([],)),
+    "do_eval": (True,),
     "pad_to_multiple_of": (None,),
     "disable_tqdm": (False, True),  # the level of transformers' log decides
     "dataloader_pin_memory": (False,),
-    "report_to": ([],),
-    "debug": ([],),
-    "do_eval": (True,),
 }
 _PER_RUN = ("output_dir", "logging_dir", "run_name")
 

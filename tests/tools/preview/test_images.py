@@ -8,7 +8,7 @@ from datasets import Dataset
 from helpers.tiny import tiny_model
 from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
+from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
@@ -94,25 +94,6 @@ def test_images_are_named_with_their_size_and_tokens(model, processor, tmp_path)
     assert "Answer 0 is short." in one
 
 
-def test_a_document_without_sizes_still_names_its_images(processor):
-    token = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    ids = [*processor.tokenizer("Look: ").input_ids, token, token, token, token]
-    ids += processor.tokenizer(" A dog.").input_ids
-    numbers = [int(i == token) for i in ids]
-    document = {"input_ids": ids, "labels": [-100] * 8 + ids[8:], "image_ids": numbers}
-    assert "[image, 4 tokens]" in show_document(document, processor.tokenizer)
-
-
-def test_trained_image_tokens_are_marked(model, processor, tmp_path):
-    dataset = image_dataset(form="messages")  # TRL trains all of it
-    run = run_of(model, processor, tmp_path, dataset)
-    (text,) = next(iter(preview_rows(run, [0]))).texts
-    assert re.search(r"⟦[^⟧]*\[image 36×20, \d+ tokens\][^⟧]*⟧", text)
-    run = run_of(model, processor, tmp_path, dataset, train_on="assistant")
-    (text,) = next(iter(preview_rows(run, [0]))).texts
-    assert re.search(r"⟦[^⟧]*\[image", text) is None
-
-
 def paths(folder, broken: int) -> Dataset:
     rows = []
     for number in range(4):
@@ -135,15 +116,6 @@ def test_one_row_is_read_without_the_images_of_the_others(model, processor, tmp_
     assert "image 0 in row 2 of the data set cannot be read" in third.reason
     with pytest.raises(ValueError, match="image 0 in row 2 of the train dataset cannot be read"):
         preview_losses(run)
-
-
-def test_headers_are_read_once_for_the_whole_set(model, processor, tmp_path):
-    run = run_of(model, processor, tmp_path, paths(tmp_path, broken=-1)).with_all_images()
-    (tmp_path / "3.png").unlink()
-    texts = [preview.texts[0] for preview in preview_rows(run, [0])]
-    assert "[image 24×24, " in texts[0]
-    assert len(run.images.store.sources) == 1
-    run.images.store.sizes(3)
 
 
 def test_runs_that_trl_prepares_are_not_shown(processor, tmp_path):

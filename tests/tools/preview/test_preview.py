@@ -14,7 +14,6 @@ from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.attention.backends import CHOICES, NATIVE_ATTENTION
 from trl_packing.cli import main
-from trl_packing.data.prepared import load_rows
 from trl_packing.tools.preview.preview import (
     collator_of,
     preview_epoch,
@@ -48,17 +47,6 @@ def test_rows_are_shown_piece_by_piece_or_with_the_reason_why_not():
     settings = ["--max_length", "32", "--overflow", "drop"]
     *_, lost = inspect(rows, tiny_tokenizer(), settings, rows=[0], prepares_all=True)
     assert "1 document longer than max_length=32: dropped" in lost
-
-
-def test_rows_are_those_of_a_file_of_a_folder_or_of_a_part(tmp_path):
-    lines = [json.dumps({"text": str(i)}) + "\n" for i in range(10)]
-    for name, part in (("train", lines[:8]), ("test", lines[8:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(part))
-    assert load_rows(str(tmp_path / "test.jsonl"))["text"][:] == ["8", "9"]
-    assert load_rows(str(tmp_path), "test")["text"][:] == ["8", "9"]
-    assert load_rows(str(tmp_path), "train[6:]")["text"][:] == ["6", "7"]
-    with pytest.raises(ValueError, match=r"missing\.jsonl does not exist"):
-        load_rows("missing.jsonl")
 
 
 # --- every setting that the trainer honors --------------------------------------------------------

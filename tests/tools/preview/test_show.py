@@ -14,7 +14,7 @@ from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing import pack, show_document, show_rows
+from trl_packing import show_document, show_rows
 from trl_packing.data.printable import escape_hidden, escape_text
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
@@ -36,13 +36,6 @@ def test_trained_tokens_are_marked():
     assert "ends in '<eos>', trained" in heading
 
 
-def test_color_takes_the_place_of_brackets():
-    tokenizer = tiny_tokenizer()
-    parts = (("Why? ", False), ("So.", True))
-    shown = show_document(document(tokenizer, *parts), tokenizer, color=True)
-    assert shown.endswith("Why? \x1b[1;32mSo.\x1b[0m")
-
-
 def test_weights_are_written_before_their_tokens():
     tokenizer = tiny_tokenizer()
     example = document(tokenizer, ("Why? ", False), ("So.", True))
@@ -57,10 +50,6 @@ def test_the_first_token_is_shown_as_what_it_is_no_target():
     first = tokenizer.decode(ids[:1])
     shown = show_document({"input_ids": ids, "labels": ids}, tokenizer)
     assert shown.endswith(f"{first}⟦{'So.'[len(first) :]}⟧")
-
-
-def test_an_empty_document_is_said_to_be_empty():
-    assert "empty" in show_document({"input_ids": [], "labels": []}, tiny_tokenizer())
 
 
 def test_labels_of_another_length_are_refused():
@@ -113,13 +102,6 @@ def test_a_document_cannot_act_on_the_terminal_or_fake_a_mark(attack, trained, c
     found.encode()  # a lone surrogate could not be printed
 
 
-def test_the_heading_shows_the_last_token_without_harm():
-    for attack in ATTACKS.values():
-        heading, *_ = shown(f"So: {attack}", color=False).split("\n")
-        assert not harmful(heading)
-        assert "⟧" not in heading
-
-
 def test_text_that_a_reader_sees_stays_as_it_is():
     text = "Zażółć\t\\frac{1}{2}\n漢字 한글 العربية 🙂 é \\n × 0.5×"
     assert shown(text, color=False).endswith(f"Z⟦{text[1:]}⟧")
@@ -169,28 +151,41 @@ def unescaped(text: str) -> str:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def test_rows_are_drawn_a_letter_a_document():
-    assert show_rows([[3, 2], [4], []], capacity=6) == "AAABB·\nCCCC··\n······"
-    assert show_rows([[3, 2], [4]]) == "AAABB\nCCCC"
-    assert show_rows([[3, 0, 2]]) == "AAACC"
+@pytest.mark.parametrize(
+    ("rows", "options", "drawn"),
+    [
+        ([[3, 2], [4], []], {"capacity": 6}, "AAABB·\nCCCC··\n······"),
+        ([[3, 0, 2]], {}, "AAACC"),
+        ([[3, 4]], {"cells_per_line": 5}, "AAABB\nBB"),
+        # A cell is what its middle token belongs to.
+        ([[9, 7]], {"tokens_per_cell": 4, "capacity": 24}, "AABB··"),
+        ([[2, 2]], {"documents": [[51, 52]], "tokens_per_cell": 2}, "zA"),
+        # A tree has a line for each document, below its prefix.
+        ([[8, 7, 6], [3]], {"shared": [[0, 4, 2], [0]]}, "════AAAA\n    BBB\n  CCCC\nDDD"),
+        ([[4, 4]], {"shared": [[0, 4]]}, "════\n"),  # equal documents stand once
+        ([[9, 9]], {"shared": [[0, 8]], "tokens_per_cell": 4}, "══A\n  B"),
+        (
+            *([[3, 3]], {"shared": [[0, 2]], "color": True}),
+            "\x1b[30;47m══\x1b[0m\x1b[30;44mA\x1b[0m\n  \x1b[30;43mB\x1b[0m",
+        ),
+    ],
+)
+def test_rows_are_drawn_a_letter_a_document(rows, options, drawn):
+    assert show_rows(rows, **options) == drawn
 
 
-def test_rows_of_a_plan_keep_the_letters_of_their_documents():
-    lengths = [2, 5, 3]
-    plan = pack(lengths, 5)
-    rows = [[lengths[i] for i in documents] for documents in plan]
-    drawn = show_rows(rows, documents=[d.tolist() for d in plan])
-    assert sorted("".join(drawn.split())) == sorted("AABBBBBCCC")
-
-
-def test_a_cell_is_what_its_middle_token_belongs_to():
-    assert show_rows([[10, 6]], tokens_per_cell=4) == "AABB"
-    assert show_rows([[9, 7]], tokens_per_cell=4, capacity=24) == "AABB··"
-    assert show_rows([[2] * 54], tokens_per_cell=2)[-3:] == "zAB"
-
-
-def test_lines_break_where_asked():
-    assert show_rows([[3, 4]], cells_per_line=5) == "AAABB\nBB"
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([[5, 3]], {"shared": [[0, 4]]}, "shared=4 must be from 0 to the document's 3 tokens"),
+        ([[5, 3]], {"shared": [[0, 2]], "capacity": 9}, "a tree has a line for each document"),
+        ([[3, 4]], {"capacity": 6}, "7 tokens is beyond capacity=6"),
+        ([[3]], {"tokens_per_cell": 0}, "tokens_per_cell=0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(rows, options, words):
+    with pytest.raises(ValueError, match=words):
+        show_rows(rows, **options)
 
 
 @settings(max_examples=60)
@@ -213,16 +208,6 @@ def test_colors_and_html_show_the_same_letters():
     assert html.count("<span") == 3
 
 
-def test_a_tree_is_drawn_a_line_a_document_below_its_prefix():
-    tree = show_rows([[8, 7, 6], [3]], shared=[[0, 4, 2], [0]])
-    assert tree == "════AAAA\n    BBB\n  CCCC\nDDD"
-    assert show_rows([[4, 4]], shared=[[0, 4]]) == "════\n"  # equal documents stand once
-    assert show_rows([[16, 16]], shared=[[0, 8]], tokens_per_cell=4) == "══AA\n  BB"
-    assert show_rows([[9, 9]], shared=[[0, 8]], tokens_per_cell=4) == "══A\n  B"
-    colored = show_rows([[3, 3]], shared=[[0, 2]], color=True)
-    assert colored == "\x1b[30;47m══\x1b[0m\x1b[30;44mA\x1b[0m\n  \x1b[30;43mB\x1b[0m"
-
-
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array), min_size=1))
 def test_a_tree_draws_each_token_of_the_row_once(documents):
@@ -230,17 +215,6 @@ def test_a_tree_draws_each_token_of_the_row_once(documents):
     lengths = [len(documents[d]) for d in tree.order]
     drawn = show_rows([lengths], shared=[tree.depths.tolist()])
     assert len(drawn.replace("\n", "").replace(" ", "")) == len(tree.position_ids)
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="shared=4 must be from 0 to the document's 3 tokens"):
-        show_rows([[5, 3]], shared=[[0, 4]])
-    with pytest.raises(ValueError, match="a tree has a line for each document"):
-        show_rows([[5, 3]], shared=[[0, 2]], capacity=9)
-    with pytest.raises(ValueError, match="7 tokens is beyond capacity=6"):
-        show_rows([[3, 4]], capacity=6)
-    with pytest.raises(ValueError, match="tokens_per_cell=0"):
-        show_rows([[3]], tokens_per_cell=0)
 
 
 def test_the_page_of_multipack_is_reproduced():

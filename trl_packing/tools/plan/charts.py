@@ -23,11 +23,9 @@ def histogram(
 ) -> dict[str, Any]:
     """Return how often values occur, as numbers of a picture.
 
-    Values of which the largest is far above the median get a logarithmic axis.
-
     Args:
         values: finite numbers, at least one.
-        label: of the x-axis.
+        label: of the x-axis, which is logarithmic if the largest is far above the median.
         counted: name of the things that are counted, for the text of a bar: "documents".
         cut: a value marked by a dashed line, such as max_length. Values above it are red.
         color: of the bars, in CSS.

@@ -49,19 +49,8 @@ _LEAST_SHARED = 0.01
 class PlannedEpoch:
     """The micro-batches of all ranks in the epoch of a sampler, in the order of training.
 
-    Args:
-        sampler: draws the epoch.
-
-    Attributes:
-        members: documents of each micro-batch.
-        documents: their number, ``(micro-batches,)`` int64.
-        tokens: of each micro-batch, ``(micro-batches,)`` int64; with groups of documents, those
-            that it computes.
-        costs: of each micro-batch in tokens, ``(micro-batches,)`` float64.
-        ranks: data-parallel ranks.
-        slots: micro-batches of a full step.
-        steps: optimizer steps.
-        patches: of each micro-batch, ``(micro-batches,)`` int64; None without images.
+    `members` are the documents of each. `documents`, `tokens`, `costs` (in tokens) and `patches`
+    (None without images) are ``(micro-batches,)``; tokens are those that groups compute.
     """
 
     def __init__(self, sampler: PackedBatchSampler):
@@ -101,21 +90,14 @@ class PlannedEpoch:
 
 @dataclass(frozen=True)
 class Variant:
-    """The epoch of a run's documents under other settings.
+    """The epoch of a run's documents under other settings, or the reason why it is `refused`.
 
     Attributes:
-        name: of the settings.
-        is_run: the run has these settings.
-        steps: optimizer steps; 0 if the run would not start.
-        documents_per_step: mean over them.
         tokens: real ones; with groups, those that their rows compute.
         computed: the same with padding.
-        largest: of a micro-batch, padding included.
+        largest: tokens of a micro-batch, padding included.
         waiting: share of the ranks' time in which they wait for the costliest one.
         bins: None where nothing is packed into bins.
-        refused: the reason why the run would not start.
-        max_length: None without a limit.
-        ranks: their number.
         counts: losses of the overflow policy.
         prefixes_per_step: mean number of groups in a step; None without groups.
     """
@@ -189,9 +171,6 @@ def variant_of(
         name: of the settings.
         is_run: the run has these settings.
         shared: the prefixes that documents share within a row; None if they do not.
-
-    Raises:
-        ValueError: the run would not start.
     """
     sampler = sampling.sampler(lengths, **facts)
     epoch = PlannedEpoch(sampler)
@@ -230,11 +209,8 @@ class RunPlan:
     """The first epoch of a run, and the same documents under other settings.
 
     Attributes:
-        run: the settings and the data.
-        report: the text report.
         documents: prepared, in the order of the data set.
-        epoch: their micro-batches.
-        bins: the bins; None where nothing is packed into bins.
+        bins: None where nothing is packed into bins.
         whole: documents of any length; None if the rows stay as they are.
         what_if: plans with other values of max_length.
         ways: plans of padded batches, bins, and a fixed number of documents a step.
@@ -311,14 +287,7 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
 def other_max_lengths(
     whole: WholeDocuments, rules: Rules, sampling: Sampling, max_lengths: Iterable[int | None]
 ) -> Iterator[Variant]:
-    """Yield the plan for each max_length; without groups and images, whose documents differ.
-
-    Args:
-        whole: documents before the overflow policy.
-        rules: by which they are prepared.
-        sampling: of the run.
-        max_lengths: most tokens of a document, and of a bin.
-    """
+    """Yield the plan for each max_length; without groups and images, whose documents differ."""
     documents = token_documents(whole.documents)
     longest = int(documents.lengths().max(initial=0))
     by_length = column_of(sampling.options.curriculum or "") == LENGTH
@@ -343,13 +312,7 @@ def other_max_lengths(
 
 
 def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[Variant, ...]:
-    """Return how padded batches, bins, and steps of a fixed number of documents compare.
-
-    Args:
-        lengths: tokens of the documents that fit, in the order of the data set.
-        sampling: of the run.
-        facts: what else is known of the documents.
-    """
+    """Return how padded batches, bins, and steps of a fixed number of documents compare."""
     args, given = sampling.args, sampling.options.documents_per_step
     size = padded_batch_size(args.per_device_train_batch_size, packing=args.packing)
     padded = sampling.changed(

@@ -28,11 +28,7 @@ from trl_packing.training.sampling import Sampling
 class RowPreview:
     """One row of a data set as text: its documents, or the reason why none of it is trained.
 
-    Attributes:
-        row: its number.
-        documents: each document as text, with its trained tokens marked.
-        tokens: `input_ids`, `labels` and weights of each document.
-        reason: why there is no document.
+    `tokens` has `input_ids`, `labels` and weights of each document.
     """
 
     row: int
@@ -91,11 +87,7 @@ def preview_losses(run: PreviewedRun) -> str:
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
-    """Return the report that the trainer would print before an epoch.
-
-    Args:
-        run: the run.
-        ranks: data-parallel processes.
+    """Return the report that the trainer would print before an epoch on `ranks` processes.
 
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
@@ -119,15 +111,7 @@ def report_on(
     sampler: PackedBatchSampler,
     counts: PreparationCounts | None,
 ) -> PackingReport:
-    """Return the report on an epoch.
-
-    Args:
-        run: the run.
-        sampling: that has made the sampler.
-        documents: prepared.
-        sampler: of the documents.
-        counts: of what was kept and lost.
-    """
+    """Return the report on the epoch of a sampler that `sampling` has made of these documents."""
     report = report_of(
         sampling,
         documents,
@@ -145,11 +129,7 @@ def report_on(
 
 
 def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollator:
-    """Return the collator of a run, without the pixels of its images.
-
-    Args:
-        run: the run.
-        sampler: of its training set.
+    """Return the collator of a run with this sampler, without the pixels of its images.
 
     Raises:
         ValueError: `static_shapes` is set, and the model is not known.

@@ -136,11 +136,14 @@ class PreviewedRun:
             ValueError: the arguments cannot be used, or TRL's code would prepare the data.
         """
         args, given, collator = call.args, call.train_dataset, call.data_collator
-        if not isinstance(args, SFTConfig):
-            raise ValueError(f"args is {type(args).__name__}; only a PackedSFTConfig can be shown")
-        if not isinstance(given, (dict, Dataset, IterableDataset)):
-            raise ValueError(f"train_dataset is {type(given).__name__}, which cannot be shown")
-        options, images = PackingOptions.of(args), RunImages()
+        sets_of_rows = (dict, Dataset, IterableDataset)
+        for name, value, kind in (
+            ("args", args, SFTConfig),
+            ("train_dataset", given, sets_of_rows),
+        ):
+            if not isinstance(value, kind):
+                raise ValueError(f"{name} is {type(value).__name__}, which cannot be shown")
+        options, images, model = PackingOptions.of(args), RunImages(), call.model
         sets = source_sets(given, args, collator) or {"train": given}
         first = next(iter(sets.values()))
         check_arguments(args, first)
@@ -148,16 +151,16 @@ class PreviewedRun:
         check_loss_options(options, call.compute_loss_func)
         trl_path = reason_for_trl_path(first, collator)
         if not trl_path and has_images(given):
-            if call.model is None:
+            if model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
-            trl_path = images.why_not_packed(call.model, given, None, args, call.processing_class)
+            trl_path = images.why_not_packed(model, given, None, args, call.processing_class)
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
         images.check_options(options)
         labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
         processing_class = call.processing_class or (labeler and labeler.tokenizer)
         if processing_class is None:
-            processing_class = processing_class_of(call.model, args)
+            processing_class = processing_class_of(model, args)
         loaded = {
             name: rows
             if isinstance(rows, Dataset)
@@ -174,9 +177,7 @@ class PreviewedRun:
             packing=args.packing,
             chat_template=template,
             completion_only=trains_completions(rows, args.completion_only_loss),
-            generation_config=None
-            if call.model is None
-            else generation_config_of(call.model, args),
+            generation_config=None if model is None else generation_config_of(model, args),
             by_trl=_refuse,
             labeler=labeler,
         )
@@ -184,7 +185,7 @@ class PreviewedRun:
             args,
             loaded if isinstance(given, dict) else rows,
             rules,
-            call.model,
+            model,
             call.formatting_func,
             isinstance(first, IterableDataset),
             collator,

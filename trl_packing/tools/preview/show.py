@@ -119,14 +119,8 @@ def _stretches(
 ) -> Iterator[tuple[float, str]]:
     """Yield consecutive tokens of one weight as text, and those of an image as its words.
 
-    Without images, the texts add up to the decoded document.
-
-    Args:
-        ids: tokens ``(T,)``.
-        weights: of the tokens ``(T,)``.
-        images: equal for the tokens of an image, and 0 on text, ``(T,)``.
-        words: for each image, by its first token.
-        tokenizer: decodes the document.
+    `images` ``(T,)`` is equal for the tokens of an image, and 0 on text; `words` has the words of
+    each image, by its first token. Without images, the texts add up to the decoded document.
     """
     changes = np.diff(weights, prepend=np.nan) != 0
     starts = np.flatnonzero(changes | (np.diff(images, prepend=0) != 0))

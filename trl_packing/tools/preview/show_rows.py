@@ -69,58 +69,51 @@ def show_rows(
     for name, size in (("tokens_per_cell", tokens_per_cell), ("cells_per_line", cells_per_line)):
         if size is not None and size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
-    lines: list[str] = []
     if documents is None:
         ends = np.cumsum([0, *map(len, rows)])
         documents = [range(start, end) for start, end in pairwise(ends.tolist())]
+    lines: list[str] = []
     if shared is not None:
         if capacity is not None or cells_per_line is not None:
             raise ValueError("a tree has a line for each document; leave out the size of lines")
-        trees = zip(rows, documents, shared, strict=True)
-        lines = [line for tree in trees for line in _tree(*tree, tokens_per_cell, color, html)]
+        for tree in zip(rows, documents, shared, strict=True):
+            drawn = _tree(*tree, tokens_per_cell)
+            lines += [_line([(cell, False) for cell in row], color, html).rstrip() for row in drawn]
         rows = documents = ()
     for at, (lengths, numbers) in enumerate(zip(rows, documents, strict=True)):
-        cells = _cells(lengths, numbers, capacity, tokens_per_cell)
-        pictures = _pictures(images[at] if images else (), len(cells), tokens_per_cell)
+        cells = _cells(lengths, numbers, images[at] if images else (), capacity, tokens_per_cell)
         step = cells_per_line or max(len(cells), 1)
-        for i in range(0, len(cells), step):
-            line = [*zip(cells, pictures, strict=True)][i : i + step]
-            lines.append(_line(line, color, html))
+        lines += [_line(cells[i : i + step], color, html) for i in range(0, len(cells), step)]
     text = "\n".join(lines)
     return f'<pre style="line-height:1.3">{text}</pre>' if html else text
 
 
 def _cells(
-    lengths: Sequence[int], numbers: Sequence[int], capacity: int | None, tokens_per_cell: int
-) -> list[int]:
-    """Return the document of each cell of a row, or padding."""
-    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
-    used = int(ends[-1]) if len(ends) else 0
-    if capacity is not None and used > capacity:
-        raise ValueError(f"a row of {used} tokens is beyond capacity={capacity}; raise it")
-    shown = used if capacity is None else capacity
-    middles = np.arange(tokens_per_cell // 2, shown, tokens_per_cell)
-    # Padding comes last, for positions after the documents.
-    return np.array([*numbers, _PADDING])[np.searchsorted(ends, middles, side="right")].tolist()
-
-
-def _pictures(
-    images: Sequence[tuple[int, int]], num_cells: int, tokens_per_cell: int
-) -> list[bool]:
-    """Return whether the middle token of each cell belongs to an image."""
-    middles = np.arange(num_cells) * tokens_per_cell + tokens_per_cell // 2
-    return [any(start <= at < stop for start, stop in images) for at in middles.tolist()]
+    lengths: Sequence[int],
+    numbers: Sequence[int],
+    images: Sequence[tuple[int, int]],
+    capacity: int | None,
+    tokens_per_cell: int,
+) -> list[tuple[int, bool]]:
+    """Return the document of the middle token of each cell, and whether it belongs to an image."""
+    owners = np.repeat(np.asarray(numbers, np.int64), np.asarray(lengths, np.int64))
+    if capacity is not None:
+        if len(owners) > capacity:
+            raise ValueError(
+                f"a row of {len(owners)} tokens is beyond capacity={capacity}; raise it"
+            )
+        owners = np.pad(owners, (0, capacity - len(owners)), constant_values=_PADDING)
+    is_image = np.zeros(len(owners), bool)
+    for start, stop in images:
+        is_image[start:stop] = True
+    middles = slice(tokens_per_cell // 2, None, tokens_per_cell)
+    return [*zip(owners[middles].tolist(), is_image[middles].tolist(), strict=True)]
 
 
 def _tree(
-    lengths: Sequence[int],
-    numbers: Sequence[int],
-    shared: Sequence[int],
-    tokens_per_cell: int,
-    color: bool,
-    html: bool,
-) -> Iterator[str]:
-    """Yield a line for each document, which begins below the tokens that it shares."""
+    lengths: Sequence[int], numbers: Sequence[int], shared: Sequence[int], tokens_per_cell: int
+) -> Iterator[list[int]]:
+    """Yield the cells of each document, which begins below the tokens that it shares."""
     next_shared = [*shared[1:], 0]
     for length, number, above, below in zip(lengths, numbers, shared, next_shared, strict=True):
         if not 0 <= above <= length:
@@ -128,17 +121,15 @@ def _tree(
         # A cell shows its middle token. The last one shows the last token, which few share.
         at = np.arange(0, length, tokens_per_cell) + tokens_per_cell // 2
         at[-1:] = length - 1
-        cells = np.select([at < above, at < below], [_ABOVE, _SHARED], number).tolist()
-        yield _line([(cell, False) for cell in cells], color, html).rstrip()
+        yield np.select([at < above, at < below], [_ABOVE, _SHARED], number).tolist()
 
 
 def _line(cells: Sequence[tuple[int, bool]], color: bool, html: bool) -> str:
     """Return a line of cells: the document of each, and whether it shows an image."""
     parts = []
     for (document, is_image), group in groupby(cells):
-        sign = _LETTERS[document % len(_LETTERS)] if document >= 0 else _SIGNS[document]
-        sign = _IMAGE if is_image else sign
-        text = sign * len([*group])
+        sign = _SIGNS.get(document) or _LETTERS[document % len(_LETTERS)]
+        text = (_IMAGE if is_image else sign) * len([*group])
         code, rgb = _GRAY if document == _SHARED else _HUES[document % len(_HUES)]
         is_filled = document not in (_PADDING, _ABOVE)
         if is_filled and html:
