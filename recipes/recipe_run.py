@@ -19,7 +19,12 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, load_rows, show_document
-from trl_packing.tools.options import check_names, read_config, short_usage_errors
+from trl_packing.tools.options import (
+    check_names,
+    read_config,
+    short_usage_errors,
+    with_long_names,
+)
 
 
 @dataclass
@@ -57,7 +62,7 @@ def parse(
         ValueError: an option is unknown or has a value that it cannot have, or none names the
             model or the data.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = with_long_names(sys.argv[1:] if argv is None else argv)
     kinds = (arguments, PackedSFTConfig, *more)
     parser = TrlParser(kinds, usage=f"{Path(sys.argv[0]).name} [--config FILE] [--OPTION VALUE]")
     known = {word.lstrip("-").replace("-", "_") for word in parser._option_string_actions}

@@ -5,11 +5,9 @@ of code, miss a picture, report an error or ask another host for anything.
 """
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,9 +24,6 @@ CUT = """[...document.querySelectorAll('article :is(table, pre, pre > code, svg,
     || e.matches('pre, code') && e.scrollWidth > e.clientWidth + 1
     || e.matches('img') && !e.naturalWidth)
   .map(e => `${e.tagName} ${e.textContent ? e.textContent.trim().slice(0, 60) : e.src}`)"""
-
-RESULTS = """[...document.querySelectorAll('.md-search-result__item > a')]
-  .map(e => new URL(e.href).pathname.split('/site/')[1])"""
 
 
 @pytest.fixture(scope="module")
@@ -87,25 +82,6 @@ def test_a_cut_table_a_missing_picture_and_a_foreign_request_are_seen(site):
     for fault in ("CODE xxx", "TABLE y y", "nothing.png", "pixels wide in a window of 390"):
         assert fault in found
     assert "request: https://example.com/a.png" in found
-
-
-@pytest.mark.parametrize(
-    ("words", "first"),
-    [("overflow", "settings.html"), ("isolation", "exactness.html"), ("flash-attn", "gpus.html")],
-)
-def test_the_search_of_a_site_in_a_folder_finds_pages_before_sources(site, words, first):
-    with open_page(site / "index.html") as page:
-        page.click(".md-search__input")
-        deadline = time.monotonic() + 120
-        # Again and again: the page does not listen before its index is read.
-        while not (found := page.evaluate(RESULTS)) and time.monotonic() < deadline:
-            page.evaluate(
-                f"(e => {{ e.value = {json.dumps(words)}; e.dispatchEvent(new Event('keyup')) }})"
-                "(document.querySelector('.md-search__input'))"
-            )
-            time.sleep(1)
-    assert found[0] == first
-    assert not any(address.startswith("repository/trl_packing") for address in found)
 
 
 def test_a_setting_has_an_anchor_and_a_table_its_filter(site):

@@ -24,13 +24,6 @@ def test_a_dry_run_passes(gpu, capsys):
     assert "all parts passed" in printed
 
 
-def test_single_layers_pass_in_a_dry_run(gpu, capsys, tmp_path):
-    report = tmp_path / "gpu.md"
-    parts = ["kernels", "blocks", "rows", "prefixes"]
-    assert gpu.main(["--dry-run", "--output", str(report), "--parts", *parts]) == 0
-    assert "| documents | prefixes | 4 |" in report.read_text()
-
-
 def test_varlen_takes_the_same_rows(gpu, capsys, monkeypatch):
     """A double of PyTorch's kernel reads what it is handed."""
     calls = varlen_double.install(monkeypatch)

@@ -49,6 +49,10 @@ def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
         assert main(["inspect", "--data", data, *RUN, "--rows", "0", "7"]) == 0
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1]
+    assert main(["plan", "--data", "out", *RUN, "--max_length", "32"]) == 2
+    said = capsys.readouterr().err
+    assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
+    assert said.count("\n") == 1
 
 
 def run_of(entries, **more):
@@ -95,15 +99,6 @@ def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more,
     assert main(["prepare", out, "--config", "run.yaml"]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
     assert not (place / "made").exists()
-
-
-def test_a_run_with_other_settings_is_refused_in_one_line(place, capsys):
-    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
-    capsys.readouterr()
-    assert main(["plan", "--data", "out", *RUN, "--max_length", "32"]) == 2
-    said = capsys.readouterr().err
-    assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -176,9 +171,8 @@ def test_an_entry_that_is_prepared_takes_no_settings_of_rows(place):
 
 def test_prepared_entries_and_rows_are_one_mixture(place):
     prepare_pairs()
-    entries = [{"path": "out", "fraction": 0.75, "weight": 2}]
-    named = {"prompt_column": "question", "completion_column": "answer"}
-    entries += [{"path": "pairs.jsonl", "fraction": 0.25, "weight": 1, "source": "pairs"} | named]
+    named = {"prompt_column": "question", "completion_column": "answer", "source": "pairs"}
+    entries = [{"path": "out", "fraction": 0.75}, {"path": "pairs.jsonl", "fraction": 0.25} | named]
     options = {"datasets": entries, "model_name_or_path": "model", "output_dir": "run"}
     (place / "run.yaml").write_text(json.dumps(options))
     call = TrainingCommand.from_words(["--config", "run.yaml"]).call
@@ -186,14 +180,7 @@ def test_prepared_entries_and_rows_are_one_mixture(place):
     assert {name: len(rows) for name, rows in sets.items()} == {"out": 15, "pairs": 5}
     (record,) = records_of(sets["out"])
     assert record.is_whole(sets["out"])
-    documents, _ = PreviewedRun.from_call(call).documents()
-    assert len(documents) == 20
-
-
-def test_a_stream_of_a_prepared_folder_is_refused(place, capsys):
-    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
-    assert main(["plan", "streaming.py", "--data", "out", *RUN, "--max_steps", "1"]) == 2
-    assert "out holds prepared data: leave streaming out" in capsys.readouterr().err
+    assert len(PreviewedRun.from_call(call).documents()[0]) == 20
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from helpers.recipes import FOLDER, ROOT, YAMLS, commands_of, module
 from helpers.tiny import save_tiny_model, tiny_rows
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.cli import main
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
@@ -138,15 +137,3 @@ def test_another_recipe_would_show_other_rows(models, tmp_path):
     assert plain != chat
     assert tokens_of(previewed(None, words)) == chat
     assert tokens_of(previewed(None, [*words, "--chat", "false"])) == plain
-
-
-def test_the_command_shows_the_pictures_of_the_demo(capsys):
-    script = str(FOLDER / "vision.py")
-    rows = module("demo_pictures").demo_rows(600)
-    assert main(["inspect", script, "--rows", "0", "1", "2", "3", "--json"]) == 0
-    for number, row in enumerate(json.loads(capsys.readouterr().out)["rows"]):
-        sizes = [[*image.size[::-1]] for image in rows[number]["images"]]
-        assert row["documents"][0].get("image_sizes") == sizes
-    assert main(["inspect", script, "--rows", *map(str, range(8))]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count("[image ") == sum(len(rows[number]["images"]) for number in range(8))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.recipes import FOLDER, RECIPES, ROOT, YAMLS, assert_prints, expected_output, module
+from helpers.recipes import FOLDER, RECIPES, ROOT, YAMLS, expected_output, module
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -32,19 +32,6 @@ def test_every_recipe_sets_the_wait_policy_of_openmp_before_torch_is_loaded():
     )
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     subprocess.run([sys.executable, "-c", code], check=True, env=inherited)
-
-
-def test_other_words_are_not_taken_for_the_expected_output(monkeypatch):
-    promised = ["documents    200 · 39,312 tokens", "Trained 4,884,480 of … (3.5%)."]
-    monkeypatch.setattr("helpers.recipes.expected_output", lambda recipe: promised)
-    name = "lora_0.1b.yaml"
-    assert_prints(name, "documents  7 · 1 tokens\nTrained 5 of 1,024 parameters (29.5%).")
-    for output in (
-        "documents  7 · 1 tokens\nTrained all of them (3.5%).",
-        "Trained 5 of 1,024 parameters (29.5%).\ndocuments  7 · 1 tokens",
-    ):
-        with pytest.raises(AssertionError, match="not printed"):
-            assert_prints(name, output)
 
 
 def test_the_readme_lists_every_recipe_and_every_yaml_file():

@@ -125,23 +125,3 @@ def test_settings_that_belong_into_entries_are_refused(tmp_path, more, sentence)
     config = config_of(tmp_path, {"trl": {"epochs": 1}, "more": {}}, **more)
     with pytest.raises(ValueError, match=sentence):
         call_of(config)
-
-
-@pytest.mark.slow
-def test_the_recipe_trains_a_mixture(tmp_path, capsys):
-    model = tmp_path / "model"
-    quick = ["--max_steps", "1", "--num_samples", "0", "--run_page", "false"]
-    sft_packed.main(["--output_dir", str(model), *quick])
-    config = config_of(
-        tmp_path,
-        {"trl": {"epochs": 0.5}, "more": {"epochs": 2}},
-        model_name_or_path=str(model),
-        max_steps=2,
-        test_split_size=0.2,
-        source_column="source",
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    metrics = sft_packed.main(["--config", config])
-    assert {"eval_loss", "eval_loss_trl", "eval_loss_more"} <= metrics.keys()
-    assert " drawn of " in capsys.readouterr().out

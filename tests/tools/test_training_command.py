@@ -5,7 +5,7 @@ from dataclasses import fields
 from trl_packing.recipes.sft_packed import RecipeArguments
 
 import pytest
-from helpers.recipes import FOLDER
+from helpers.recipes import FOLDER, module
 from trl import ModelConfig
 
 from trl_packing import PackedSFTConfig
@@ -22,19 +22,21 @@ def test_a_script_runs_as_it_is_and_without_one_it_is_sft_packed(tmp_path, monke
     assert (own.script, own.words) == ("lora.py", ("--model", "m", "--own-option", "1"))
     assert own.is_named
     assert own.options == {}
-    module = TrainingCommand.from_words(["-m", "json.tool", "--model", "m"])
-    assert (module.script, module.words, module.is_module) == ("json.tool", ("--model", "m"), True)
+    named = TrainingCommand.from_words(["-m", "json.tool", "--model", "m"])
+    assert (named.script, named.words, named.is_module) == ("json.tool", ("--model", "m"), True)
     none = TrainingCommand.from_words([*RUN, "--split=train[:4]", "--revision", "v2"])
-    assert none.script == str(FOLDER / "sft_packed.py")
-    assert none.words == (
-        *("--model_name_or_path", "m", "--dataset_name", "d.jsonl"),
-        *("--dataset_train_split=train[:4]", "--model_revision", "v2"),
-    )
-    assert not none.is_named
+    assert (none.script, none.is_named) == (str(FOLDER / "sft_packed.py"), False)
+    assert none.options == {
+        "model_name_or_path": "m",
+        "dataset_name": "d.jsonl",
+        "dataset_train_split": "train[:4]",
+        "model_revision": "v2",
+    }
+    data_args, _, model_args = module("sft_packed").parse(none.words)
+    assert (data_args.dataset_train_split, model_args.model_revision) == ("train[:4]", "v2")
     # Outside of a checkout, the path of a recipe is found in the package.
     recipe = TrainingCommand.from_words(["recipes/chat_data.py", "--data", "d"])
     assert recipe.script == str(FOLDER / "chat_data.py")
-    assert recipe.words == ("--dataset_name", "d")
     assert recipe.options == {"dataset_name": "d"}
 
 

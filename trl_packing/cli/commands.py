@@ -269,8 +269,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     diagnosis = diagnose()
     arguments.say(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
     if arguments.json:
-        print_json(diagnosis.to_dict())
-    return 1 if diagnosis.failures else 0
+        print_json(diagnosis.facts)
+    return 1 if diagnosis.facts["failures"] else 0
 
 
 def compare(arguments: argparse.Namespace) -> int:

@@ -81,25 +81,13 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings under their headings, and the facts behind them as plain values for JSON."""
+    """Findings under their headings, and all of them as plain values for JSON.
+
+    Among the values, `failures` are the reasons why training would fail.
+    """
 
     sections: dict[str, list[Finding]]
     facts: dict[str, Any]
-
-    def of(self, status: str) -> list[str]:
-        """Return the findings with this status, in words."""
-        found = [finding for section in self.sections.values() for finding in section]
-        return [f"{each.name}: {each.text}" for each in found if each.status == status]
-
-    @property
-    def failures(self) -> list[str]:
-        """The reasons why training would fail; empty if it would not."""
-        return self.of("fail")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values."""
-        failures, notes = self.failures, self.of("note")
-        return {"trains": not failures, "failures": failures, "notes": notes, **self.facts}
 
     def text(self, width: int = 80) -> str:
         """Return the diagnosis for a terminal of `width` columns."""
@@ -112,7 +100,7 @@ class Diagnosis:
                 whole = escape_hidden(text)
                 lines += textwrap.wrap(whole, width, break_on_hyphens=False, **indent)
             lines.append("")
-        verdict = "Training would fail: see above." if self.failures else ""
+        verdict = "Training would fail: see above." if self.facts["failures"] else ""
         return "\n".join([*lines, verdict or "Nothing here would stop a training run."])
 
 
@@ -139,14 +127,20 @@ def diagnose(
     found = [Finding("ok", device.kind, str(device)) for device in devices]
     if first.kind == "cuda" and not is_half:
         found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
-    attention = _attention(trials, first)
+    heading = "Attention (a tiny Llama, packed against each document alone)"
+    sections = {"Versions": versions, "Devices": found, heading: _attention(trials, first)}
+    said: dict[str, list[str]] = {"fail": [], "note": []}
+    for finding in (finding for section in sections.values() for finding in section):
+        said.setdefault(finding.status, []).append(f"{finding.name}: {finding.text}")
     facts = {
+        "trains": not said["fail"],
+        "failures": said["fail"],
+        "notes": said["note"],
         "versions": {name: number for name, number in installed.items() if number is not None},
         "machine": {"system": system, "devices": [asdict(device) for device in devices]},
         "attention": {"chosen": chosen_of(trials)} | {k: asdict(v) for k, v in trials.items()},
     }
-    heading = "Attention (a tiny Llama, packed against each document alone)"
-    return Diagnosis({"Versions": versions, "Devices": found, heading: attention}, facts)
+    return Diagnosis(sections, facts)
 
 
 # --- attention ------------------------------------------------------------------------------------

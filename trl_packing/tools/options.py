@@ -117,6 +117,13 @@ def values_of(words: Sequence[str]) -> dict[str, Any]:
     return in_file | {name: " ".join(values) for name, values in on_line.items()}
 
 
+def with_long_names(words: Sequence[str]) -> list[str]:
+    """Return a command line with --model as --model_name_or_path, --data as --dataset_name, ..."""
+    long = {f"--{short}": f"--{name}" for short, name in SHORT.items()}
+    parts = (word.partition("=") for word in words)
+    return [long.get(name, name) + equals + value for name, equals, value in parts]
+
+
 def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     """Return the keys and values of a YAML file, which `option` names.
 

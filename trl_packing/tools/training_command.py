@@ -34,7 +34,7 @@ from trl import SFTTrainer, TrlParser
 from trl.chat_template_utils import clone_chat_template
 
 from trl_packing.config import PackedSFTConfig
-from trl_packing.tools.options import SHORT, replaced, short_usage_errors, suggest, values_of
+from trl_packing.tools.options import replaced, short_usage_errors, suggest, values_of
 from trl_packing.trainer import PackedSFTTrainer
 
 # A machine without a GPU accepts these arguments. None of them affects the data.
@@ -191,15 +191,13 @@ class TrainingCommand:
             return cls(words[1], tuple(words[2:]), is_module=True)
         folder = import_module(_RECIPES).FOLDER
         if not words or words[0].startswith("-"):
-            return cls(str(folder / "sft_packed.py"), _with_long_names(words), is_named=False)
+            return cls(str(folder / "sft_packed.py"), tuple(words), is_named=False)
         script, recipe = Path(words[0]), folder / Path(words[0]).name
         if not script.is_file() and not recipe.is_file():
             hint = suggest(recipe.name, [file.name for file in folder.glob("*.py")])
             raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()}){hint}")
         # A recipe need not be in the current folder.
-        command = cls(words[0] if script.is_file() else str(recipe), tuple(words[1:]))
-        is_recipe = command.is_recipe
-        return cls(command.script, _with_long_names(words[1:])) if is_recipe else command
+        return cls(words[0] if script.is_file() else str(recipe), tuple(words[1:]))
 
     @property
     def names_data(self) -> bool:
@@ -207,16 +205,13 @@ class TrainingCommand:
         return self.is_named or bool({"dataset_name", "datasets"} & values_of(self.words).keys())
 
     @property
-    def is_recipe(self) -> bool:
-        """Whether the script is a recipe of this package."""
-        folder = import_module(_RECIPES).FOLDER.resolve()
-        return self.script.startswith(_RECIPES) or Path(self.script).resolve().parent == folder
-
-    @property
     def options(self) -> dict[str, str]:
         """The options of a recipe as texts, by name; none of another script."""
-        given = values_of(self.words) if self.is_recipe else {}
-        return {name: str(value) for name, value in given.items() if name not in _NOT_KEPT}
+        folder = import_module(_RECIPES).FOLDER.resolve()
+        if not self.script.startswith(_RECIPES) and Path(self.script).resolve().parent != folder:
+            return {}
+        given = values_of(self.words).items()
+        return {name: str(value) for name, value in given if name not in _NOT_KEPT}
 
     @cached_property
     def call(self) -> TrainerCall:
@@ -251,13 +246,6 @@ class TrainingCommand:
         with fits_any_machine():
             _, args, model = import_module(f"{_RECIPES}.sft_packed").parse([*self.words, *data])
         return model.model_name_or_path, args
-
-
-def _with_long_names(words: Sequence[str]) -> tuple[str, ...]:
-    """Return a command line with --model as --model_name_or_path, --data as --dataset_name, ..."""
-    long = {f"--{short}": f"--{name}" for short, name in SHORT.items()}
-    parts = (word.partition("=") for word in words)
-    return tuple(long.get(name, name) + equals + value for name, equals, value in parts)
 
 
 # --- settings, tokenizer and config without a trainer ---------------------------------------------
