@@ -74,31 +74,6 @@ def test_trained_spans_are_the_contents_of_the_assistant_and_stop_tokens(name, d
     assert_turns(name, ChatTemplate(tokenizer_for(name)), rows)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama 2", "mistral", "zephyr", "alpaca"])
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_sentencepiece_tokens_are_trained_if_they_hold_what_the_assistant_says(name, data):
-    tokenizer = sentence_tokenizer()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": ["<|im_end|>"]}
-    tokenizer.add_special_tokens(special)
-    tokenizer.chat_template = source_of(name)
-    messages = data.draw(conversations(FORMATS[name].system))
-    [row] = prepared(ChatTemplate(tokenizer), [messages])
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    _, spans = find_message_spans(
-        ChatTemplate(tokenizer), Conversation(messages), assistants(messages)
-    )
-    held = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    expected = [
-        any(max(begin, start) < min(end, stop) for [(start, stop)] in spans.values())
-        for begin, end in held
-    ]
-    assert (row["labels"] != -100).tolist() == expected
-    for number, [(start, stop)] in spans.items():
-        content = messages[number]["content"]
-        assert text[start:stop] == FORMATS[name].written(content, number == len(messages) - 1)
-
-
 @pytest.mark.parametrize("name", ["chatml", "alpaca"])
 def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_it_is(name):
     tokenizer = sentence_tokenizer()
@@ -107,10 +82,6 @@ def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_i
     messages = [*SENTENCES, turn("user", ""), turn("assistant", "")]
     text, spans = find_message_spans(ChatTemplate(tokenizer), Conversation(messages), [1, 3])
     assert [text[start:stop] for [(start, stop)] in spans.values()] == ["Hello" + stop, stop]
-
-
-def assistants(messages) -> list[int]:
-    return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 # --- which turns ----------------------------------------------------------------------------------

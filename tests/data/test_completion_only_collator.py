@@ -54,15 +54,13 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
     tokenizer.padding_side = side
     batch = collator_of(tokenizer=tokenizer, pad_to_multiple_of=4)(TWO)
     pad = tokenizer.pad_token_id
-    expected = {
-        "right": [[50, 10, 11, 60, 61, pad, pad, pad], [10, 11, 62, *[pad] * 5]],
-        "left": [[pad, pad, pad, 50, 10, 11, 60, 61], [*[pad] * 5, 10, 11, 62]],
-    }[side]
+    first, second = [50, 10, 11, 60, 61], [10, 11, 62]
+    expected = [[*first, *[pad] * 3], [*second, *[pad] * 5]]
+    if side == "left":
+        expected = [[*[pad] * 3, *first], [*[pad] * 5, *second]]
     assert batch["input_ids"].tolist() == expected
     assert batch["attention_mask"].tolist() == [[int(i != pad) for i in row] for row in expected]
-    assert batch["labels"].tolist() == [
-        [i if i in (60, 61, 62) else -100 for i in row] for row in expected
-    ]
+    assert batch["labels"].tolist() == [[i if i >= 60 else -100 for i in row] for row in expected]
     assert {values.dtype for values in batch.values()} == {torch.int64}
 
 
@@ -122,11 +120,10 @@ def test_documents_without_the_template_are_counted_and_warned_about_rarely(capl
     for _ in range(12):
         assert (collate([lost, found])["labels"][0] == -100).all()
     assert (collate.num_unfound, collate.num_seen) == (12, 25)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{number} of {seen} documents ({share}) have no response_template '### Answer:', so "
-        "nothing in them is trained; one of them starts 'Nothing of the kind.'"
-        for number, seen, share in [(1, 2, "50.0%"), (10, 20, "50.0%")]
-    ]
+    first, tenth = (record.getMessage() for record in caplog.records)
+    assert first.startswith("1 of 2 documents (50.0%) have no response_template '### Answer:', so")
+    assert first.endswith("one of them starts 'Nothing of the kind.'")
+    assert tenth.startswith("10 of 20 documents")
 
 
 # --- with transformers' own Trainer ---------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Documents end in a trained stop token, or are counted, or get one; two BOS tokens are counted."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -112,18 +113,19 @@ def test_documents_are_counted_one_by_one_through_mappings_and_chunks():
 
 
 def test_the_sentence_has_the_percentage_the_row_its_end_and_the_way_out():
-    rows = [document([A, EOS], ".x")] * 963
     text = TOKENIZER.encode("What is better than ugly? Beautiful, they say, but is it so?")
+    rows = [document([A, EOS], ".x")] * 963
     rows[12:12] = [document(text, "." + "x" * (len(text) - 1))] * 37
     held = arrow(Dataset.from_list(rows))
     note, warning = note_missing_eos(held, EosRule(TOKENIZER, STOPS))
-    assert note == (
-        "37 of 1,000 documents (3.7%) do not end in a trained stop token (one of '<eos>', "
-        "'<|im_end|>'); set append_eos=True, or end them in one"
-    )
+    for words in (
+        "37 of 1,000 documents (3.7%)",
+        "one of '<eos>', '<|im_end|>'",
+        "append_eos=True",
+    ):
+        assert words in note
     assert warning.startswith(note)
-    assert "may not learn to stop there (the first is document 12, ending '" in warning
-    assert "say, but is it so?')" in warning
+    assert re.search(r"the first is document 12, ending '.*say, but is it so\?'", warning)
     assert "check the completion or assistant masks" in note_missing_eos(held, RULE)[0]
 
 

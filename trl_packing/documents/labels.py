@@ -95,20 +95,24 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
         [-100, 6, 7]
     """
     labels = document.get("labels")
-    given = {"labels": labels} if labels is not None else document
-    given = {n: np.asarray(given[n]) for n in ("labels", *MASK_COLUMNS) if given.get(n) is not None}
-    for name, values in given.items():
-        if len(values) != len(input_ids):
-            raise ValueError(
-                f"{name} has {len(values)} entries but input_ids has {len(input_ids)}; give one "
-                "per token"
-            )
     if labels is not None:
-        return given["labels"].astype(np.int64, copy=False)
-    trained = np.ones(len(input_ids), bool)
-    for mask in given.values():
-        trained &= mask != 0
-    return np.where(trained, np.asarray(input_ids, np.int64), IGNORE_INDEX)
+        labels = np.asarray(labels, np.int64)
+        _check_one_each("labels", labels, input_ids)
+        return labels
+    labels = np.array(input_ids, np.int64)
+    for name in MASK_COLUMNS:
+        if (mask := document.get(name)) is not None:
+            _check_one_each(name, mask, input_ids)
+            labels[np.asarray(mask) == 0] = IGNORE_INDEX
+    return labels
+
+
+def _check_one_each(name: str, values: Sized, input_ids: Sized) -> None:
+    if len(values) != len(input_ids):
+        raise ValueError(
+            f"{name} has {len(values)} entries but input_ids has {len(input_ids)}; give one per "
+            "token"
+        )
 
 
 # --- bad rows -------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
 
 def _float32(values: Any) -> np.ndarray:
     with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
-        return np.asarray(values).astype(np.float32)
+        return np.asarray(values, np.float32)
 
 
 # --- columns of a data set, checked before anything is trained ------------------------------------
