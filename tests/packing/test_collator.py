@@ -168,16 +168,6 @@ def test_weights_are_zero_where_nothing_is_trained(convert):
     assert batch["labels"].tolist() == [[-100, -100, 13, 14, -100, 22, 23, -100]]
 
 
-def test_a_packed_row_has_weights_for_all_its_documents():
-    row = {
-        "input_ids": [11, 12, 13, 21, 22],
-        "seq_lengths": [3, 2],
-        "loss_weights": [1, 2, 3, 4, 5],
-    }
-    batch = PackedCollator()([row])
-    assert batch["loss_weights"].tolist() == [[0, 2, 3, 0, 5]]
-
-
 def test_padded_rows_have_the_weights_of_their_tokens():
     def pad(documents):
         ids = [torch.tensor(d["input_ids"]) for d in documents]

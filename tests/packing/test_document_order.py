@@ -91,10 +91,6 @@ def test_another_seed_fails_the_same_comparison(tmp_path):
         assert_same_steps(theirs, ours)
 
 
-def test_packed_steps_of_so_many_documents_hold_those_of_the_padded_run(tmp_path):
-    assert_same_steps(*both(tmp_path, {"packing": True, "documents_per_step": 4}))
-
-
 def test_a_seed_given_to_torch_before_training_counts_as_in_a_padded_run(tmp_path):
     theirs, ours = both(tmp_path, seeded_before_training=3)
     assert_same_steps(theirs, ours)

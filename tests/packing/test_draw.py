@@ -89,11 +89,6 @@ def test_extreme_weights_temperatures_and_epochs_neither_overflow_nor_draw_nothi
     assert drawn[1] == 500
 
 
-def test_a_small_share_draws_a_document_and_none_draws_nothing():
-    drawn = drawn_by_epochs(np.array([0.001, 0.0, 2.5]), np.array([10, 10, 10]))
-    assert drawn.tolist() == [1, 0, 25]
-
-
 # --- in the sampler -------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -150,20 +145,6 @@ def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
 # --- fair steps -----------------------------------------------------------------------------------
 
 
-def unevenness(batches, source_ids, slots) -> float:
-    """Return how much the share of source 0 varies between steps, ÷ that of random steps.
-
-    1 is as at random: the variance of drawing without replacement.
-    """
-    steps = [np.concatenate(batches[at : at + slots]) for at in range(0, len(batches), slots)][:-1]
-    sizes = np.array([len(step) for step in steps])
-    drawn = np.concatenate(steps)
-    share = (source_ids[drawn] == 0).mean()
-    shares = np.array([(source_ids[step] == 0).mean() for step in steps])
-    at_random = share * (1 - share) / sizes * (1 - sizes / len(drawn))
-    return float(((shares - share) ** 2 / at_random).mean() ** 0.5)
-
-
 def two_sources(draw_counts=(3000, 2000)):
     """Return lengths and the draw of two sources of other lengths: long answers and short ones."""
     rng = np.random.default_rng(1)
@@ -171,21 +152,6 @@ def two_sources(draw_counts=(3000, 2000)):
         int
     )
     return lengths.clip(8, 2048), draw_of([(1500, draw_counts[0]), (6000, draw_counts[1])])
-
-
-@pytest.mark.parametrize(
-    "options", [{"capacity": 2048}, {"documents_per_step": 64}], ids=["packed", "documents"]
-)
-def test_every_step_is_a_fair_mixture(options):
-    lengths, draw = two_sources()
-    sampler = PackedBatchSampler(
-        lengths, num_ranks=8, accumulation=2, attention_cost=1e-4, draw=draw, **options
-    )
-    found = []
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        found.append(unevenness(sampler.micro_batches(), draw.source_ids, 16))
-    assert max(found) < 0.8, found
 
 
 def test_a_step_of_documents_holds_each_source_in_proportion():

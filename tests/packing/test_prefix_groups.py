@@ -82,11 +82,6 @@ def test_documents_that_share_only_a_class_meet_at_random():
     assert np.mean(mixed) > 2.5, "groups are neighbors in the alphabet"
 
 
-def test_identical_documents_are_computed_once():
-    groups = grouped([[7] * 30] * 6 + [[8] * 30] * 8 + [[9] * 30] * 7)
-    assert groups.tokens.tolist() == [30, 30, 30]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([70, 120, None]), st.integers(1, 9))
 def test_every_document_is_in_one_group_that_fits(seed, capacity, most):
@@ -102,13 +97,6 @@ def test_every_document_is_in_one_group_that_fits(seed, capacity, most):
         groups.lengths[groups.documents] - groups.depths[groups.documents], groups.offsets[:-1]
     )
     assert row.tolist() == groups.tokens.tolist()
-
-
-def test_no_document_has_no_group():
-    documents = ArrowDocuments(Dataset.from_dict({"input_ids": [[1]]}).select([]), ["input_ids"])
-    groups = group_documents(PrefixIndex.of(documents), documents.lengths(), 10, 8)
-    assert len(groups.documents) == 0
-    assert len(groups.tokens) == 0
 
 
 def test_a_document_that_is_too_long_is_named():

@@ -89,14 +89,6 @@ def test_weights_add_up(documents):
     assert np.isclose(total.sum(), sum(w[1:].sum() for w in weights))
 
 
-def test_a_trie_is_computed_once():
-    prompt = list(range(100))
-    documents = [np.array([*prompt, 200 + i, 300, 301]) for i in range(16)]
-    tree = build_prefix_tree(documents)
-    assert len(tree.position_ids) == 99 + 16 * 4
-    assert sum(map(len, documents)) == 16 * 103
-
-
 def test_padding_behind_a_shared_row_is_a_document_of_its_own():
     documents = [{"input_ids": [*range(30), last]} for last in (40, 41)]
     row = PackedCollator(shares_prefixes=True, pad_to_multiple_of=8)(documents)

@@ -1,7 +1,5 @@
 """Every document exactly once an epoch on any ranks, and the same steps however they are cut."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from harness import make_trainer
@@ -98,31 +96,12 @@ def test_the_exactly_once_check_notices_a_damaged_epoch(damage):
         assert_exactly_once(ranks, 40)
 
 
-def pairs_that_meet(sampler, epoch) -> set[tuple[int, int]]:
-    sampler.set_epoch(epoch)
-    return {pair for batch in sampler for pair in combinations(sorted(batch), 2)}
-
-
-def test_hardly_any_two_documents_meet_again_in_the_next_epoch():
-    """The bound of the issue is 20 %; 0.6 % was measured."""
-    sampler, again = (PackedBatchSampler(chat_lengths(1000, 4096), 4096) for _ in range(2))
-    before, after = (pairs_that_meet(sampler, epoch) for epoch in (0, 1))
-    assert len(before & after) <= 0.02 * len(before)
-    assert pairs_that_meet(again, 1) == after, "the control: an epoch is drawn alike"
-
-
 @pytest.mark.parametrize("strategy", ["bfd", "next_fit", "greedy"])
 def test_without_shuffling_every_epoch_is_the_same(strategy):
     sampler = PackedBatchSampler(chat_lengths(50, 1024), 1024, strategy=strategy, shuffle=False)
     first = list(sampler)
     sampler.set_epoch(7)
     assert list(sampler) == first
-
-
-def test_wrapped_pieces_fill_the_rows_that_they_were_cut_for():
-    pieces = [20, 12, 32, 32, 7, 25, 30, 2]  # laid end to end and cut at 32
-    sampler = PackedBatchSampler(pieces, CAPACITY, strategy="wrapped", seed=1)
-    assert sorted(map(sorted, sampler)) == [[0, 1], [2], [3], [4, 5], [6, 7]]
 
 
 def test_the_trainer_packs_wrapped_pieces_into_full_rows(tmp_path):
@@ -154,14 +133,6 @@ def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
         for n in (1, 2, 4)
     )
     assert one == two == four
-
-
-def test_steps_differ_where_ranks_times_accumulation_differ():
-    """Control of the test above."""
-    lengths = [20] * 12
-    assert steps(all_ranks(lengths, 1, capacity=CAPACITY, accumulation=4), 4) != steps(
-        all_ranks(lengths, 1, capacity=CAPACITY, accumulation=3), 3
-    )
 
 
 def test_a_tail_of_one_bin_is_shared_by_the_ranks():

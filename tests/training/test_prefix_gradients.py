@@ -54,17 +54,6 @@ def test_families_train_each_document_as_alone(case, tmp_path):
     assert_is_one_at_a_time(step, alone(model, documents, weighting=weighting))
 
 
-@pytest.mark.slow
-def test_a_bf16_step_is_as_close_as_bf16_allows(tmp_path):
-    """Autocast keeps 8 bits; the same run without sharing is as far from float32."""
-    model, documents = build_model("llama"), forked_documents()
-    expected, errors = alone(model, documents)[1], {}
-    for mode in ("bin", "off"):
-        step = one_shared_step(model, documents, tmp_path / mode, prefix_sharing=mode, bf16=True)
-        errors[mode] = relative_error(step.gradients, expected)
-    assert errors["bin"] < 1.3 * errors["off"] < 0.1
-
-
 # --- rows at the edges ----------------------------------------------------------------------------
 
 CAPACITY = 128

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from architectures import tiny_models as architectures
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 
 from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.packing.collator import DataCollatorWithFlattening
 from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -21,12 +20,6 @@ from trl_packing.training import prefix_sharing
 from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
 from trl_packing.training.report import report_of
 from trl_packing.training.sampling import Sampling
-
-
-@pytest.fixture(autouse=True)
-def sharing_is_asked_for(monkeypatch):
-    """`prefix_sharing` is what a user set, and not the default, whichever that is."""
-    monkeypatch.setattr("trl_packing.config.PackingOptions.prefix_sharing", "off")
 
 
 def answers(number=60, *, prompt=40, prompts=3, own_labels=False, seed=0) -> list[dict]:
@@ -116,11 +109,6 @@ class OwnStep(PackedSFTTrainer):
         return loss.detach()
 
 
-class Timed(PackedSFTTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
 class OwnRows(PackedCollator):
     """A class of a user, with its own constructor, that masks a token of the last document."""
 
@@ -182,11 +170,6 @@ def test_runs_in_which_each_document_needs_its_tokens_do_not_share(case, tmp_pat
         assert next(iter(trainer.get_eval_dataloader())).get("key_index") is not None
 
 
-def test_other_classes_share(tmp_path):
-    for arguments in ({"cls": Timed}, {"collator": DataCollatorWithFlattening()}):
-        assert trained(tmp_path, **arguments).data_collator.shares_prefixes
-
-
 def test_a_loss_that_is_set_later_counts_each_document(tmp_path):
     trainer = trained(tmp_path)
     assert trainer.data_collator.shares_prefixes
@@ -195,14 +178,6 @@ def test_a_loss_that_is_set_later_counts_each_document(tmp_path):
     )
     trainer.train()
     assert not trainer.data_collator.shares_prefixes
-
-
-@pytest.mark.parametrize("kind", ["all", "non_padding"])
-def test_tokens_seen_are_those_of_the_documents(kind, tmp_path):
-    trainer = trained(tmp_path, pad_to_multiple_of=32, include_num_input_tokens_seen=kind)
-    tokens = sum(map(len, trainer.train_dataset["input_ids"]))
-    seen = trainer.state.num_input_tokens_seen
-    assert seen == tokens if kind == "non_padding" else tokens < seen < 1.3 * tokens
 
 
 @pytest.mark.parametrize("fails_in", ["training", "evaluation"])
@@ -242,27 +217,17 @@ SAMPLERS = {
     "documents": {"documents_per_step": 20, "num_ranks": 2},
     # The last step has 3 documents for 4 ranks.
     "idle ranks": {"documents_per_step": 57, "num_ranks": 4, "allow_idle_ranks": True},
-    "packed rows": {"rows": True, "bins_per_batch": 2},
 }
 
 
-def documents_for(name, **options) -> ArrowDocuments:
-    rows = answers(**options)
-    if name != "packed rows":
-        return ArrowDocuments(Dataset.from_list(rows), ["input_ids", "labels"])
-    packed = [
-        {key: [x for row in rows[at : at + 5] for x in row[key]] for key in rows[0]}
-        | {"seq_lengths": [len(row["input_ids"]) for row in rows[at : at + 5]]}
-        for at in range(0, len(rows), 5)
-    ]
-    columns = ["input_ids", "labels", "seq_lengths"]
-    return ArrowDocuments(Dataset.from_list(packed), columns)
+def documents_of(**options) -> ArrowDocuments:
+    return ArrowDocuments(Dataset.from_list(answers(**options)), ["input_ids", "labels"])
 
 
 @pytest.mark.parametrize("own_labels", [True, False])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_savings_are_those_of_the_collators_rows(name, own_labels):
-    documents = documents_for(name, own_labels=own_labels)
+    documents = documents_of(own_labels=own_labels)
     sampler = PackedBatchSampler(documents.lengths(), **SAMPLERS[name])
     found = prefix_savings(documents, sampler, "bin")
     assert found.is_whole
@@ -271,9 +236,9 @@ def test_the_savings_are_those_of_the_collators_rows(name, own_labels):
     assert found.computed == sum(rows) < 0.9 * found.tokens
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "packed rows"])
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_groups_fill_bins_with_computed_tokens(name):
-    documents, options = documents_for(name, own_labels=True), SAMPLERS[name]
+    documents, options = documents_of(own_labels=True), SAMPLERS[name]
     lengths = documents.lengths()
     groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
     sampler = PackedBatchSampler(lengths, groups=groups, **options)
@@ -300,7 +265,7 @@ def test_groups_fill_bins_with_computed_tokens(name):
 
 
 def test_a_large_data_set_is_estimated_from_a_part(monkeypatch):
-    documents = documents_for("bins", number=600)
+    documents = documents_of(number=600)
     sampler = PackedBatchSampler(documents.lengths(), 512)
     whole = prefix_savings(documents, sampler, "bin")
     monkeypatch.setattr(prefix_sharing, "_MOST_TOKENS", whole.tokens // 3)
@@ -363,30 +328,6 @@ def test_documents_without_common_prefixes_cost_no_check(tmp_path, monkeypatch):
     assert any("key_index" in batch for batch in batches)
     assert not trainer.data_collator.shares_prefixes
     assert checks, "the control: with common prefixes the model is checked"
-
-
-def test_a_stream_is_reported_when_it_was_trained(tmp_path, capsys):
-    rows = answers(prompt=60)
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    trainer = trainer_of(tmp_path, stream, max_steps=4)
-    assert line(trainer) is None
-    trainer.train()
-    counts = trainer._meter.so_far()
-    assert (
-        trainer.packing_report.prefixes.computed
-        == counts["tokens"] - counts["shared"]
-        < counts["tokens"]
-    )
-    assert capsys.readouterr().out.count("× fewer tokens computed") == 1
-
-
-def test_the_default_warns_of_nothing(tmp_path, monkeypatch, caplog):
-    """As the default, "bin" is a try: the report has the reason, and no warning is logged."""
-    monkeypatch.setattr("trl_packing.config.PackingOptions.prefix_sharing", "bin")
-    trainer = trained(tmp_path, attention="model")
-    assert "does nothing" not in caplog.text
-    assert line(trainer).startswith("not shared: attention='model'")
-    assert line(trainer_of(tmp_path, APART)) is None
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -476,9 +417,7 @@ PACKED = [{"input_ids": [7] * 30, "labels": [7] * 30, "seq_lengths": [20, 10]}] 
     [
         ({"prefix_group_size": 1}, "prefix_group_size=1 must be at least 2"),
         ({"prefix_group_size": 4, "prefix_sharing": "bin"}, "prefix_group_size=4 has no effect"),
-        ({"prefix_group_size": 2.5}, "prefix_group_size=2.5 must be a whole number"),
         ({"packing_strategy": "wrapped"}, "packing_strategy='wrapped': pieces are cut where"),
-        ({"static_shapes": True}, "static_shapes=True"),
         ({"rows": PACKED}, "cannot regroup rows that were packed before"),
         ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
         ({"collator": lambda rows: rows}, "prefix_sharing='group', but data_collator is your own"),

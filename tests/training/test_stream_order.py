@@ -97,14 +97,6 @@ ON_RANKS = {
     "four shards": {"shards": 4, "settings": {"max_steps": 8} | ACCUMULATED},
     "four shards, shuffled": {"shards": 4, "shuffle": SHUFFLE, "settings": {"max_steps": 8}},
 }
-OTHERS = {
-    "three shards": {"shards": 3, "settings": {"max_steps": 6}},
-    "a last step that is filled up": {
-        "rows": ROWS[:37],
-        "shards": 1,
-        "settings": {"max_steps": 5},
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +106,7 @@ def runs_of_two_ranks(tmp_path_factory) -> dict[str, dict]:
         f"{trainer}: {name}": Run(
             str(folder / trainer / name), trainer, **({"rows": ROWS} | arguments)
         )
-        for name, arguments in (ON_RANKS | OTHERS).items()
+        for name, arguments in ON_RANKS.items()
         for trainer in TRAINERS
     }
     save = {"max_steps": 10, "save_strategy": "steps", "save_steps": 8}
@@ -144,18 +136,3 @@ def test_two_resumed_ranks_train_the_steps_of_two_uninterrupted_padded_ranks(run
     rest = {step: documents for step, documents in theirs["documents"].items() if step >= 8}
     theirs = {"documents": rest, "losses": theirs["losses"]}
     assert_same_steps(theirs, runs_of_two_ranks["PackedSFTTrainer: resumed"])
-
-
-@pytest.mark.slow
-def test_shards_that_do_not_divide_among_ranks_are_read_in_turns(runs_of_two_ranks):
-    """TRL gives two shards to one rank and one to the other: its documents are trained twice."""
-    theirs, ours = of_both(runs_of_two_ranks, "three shards")
-    with pytest.raises(AssertionError, match="step 0"):
-        assert_same_steps(theirs, ours)
-    documents = sorted(tuple(row["input_ids"]) for row in ROWS)
-    trained_here, there = (
-        [document for step in run["documents"].values() for document in step]
-        for run in (ours, theirs)
-    )
-    assert sorted(trained_here) == documents
-    assert len(there) == len(documents) > len(set(there))

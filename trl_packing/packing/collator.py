@@ -229,45 +229,47 @@ class PackedCollator:
                 are not finite and ≥ 0.
         """
         input_ids = [_token_ids(document["input_ids"]) for document in documents]
-        labels = [
-            document_labels(document, ids)
-            for document, ids in zip(documents, input_ids, strict=True)
-        ]
+        labels = [document_labels(*pair) for pair in zip(documents, input_ids, strict=True)]
         rows = list(_seq_lengths(documents, input_ids))
-        lengths = [length for row in rows for length in row if length]
+        real = [length for row in rows for length in row if length]
         blanks = [] if self.images is None else self.images.blanks(documents)
-        blank = [document["input_ids"] for document in blanks]
-        masked = list(map(len, blank))
-        masked += self._masked_documents(len(lengths + masked), sum(lengths + masked))
-        tail = sum(masked)
-        padding = tail - sum(map(len, blank))
-        input_ids += [*blank, np.full(padding, self.pad_token_id, dtype=np.int64)]
-        labels.append(np.full(tail, IGNORE_INDEX, dtype=np.int64))
-        lengths += masked
-        batch = _batch(
-            np.concatenate(input_ids), np.concatenate(labels), lengths, self.static_shapes
-        )
+        masked = [len(document["input_ids"]) for document in blanks]
+        blank = sum(masked)
+        masked += self._masked_documents(len(real + masked), sum(real + masked))
+        lengths, tail = real + masked, sum(masked)
+        padding = np.full(tail - blank, self.pad_token_id, dtype=np.int64)
+        tokens = [*input_ids, *(document["input_ids"] for document in blanks), padding]
+        seq_lengths = torch.tensor(lengths, dtype=torch.int64)
+        flat_labels = torch.from_numpy(np.concatenate([*labels, np.full(tail, IGNORE_INDEX)]))
+        starts = seq_lengths.cumsum(0) - seq_lengths
+        flat_labels[starts[seq_lengths > 0]] = IGNORE_INDEX
+        shapes = self.static_shapes
+        batch: dict[str, Any] = {
+            "input_ids": torch.from_numpy(np.concatenate(tokens))[None],
+            "labels": flat_labels[None],
+            **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
+        }
+        sources = None
         if has_weights(documents, self.loss_weighting):
-            batch[TOKEN_WEIGHTS] = packed_weights(
-                documents, rows, batch["labels"], lengths, self.loss_weighting
-            )
-        real, sources = lengths[: len(lengths) - len(masked)], None
+            of_tokens, of_items = _weights_of(documents, [sum(row) for row in rows])
+            weights = np.concatenate([*of_tokens, np.ones(tail)])
+            factors = [w for w, row in zip(of_items, rows, strict=True) for n in row if n]
+            factors += [1.0] * len(masked)
+            flat = weights, flat_labels.numpy(), lengths, factors, self.loss_weighting
+            batch[TOKEN_WEIGHTS] = torch.from_numpy(weigh_tokens(*flat))[None]
         if any(SOURCE_IDS in document for document in documents):
             ids = [document[SOURCE_IDS] for document in documents]
             source_ids = np.repeat([*ids, -1], [*map(sum, rows), tail])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
-            sources = source_ids[np.cumsum([0, *real], dtype=np.int64)[:-1]]
+            sources = source_ids[starts[: len(real)].numpy()]
         if self.images is not None:
-            batch |= self.images.tensors([*documents, *blanks], input_ids)
+            batch |= self.images.tensors([*documents, *blanks], tokens)
         shared = None
         if self.shares_prefixes and len(real) > 1 and self.images is None:
-            flat = {
-                name: x[0, : sum(real)].numpy()
-                for name, x in batch.items()
-                if torch.is_tensor(x) and x.ndim == 2
-            }
-            padding = self.pad_to_multiple_of or 1
-            shared = share_prefixes(flat, real, padding, self.pad_token_id, sources)
+            named = {*batch} & {"input_ids", "labels", TOKEN_WEIGHTS}
+            of_documents = {name: batch[name][0, : sum(real)].numpy() for name in named}
+            multiple = self.pad_to_multiple_of or 1
+            shared = share_prefixes(of_documents, real, multiple, self.pad_token_id, sources)
             batch = batch if shared is None else shared[0]
         if not self.tensors_only:
             return PackedBatch(batch)
@@ -279,7 +281,7 @@ class PackedCollator:
             return PackedBatch(tensors, shared[1])
         host = HostRow(
             np.cumsum([0, *lengths], dtype=np.int64),
-            tensors["labels"][0].numpy() != IGNORE_INDEX,
+            flat_labels.numpy() != IGNORE_INDEX,
             tail,
             max_length=batch["max_length_q"],
             sources=sources,
@@ -367,20 +369,6 @@ def _seq_lengths(
         yield lengths
 
 
-def _batch(
-    input_ids: np.ndarray, labels: np.ndarray, lengths: list[int], shapes: StaticShapes | None
-) -> dict[str, Any]:
-    seq_lengths = torch.tensor(lengths, dtype=torch.int64)
-    flat_labels = torch.from_numpy(labels)
-    starts = seq_lengths.cumsum(0) - seq_lengths
-    flat_labels[starts[seq_lengths > 0]] = IGNORE_INDEX
-    return {
-        "input_ids": torch.from_numpy(input_ids)[None],
-        "labels": flat_labels[None],
-        **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
-    }
-
-
 # --- weights ----------------------------------------------------------------------------------
 
 
@@ -390,35 +378,6 @@ def has_weights(documents: Sequence[Document], loss_weighting: str) -> bool:
         document.get(TOKEN_WEIGHTS) is not None or DOCUMENT_WEIGHT in document
         for document in documents
     )
-
-
-def packed_weights(
-    documents: Sequence[Document],
-    rows: Sequence[Sequence[int]],
-    labels: torch.Tensor,
-    lengths: Sequence[int],
-    loss_weighting: str,
-) -> torch.Tensor:
-    """Return the weights of a packed row, (1, T) float32.
-
-    Args:
-        documents: items of the batch, each with its weights.
-        rows: for each item, the tokens of every document in it.
-        labels: (1, T) int64, document starts masked.
-        lengths: tokens of each document, and of the masked ones behind them.
-        loss_weighting: "token", "document" or "sqrt".
-    """
-    held = list(map(sum, rows))
-    weights = [
-        named_token_weights(document, number, _name(at))
-        for at, (document, number) in enumerate(zip(documents, held, strict=True))
-    ]
-    weights.append(np.ones(labels.numel() - sum(held)))
-    of_items = _document_weights(documents)
-    factors = [w for w, row in zip(of_items, rows, strict=True) for length in row if length]
-    factors += [1.0] * (len(lengths) - len(factors))
-    flat = np.concatenate(weights), labels.numpy().ravel()
-    return torch.from_numpy(weigh_tokens(*flat, lengths, factors, loss_weighting))[None]
 
 
 @dataclass
@@ -433,15 +392,14 @@ class WeightedPaddedCollator:
         batch = self.collator(documents)
         labels = batch["labels"]
         if has_weights(documents, self.loss_weighting):
+            sizes = [len(document["input_ids"]) for document in documents]
+            of_tokens, factors = _weights_of(documents, sizes)
             weights = np.zeros(labels.shape)
-            for number, (row, document) in enumerate(zip(weights, documents, strict=True)):
-                length = len(document["input_ids"])
-                row[:length] = named_token_weights(document, length, _name(number))
+            for row, given in zip(weights, of_tokens, strict=True):
+                row[: len(given)] = given
             weights[:, 0] = 0  # never a target
-            factors = _document_weights(documents)
-            lengths = [labels.shape[1]] * len(labels)
-            flat = weights.ravel(), labels.numpy().ravel()
-            found = weigh_tokens(*flat, lengths, factors, self.loss_weighting)
+            flat = weights.ravel(), labels.numpy().ravel(), [labels.shape[1]] * len(labels)
+            found = weigh_tokens(*flat, factors, self.loss_weighting)
             batch[TOKEN_WEIGHTS] = torch.from_numpy(found).view(labels.shape)
         if any(SOURCE_IDS in document for document in documents):
             source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])
@@ -457,9 +415,13 @@ def named_token_weights(document: Document, num_tokens: int, which: str) -> np.n
         raise ValueError(f"{which}: {problem}") from None
 
 
-def _name(number: int) -> str:
-    return f"document {number} of a micro-batch"
-
-
-def _document_weights(documents: Sequence[Document]) -> list[float]:
-    return [document_weight(document, _name(number)) for number, document in enumerate(documents)]
+def _weights_of(
+    documents: Sequence[Document], sizes: Sequence[int]
+) -> tuple[list[np.ndarray], list[float]]:
+    """Return the weights of the tokens of each item of a batch, and the weight of each item."""
+    named = [
+        (document, size, f"document {number} of a micro-batch")
+        for number, (document, size) in enumerate(zip(documents, sizes, strict=True))
+    ]
+    of_items = [document_weight(document, which) for document, _, which in named]
+    return [named_token_weights(*of_item) for of_item in named], of_items

@@ -31,7 +31,6 @@ stages. A document is in the same stage in every epoch; which of several documen
 numbers come first is drawn once, from the seed. So all epochs have equally many bins.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -200,7 +199,7 @@ class MixtureDraw:
 
 
 def drawn_by_weight(
-    weights: Sequence[float], sizes: np.ndarray, units: np.ndarray, temperature: float = 1.0
+    weights: Any, sizes: np.ndarray, units: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """Return the documents that an epoch draws of each source, ``(sources,)`` int64.
 

@@ -225,7 +225,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
-        return list(self.drawn())
+        return list(np.split(self.drawn().documents, self.drawn().ends[:-1]))
 
     def some_micro_batches(self, number: int) -> list[np.ndarray]:
         """Return up to `number` of them, evenly spread over the epoch."""
@@ -323,8 +323,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         bins = self._pack(documents, seed)
         if len(bins) < (self.num_bins or 0):  # of an emptier epoch of a mixture
             parts = split_bins(bins, self.num_bins or 0)
-            sizes = np.array([*map(len, parts)])
-            return plan_of(np.concatenate(parts), sizes, self.lengths[documents], bins.capacity)
+            found = np.concatenate(parts), np.array([*map(len, parts)])
+            return plan_of(*found, self.lengths[documents], bins.capacity)
         return bins
 
     def _pack(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:

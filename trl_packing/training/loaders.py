@@ -42,7 +42,7 @@ from trl_packing.training.arguments import check_some_weights
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.metrics import ThroughputMeter, stream_sources, training_sources
-from trl_packing.training.mixed_stream import mixture_in_words
+from trl_packing.training.mixture import mixture_in_words
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import RunReport
 from trl_packing.training.resuming import ResumedEpochs

@@ -5,19 +5,28 @@ source_column="source"                 the sources are the values of a column
     │  mixture, mixture_unit, mixture_temperature
     ▼
 documents an epoch of each source  →  places of an epoch                        (packing/draw.py)
+
+math    m0 m1 m2 …   weight 3  ┐
+                               ├→  m0 m1 c0 m2 m3 m4 c1 …      several streams as one
+chat    c0 c1 c2 …   weight 1  ┘
 """
 
+import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from datasets import IterableDataset, interleave_datasets
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SOURCE
 from trl_packing.loss.sums import Sources
 from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight, packing_seed
+from trl_packing.training.columns import training_columns
 from trl_packing.training.metrics import training_sources
 
 # A plan of an epoch holds some numbers for each document that it draws: 100 GB for so many.
@@ -105,19 +114,16 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     if not is_mixed(options):
         found = training_sources(dataset, options.source_column)
         return None if found is None else Mixture(found, None)
-    setting = "mixture" if options.mixture is not None else "mixture_temperature"
     column = SOURCE if SOURCE in columns else options.source_column
     if column is None or column not in columns:
-        has = (
-            "no column of sources" if column is None else f"no column {column!r} (it has {columns})"
-        )
         raise ValueError(
-            f"{setting} draws sources, but the training set has {has}; pass train_dataset as a "
-            "dictionary of data sets, or name the column with source_column"
+            f"a mixture draws sources, but the training set has no column of them (it has "
+            f"{columns}, and source_column={column!r}); pass train_dataset as a dictionary of data "
+            "sets, or name the column with source_column"
         )
     if is_packed(documents):
         raise ValueError(
-            f"{setting} cannot draw documents of rows that were packed before (they have "
+            "a mixture cannot draw documents of rows that were packed before (they have "
             "seq_lengths); leave it out, or pass the documents"
         )
     sources = Sources.of(dataset, column, "the training set")
@@ -129,7 +135,7 @@ def _documents_an_epoch(
     sources: Sources, documents: ArrowDocuments, options: PackingOptions
 ) -> np.ndarray:
     """Return the documents that an epoch draws of each source, ``(sources,)`` int64."""
-    names, unit, temperature = sources.names, options.mixture_unit, options.mixture_temperature
+    names, sizes, unit = sources.names, sources.num_documents, options.mixture_unit
     given: Any = options.mixture or {}
     shares: dict[str, Any] = {str(name): share for name, share in given.items()}
     if unknown := [name for name in shares if name not in names]:
@@ -137,36 +143,25 @@ def _documents_an_epoch(
             f"mixture names {unknown[0]!r}, but the sources are {', '.join(names)} (those with a "
             "document to train); name one of them"
         )
-    epochs = np.array([shares.get(name, {}).get("epochs", 1.0) for name in names])
-    counts = drawn_by_epochs(epochs, sources.num_documents)
-    by_size = temperature is not None  # the sources without epochs are drawn by their sizes
-    weighted = [
-        at
-        for at, name in enumerate(names)
-        if (name not in shares if by_size else "weight" in shares.get(name, {}))
-    ]
-    if by_size and not weighted:
-        raise ValueError(
-            f"mixture_temperature={temperature} has no effect, because mixture has epochs for "
-            "every source; leave one of them out"
-        )
-    units = sources.num_documents
+    epochs = [shares.get(name, {}).get("epochs", 1.0) for name in names]
+    counts, units = drawn_by_epochs(np.array(epochs), sizes), sizes
     if unit != "documents":
         values = documents.lengths() if unit == "tokens" else documents.num_trained()
         units = np.bincount(sources.ids, values, minlength=len(names))
-    for at in weighted:
-        if not units[at]:
-            raise ValueError(
-                f"mixture_unit={unit!r}, but the source {names[at]!r} has no "
-                f"{unit.replace('_', ' ')}; leave the source out, or count in documents"
-            )
-    weights = [shares[names[i]]["weight"] for i in weighted] if not by_size else units[weighted]
-    counts[weighted] = 0
-    if np.any(weights):
-        sizes = sources.num_documents[weighted]
-        counts[weighted] = drawn_by_weight([*weights], sizes, units[weighted], temperature or 1.0)
-    if not counts.sum():
-        raise ValueError("mixture draws no document: every source has a weight or epochs of 0")
+    temperature = options.mixture_temperature
+    weights = np.array([shares.get(name, {}).get("weight", 0.0) for name in names])
+    is_drawn = np.array(["weight" in shares.get(name, {}) for name in names])
+    if temperature is not None:  # the sources without epochs are drawn by their sizes
+        weights, is_drawn = units, np.array([name not in shares for name in names])
+    counts[is_drawn] = 0
+    if weights[is_drawn].any():
+        drawn = sizes[is_drawn], units[is_drawn], temperature or 1.0
+        counts[is_drawn] = drawn_by_weight(weights[is_drawn], *drawn)
+    if not counts.sum() or not units[is_drawn].all():
+        raise ValueError(
+            "mixture draws no document: every source has a weight or epochs of 0, or one has no "
+            f"{unit.replace('_', ' ')}"
+        )
     if counts.max() > _MOST_DRAWN:
         raise ValueError(
             f"an epoch of the mixture draws {counts.max():,} documents of "
@@ -174,3 +169,72 @@ def _documents_an_epoch(
             "raise num_train_epochs instead"
         )
     return counts
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:
+    """Raise ValueError if a single stream is to be mixed, whose sources are not known."""
+    if isinstance(dataset, IterableDataset) and is_mixed(options):
+        raise ValueError(
+            "a mixture draws sources, which a stream tells only by being read; pass train_dataset "
+            "as a dictionary of streams, or leave mixture and mixture_temperature out"
+        )
+
+
+def mixture_in_words(options: PackingOptions) -> str | None:
+    """Return the weights of streams as text, None without a mixture."""
+    mixture = options.mixture
+    if not isinstance(mixture, dict):
+        return None
+    return ", ".join(f"{name} {share.get('weight', 0):g}" for name, share in mixture.items())
+
+
+def join_streams(
+    documents: Mapping[str, IterableDataset], options: PackingOptions, seed: int
+) -> IterableDataset:
+    """Return one stream of the documents of several, with the column SOURCE.
+
+    Each document is drawn from one of them, by weight. A stream that ends begins again, until all
+    have ended once, so that no document is left out.
+
+    Args:
+        documents: prepared, by the names of their sources.
+        options: with a weight for each; streams with a weight of 0 are left out.
+        seed: decides the order in which streams are drawn.
+
+    Raises:
+        ValueError: the streams have no weights, no documents, or other columns than others.
+    """
+    mixture: Any = options.mixture or {}
+    weights = {name: float(share.get("weight", math.nan)) for name, share in mixture.items()}
+    is_by_size = options.mixture_temperature is not None or options.mixture_unit != "documents"
+    if is_by_size or {*weights} != {*documents} or not sum(weights.values()) > 0:
+        raise ValueError(
+            "streams do not tell their sizes: give each of them a weight in mixture ("
+            f"{', '.join(documents)}; one weight above 0), and leave mixture_temperature and "
+            "mixture_unit out"
+        )
+    streams = {name: documents[name] for name, weight in weights.items() if weight}
+    columns = {name: sorted(training_columns(stream)) for name, stream in streams.items()}
+    first = next(iter(columns.values()))
+    if any(found != first for found in columns.values()):
+        raise ValueError(f"streams of a mixture need the same columns, and have {columns}")
+    try:
+        return interleave_datasets(
+            [
+                stream.select_columns(first).map(_name_source, fn_kwargs={"source": name})
+                for name, stream in streams.items()
+            ],
+            probabilities=[weights[name] / sum(weights.values()) for name in streams],
+            seed=seed,
+            stopping_strategy="all_exhausted",
+        )
+    except StopIteration:  # datasets 5.2 reads the first documents of each stream
+        empty = next(name for name, stream in streams.items() if next(iter(stream), None) is None)
+        raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None
+
+
+def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
+    return {SOURCE: source}

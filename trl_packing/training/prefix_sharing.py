@@ -19,7 +19,7 @@ The look takes about a tenth of a second on any data set. A run whose documents 
 neither checks its model nor looks for prefixes in its rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,7 @@ from trl import SFTTrainer
 
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.attention.state import find_randomness
-from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.isolation.check import attempt, check_prefixes
 from trl_packing.isolation.guard import worst_of_ranks
 from trl_packing.packing.prefix_groups import PrefixGroups
@@ -63,33 +61,23 @@ class PrefixSharing:
     """
 
     def __init__(
-        self,
-        trainer: SFTTrainer,
-        collators: RunCollators,
-        *,
-        loss_is_ours: Callable[[], bool],
+        self, trainer: SFTTrainer, collators: RunCollators, *, loss_is_ours: Callable[[], bool]
     ):
-        self.trainer = trainer
-        self.guard = collators.guard
-        self.collators = collators
+        self.trainer, self.guard, self.collators = trainer, collators.guard, collators
         self.mode = collators.options.prefix_sharing
         self.loss_is_ours = loss_is_ours
         collators.sampling.draws_groups = self.draws_groups
-        self._failures: dict[tuple[str, bool], str | None] = {}
+        self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode
         self._warned_of: set[str] = set()
 
     @property
     def reason(self) -> str | None:
         """Return why rows of the training set do not share; None if they do, or may."""
-        return self._reason_in(training=True)
-
-    def _reason_in(self, *, training: bool) -> str | None:
-        checked = (self.guard.attention.backend, training)
-        return self._why_not(training=training) or self._failures.get(checked)
+        return self._reason_in(True)
 
     def draws_groups(self, training: bool) -> bool:
         """Return whether bins and steps hold groups, as far as is known of the model."""
-        return self.mode == "group" and self._reason_in(training=training) is None
+        return self.mode == "group" and self._reason_in(training) is None
 
     def check_again(self) -> None:
         """Check models that could share once more when they are wrapped as they will run."""
@@ -101,49 +89,56 @@ class PrefixSharing:
         """Turn sharing on or off, before batches are made in this mode.
 
         Args:
-            model: wrapped as it will run.
+            model: wrapped as it will run; it is checked once in a mode.
             documents: token ids ``(T,)`` of documents of the run.
             training: the mode of the model.
             pays: whether the documents have prefixes to share, as far as is known.
         """
-        pays = pays or self.mode == "group"  # its bins hold the tokens of shared rows
-        shares = self.mode != "off" and pays and self._is_exact(model, documents, training)
+        # Bins of groups hold the tokens of shared rows.
+        shares = self.mode == "group" or (self.mode == "bin" and pays)
+        if shares:
+            key = self.guard.attention.backend, training
+            if key not in self._failures and self._why_not(training) is None:
+                self._failures[key] = self._failure(model, documents, training)
+            reason = self._reason_in(training)
+            if reason and reason not in self._warned_of:
+                logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
+                self._warned_of.add(reason)
+            shares = reason is None
         self.collators.share_prefixes(shares, training=training)
 
-    def _is_exact(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> bool:
-        """Return whether rows of this model can share; check it once in a mode."""
-        reason, key = self._why_not(training), (self.guard.attention.backend, training)
-        if reason is None:
-            if key not in self._failures:
-                self._failures[key] = self._failure(model, documents, training)
-            reason = self._failures[key]
-        was_asked_for = self.mode != PackingOptions.prefix_sharing  # the default only tries
-        if reason and was_asked_for and reason not in self._warned_of:
-            logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
-            self._warned_of.add(reason)
-        return reason is None
+    def _reason_in(self, training: bool) -> str | None:
+        checked = self.guard.attention.backend, training
+        return self._why_not(training) or self._failures.get(checked)
 
     def _why_not(self, training: bool) -> str | None:
         """Return why no model could share in this mode of the run, or None."""
-        trainer, backend = self.trainer, self.guard.attention
-        if self.collators.packed.images is not None:
-            return "an image belongs to one document"
-        if self.collators.packed.static_shapes is not None:
-            return "static_shapes=True holds rows at one length"
-        if trainer.aux_loss_enabled:
-            return "the balance of experts counts every token of every document"
-        if trainer.compute_loss_func is not None or not self.loss_is_ours():
-            return "the loss is your own, and a shared token would count once in it"
-        if not self.collators.makes_rows_unchanged:
-            return "data_collator is your own, and may change a token for one document only"
-        if alpha := getattr(trainer, "neftune_noise_alpha", None):
-            return f"neftune_noise_alpha={alpha} draws noise for each document"
-        if training and (strength := find_randomness(trainer.model)):
-            return f"{strength} draws for each document; set it to 0 to share prefixes"
+        trainer, collators = self.trainer, self.collators
+        own_loss = trainer.compute_loss_func is not None or not self.loss_is_ours()
+        noise = getattr(trainer, "neftune_noise_alpha", None)
+        strength = find_randomness(trainer.model) if training else None
         peft_config = getattr(trainer.model, "active_peft_config", None)
-        if getattr(peft_config, "is_prompt_learning", False):
-            return "virtual tokens stand in front of each row"
-        return take_prefix_keys(self.guard.base_model, backend.backend)
+        for is_so, reason in (
+            (collators.packed.images is not None, "an image belongs to one document"),
+            (
+                trainer.aux_loss_enabled,
+                "the balance of experts counts every token of every document",
+            ),
+            (own_loss, "the loss is your own, and a shared token would count once in it"),
+            (
+                not collators.makes_rows_unchanged,
+                "data_collator is your own, and may change a token for one document only",
+            ),
+            (noise, f"neftune_noise_alpha={noise} draws noise for each document"),
+            (strength, f"{strength} draws for each document; set it to 0 to share prefixes"),
+            (
+                getattr(peft_config, "is_prompt_learning", False),
+                "virtual tokens stand in front of each row",
+            ),
+        ):
+            if is_so:
+                return reason
+        return take_prefix_keys(self.guard.base_model, self.guard.attention.backend)
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
@@ -219,9 +214,9 @@ class PrefixSavings:
             said.append(f"prefix_sharing='group' would compute {by_groups} tokens")
         elif self.sharing == "off" and self.saved >= _WORTH_A_LINE:
             said.append(f"prefix_sharing='bin' would compute {fewer}")
-        if said or self.sharing in ("off", PackingOptions.prefix_sharing):
-            return " · ".join(said)
-        return "nothing to share: documents of a row begin differently"
+        elif not said and self.sharing != "off":
+            said.append("nothing to share: documents of a row begin differently")
+        return " · ".join(said)
 
     def beside_groups(self, groups: PrefixGroups) -> "PrefixSavings":
         """Return the same with what groups of the documents would save, if it is clearly more."""
@@ -250,14 +245,15 @@ def prefix_savings(
         sampler: of any rank.
         sharing: `prefix_sharing` of the run.
     """
+    if sampler.rows:  # several documents each, which are not known here
+        return PrefixSavings(sharing)
     total = max(len(sampler) * sampler.num_ranks, 1)  # micro-batches
-    tokens, number = max(int(sampler.lengths.sum()), 1), max(documents.num_documents, 1)
+    tokens, number = max(int(sampler.lengths.sum()), 1), max(len(documents), 1)
     most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // number)
     batches = sampler.some_micro_batches(max(most, _FEWEST_BATCHES))
-    of_batches = [[*_documents_of(documents.__getitems__(batch))] for batch in batches]
-    looked_at = [document for batch in of_batches for document in batch]
+    looked_at = documents.__getitems__(np.concatenate(batches))
     lengths = np.array([len(document["input_ids"]) for document in looked_at])
-    offsets = np.cumsum([0, *map(len, of_batches)])
+    offsets = np.cumsum([0, *map(len, batches)])
     index = PrefixIndex.of_loaded(looked_at)
     return PrefixSavings(
         sharing,
@@ -266,15 +262,3 @@ def prefix_savings(
         is_whole=len(batches) == total,
         per_step=sampler.groups_per_step(),
     )
-
-
-def _documents_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the tokens and labels of each document, of several in a packed row."""
-    for row in rows:
-        columns = {name: row[name] for name in ("input_ids", "labels") if name in row}
-        if SEQ_LENGTHS not in row:
-            yield columns
-            continue
-        ends = np.cumsum(row[SEQ_LENGTHS])[:-1]
-        parts = [np.split(column, ends) for column in columns.values()]
-        yield from (dict(zip(columns, part, strict=True)) for part in zip(*parts, strict=True))

@@ -58,11 +58,7 @@ from trl_packing.training.arguments import (
     reason_for_trl_path,
 )
 from trl_packing.training.columns import columns_of
-from trl_packing.training.mixed_stream import (
-    check_stream_is_not_mixed,
-    join_streams,
-    stream_shares,
-)
+from trl_packing.training.mixture import check_stream_is_not_mixed, join_streams
 from trl_packing.training.sampling import Sampling
 
 # Columns of the documents of all sources, and the types in which no value of them changes.
@@ -321,8 +317,7 @@ def prepare_sources(
     documents = {name: found for name, (found, _) in prepared.items()}
     options = PackingOptions.of(args)
     if any(isinstance(dataset, IterableDataset) for dataset in sets.values()):
-        shares = stream_shares([*documents], options)
-        return join_streams(documents, shares, packing_seed(args)), None
+        return join_streams(documents, options, packing_seed(args)), None
     joined = join_documents(documents, options.named_columns())
     known = {name: counts for name, (_, counts) in prepared.items() if counts is not None}
     if not known:

@@ -93,19 +93,11 @@ class StreamBatches(IterableDataset):
         if position is not None:
             self._positions[first] = position
             yield from ({} for _ in range(position["steps"] * self.accumulation))
-        for number, (batches, behind) in enumerate(self._steps(position), start=1):
-            self._positions[first + number] = behind
-            self._positions.pop(first + number - _KEPT_POSITIONS, None)
-            yield from batches
-
-    # --- steps ------------------------------------------------------------------------------------
-
-    def _steps(self, position: dict[str, Any] | None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-        """Yield the micro-batches of each step, and the position behind them."""
         take_counts(self.documents)  # discard what others have read, such as the isolation check
+        before = position["steps"] if position else 0
         place = Place(*position["place"]) if position else Place()
         micro_batches = iter(self._reader(place))
-        for steps in count(position["steps"] + 1 if position else 1):
+        for number in count(1):
             batches: list[Any] = []
             try:
                 for batch, behind, counts in islice(micro_batches, self.accumulation):
@@ -122,9 +114,12 @@ class StreamBatches(IterableDataset):
                 )
             if agreed == _ENDED:
                 break
-            batches += [self.collate([]) for _ in range(self.accumulation - len(batches))]
-            yield batches, {"epoch": self.epoch, "steps": steps, "place": place}
-        if steps == 1:
+            steps = {"epoch": self.epoch, "steps": before + number}
+            self._positions[first + number] = steps | {"place": place}
+            self._positions.pop(first + number - _KEPT_POSITIONS, None)
+            yield from batches
+            yield from (self.collate([]) for _ in range(self.accumulation - len(batches)))
+        if before + number == 1:
             raise ValueError(NOTHING_TO_TRAIN)
 
     def _reader(self, place: Place) -> DataLoader:
@@ -194,10 +189,7 @@ def _collated(
     """Collate the documents of a triple in the worker, with the numbers of their sources."""
     documents, place, counts = triple
     if sources is not None:
-        numbers = {name: number for number, name in enumerate(sources)}
-        documents = [
-            {name: value for name, value in document.items() if name != SOURCE}
-            | {SOURCE_IDS: numbers[str(document[SOURCE])]}
-            for document in documents
-        ]
+        documents = [dict(document) for document in documents]
+        for document in documents:
+            document[SOURCE_IDS] = list(sources).index(str(document.pop(SOURCE)))
     return collate(documents), place, counts

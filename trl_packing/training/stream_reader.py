@@ -31,7 +31,7 @@ from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight
 from trl_packing.packing.bins import pack
 from trl_packing.packing.collator import named_token_weights
-from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
+from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 
 _WINDOW_BATCHES = 64  # size of a window in micro-batches, if documents are not packed
@@ -123,26 +123,17 @@ class PackedStream(IterableDataset):
             )
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
-        window = self._first_window()
-        skipped = self.place.taken
+        window, skipped = self._first_window(), self.place.taken
         while window.documents:
-            next_window = Window(window.source, self.settings, window.number + 1)
+            following = Window(window.source, window.number + 1)
             batches = self._batches(window)
             place = json.dumps(window.begin(), default=lambda number: number.tolist())  # of NumPy
             for taken, batch in enumerate(batches, start=1):
                 # Read the next window little by little; at once, it would stall the training.
-                next_window.read_up_to(taken / len(batches))
+                following.read_up_to(taken / len(batches))
                 if taken > skipped:
                     yield batch, Place(place, taken), take_counts(self.documents)
-            window, skipped = next_window, 0
-
-    def _source(self, state: Any = None, skipped: int = 0) -> "DocumentSource":
-        settings = self.settings
-        packs = settings.capacity is not None
-        part = part_of_rank(self.documents, settings.num_ranks, self.rank, packs=packs)
-        if isinstance(part, datasets.IterableDataset):
-            part.set_epoch(self.epoch)
-        return DocumentSource(part, settings.capacity, state, skipped, self.limits)
+            window, skipped = following, 0
 
     def _first_window(self) -> "Window":
         begin: dict[str, Any] = {"number": 0, "documents": 0, "state": None, "checksum": None}
@@ -151,8 +142,7 @@ class PackedStream(IterableDataset):
         # their documents are read again from the start of the epoch.
         for state in [begin["state"], None] if begin["state"] else [None]:
             try:
-                source = self._source(state, begin["documents"])
-                window = Window(source, self.settings, begin["number"])
+                window = Window(DocumentSource(self, state, begin["documents"]), begin["number"])
                 window.read_up_to(1.0)
             except (AttributeError, IndexError, KeyError, TypeError):
                 if state is None:
@@ -167,92 +157,75 @@ class PackedStream(IterableDataset):
             "seeds and dataloader_num_workers, or set ignore_data_skip=True to restart the stream"
         )
 
-    # --- a window -----------------------------------------------------------------------------
-
     def _batches(self, window: "Window") -> list[list[Document]]:
-        settings, documents = self.settings, window.documents
-        if settings.capacity is None:
-            bins = [np.array([i]) for i in range(len(documents))]
-            if settings.prefix_group_size is not None:
-                groups = self._groups(documents)
-                order = np.arange(len(documents))
-                bins = np.split(groups.in_steps(order, settings.bins_per_batch), order[1:])
-            cuts = [*range(0, len(bins), settings.bins_per_batch), len(bins)]
+        """Return the micro-batches of a window; a row with `seq_lengths` already is a bin."""
+        settings, documents, capacity = self.settings, window.documents, self.settings.capacity
+        lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
+        is_row = np.array([document.get(SEQ_LENGTHS) is not None for document in documents])
+        groups = None
+        if settings.prefix_group_size is not None:
+            if is_row.any():
+                raise ValueError(
+                    "prefix_sharing='group' cannot regroup rows that were packed before (they have "
+                    f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
+                )
+            index = PrefixIndex.of_loaded(documents)
+            groups = group_documents(index, lengths, capacity, settings.prefix_group_size)
+        size = settings.bins_per_batch
+        if capacity is None:
+            order = np.arange(len(documents))
+            bins = [*(order if groups is None else groups.in_steps(order, size))[:, None]]
+            cuts = [*range(0, len(bins), size), len(bins)]
         else:
-            bins = self._bins(window)
+            seed = None
+            if settings.seed is not None:
+                seed = [settings.seed, self.epoch, self.rank, window.number]
+            bins, loose = list(np.flatnonzero(is_row)[:, None]), np.flatnonzero(~is_row)
+            if len(loose):
+                pack_all = partial(pack, lengths[loose]) if groups is None else groups.pack
+                bins += [loose[packed] for packed in pack_all(capacity, settings.strategy, seed)]
+            if seed is not None:
+                order = np.random.default_rng([*seed, 1]).permutation(len(bins))
+                bins = [bins[i] for i in order]
             # All of about equal size; otherwise every window would end with a small micro-batch.
-            number = -(-len(bins) // settings.bins_per_batch)
+            number = -(-len(bins) // size)
             cuts = np.linspace(0, len(bins), number + 1).astype(int).tolist()
         return [
             [documents[i] for packed in bins[start:stop] for i in packed]
             for start, stop in pairwise(cuts)
         ]
 
-    def _bins(self, window: "Window") -> list[np.ndarray]:
-        """Return the documents of each bin; a row with `seq_lengths` already is a bin."""
-        settings, documents, seed = self.settings, window.documents, None
-        assert settings.capacity is not None
-        if settings.seed is not None:
-            seed = [settings.seed, self.epoch, self.rank, window.number]
-        is_row = np.array([document.get(SEQ_LENGTHS) is not None for document in documents])
-        bins, loose = list(np.flatnonzero(is_row)[:, None]), np.flatnonzero(~is_row)
-        if len(loose):
-            chosen = [documents[i] for i in loose]
-            if settings.prefix_group_size is None:
-                plan = pack(_lengths(chosen), settings.capacity, settings.strategy, seed)
-            else:
-                plan = self._groups(chosen).pack(settings.capacity, settings.strategy, seed)
-            bins += [loose[packed] for packed in plan]
-        if seed is None:
-            return bins
-        return [bins[i] for i in np.random.default_rng([*seed, 1]).permutation(len(bins))]
-
-    def _groups(self, documents: list[Document]) -> PrefixGroups:
-        if any(document.get(SEQ_LENGTHS) is not None for document in documents):
-            raise ValueError(
-                "prefix_sharing='group' cannot regroup rows that were packed before (they have "
-                f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
-            )
-        index, most = PrefixIndex.of_loaded(documents), self.settings.prefix_group_size
-        assert most is not None
-        return group_documents(index, _lengths(documents), self.settings.capacity, most)
-
-
-def _lengths(documents: list[Document]) -> np.ndarray:
-    return np.array([max(1, len(document["input_ids"])) for document in documents])
-
 
 class DocumentSource:
-    """The documents of some shards, in order, with a state from which reading can continue.
+    """The documents of one rank, in order, with a state from which reading can continue.
 
     Args:
-        shards: an iterable of documents.
-        capacity: tokens that a document may have; None sets no limit.
+        stream: that reads them.
         state: a state that `state` returned; reading continues there.
-        skipped: documents before that state. Shards without a state read and skip this many.
-        limits: limits of the model.
+        skipped: documents before that state. A stream without a state reads and skips this many.
 
     Raises:
-        ValueError: while reading, a document is longer than `capacity` or exceeds `limits`.
+        ValueError: while reading, a document is longer than the capacity or exceeds the limits.
     """
 
-    def __init__(
-        self, shards: Any, capacity: int | None, state: Any, skipped: int, limits: ModelLimits
-    ):
-        self._shards, self._limits, self._capacity = shards, limits, capacity
-        self.num_read = skipped
+    def __init__(self, stream: PackedStream, state: Any, skipped: int):
+        self.settings, self._limits, self.num_read = stream.settings, stream.limits, skipped
+        packs, ranks = self.settings.capacity is not None, self.settings.num_ranks
+        self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
+        if isinstance(self._part, datasets.IterableDataset):
+            self._part.set_epoch(stream.epoch)
         if state is not None:
-            shards.load_state_dict(state)
-        self._documents = iter(shards)
+            self._part.load_state_dict(state)
+        self._documents = iter(self._part)
         if state is None:
             for _ in zip(range(skipped), self._documents, strict=False):
                 pass
 
     def state(self) -> Any:
-        """Return the state behind the last document, None if the shards have none."""
-        if not isinstance(self._shards, datasets.IterableDataset) or not self.num_read:
+        """Return the state behind the last document, None if the stream has none."""
+        if not isinstance(self._part, datasets.IterableDataset) or not self.num_read:
             return None
-        return self._shards.state_dict()
+        return self._part.state_dict()
 
     def next(self) -> Document | None:
         """Return the next document, or None at the end."""
@@ -260,10 +233,10 @@ class DocumentSource:
         if document is None:
             return None
         length, which = len(document["input_ids"]), f"document {self.num_read} of the stream"
-        if self._capacity is not None and length > self._capacity:
+        if self.settings.capacity is not None and length > self.settings.capacity:
             raise ValueError(
-                f"{which} has {length} tokens but capacity is {self._capacity}; raise max_length "
-                "or set overflow='truncate' or 'drop'"
+                f"{which} has {length} tokens but capacity is {self.settings.capacity}; raise "
+                "max_length or set overflow='truncate' or 'drop'"
             )
         document_weight(document, which)
         if TOKEN_WEIGHTS in document:
@@ -283,23 +256,20 @@ class Window:
         state: of the stream where the window begins.
     """
 
-    def __init__(self, source: DocumentSource, settings: StreamSettings, number: int):
+    def __init__(self, source: DocumentSource, number: int):
         self.source, self.number = source, number
         self.documents: list[Document] = []
-        self.state, self._num_before = source.state(), source.num_read
-        self._size, self._is_packed = 0, settings.capacity is not None
-        self._full_size = settings.bins_per_batch * _WINDOW_BATCHES  # documents, or else tokens
-        if settings.capacity is not None:
-            self._full_size = settings.capacity * settings.window_bins
+        self.state, self._num_before, self._size = source.state(), source.num_read, 0
 
     def read_up_to(self, share: float) -> None:
         """Read documents until this share of the window is full, or the stream ends."""
-        while self._size < share * self._full_size:
-            document = self.source.next()
-            if document is None:
-                break
+        settings = self.source.settings
+        full = settings.bins_per_batch * _WINDOW_BATCHES  # documents, or else tokens
+        if settings.capacity is not None:
+            full = settings.capacity * settings.window_bins
+        while self._size < share * full and (document := self.source.next()) is not None:
             self.documents.append(document)
-            self._size += max(1, len(document["input_ids"])) if self._is_packed else 1
+            self._size += 1 if settings.capacity is None else max(1, len(document["input_ids"]))
 
     def begin(self) -> dict[str, Any]:
         """Return where the window begins, and a checksum of all its tokens."""
