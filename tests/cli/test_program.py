@@ -23,6 +23,11 @@ HEAVY = ("torch", "transformers", "trl", "datasets")
         ["plan", "--help"],
         ["plan", "--model", "m", "--data", "d.jsonl", "--max_lenght", "5"],
         ["plan", "--config", "twice.yaml"],
+        ["plan", "none.py"],
+        ["inspect", "--model", "m"],
+        ["inspect", "--model", "m", "--data", "d.jsonl", "--html", "no/folder/page.html"],
+        ["prepare", "out", "--model", "m"],
+        ["compare", "a"],
     ],
 )
 def test_help_and_typing_errors_load_no_library(arguments, tmp_path):

@@ -40,9 +40,6 @@ def inspect(arguments: argparse.Namespace) -> int:
       1  one of them is not; with --against, something differs
       2  the run cannot be shown; stderr has the reason in one line
     """
-    from trl_packing.tools.preview.preview import preview_losses, preview_rows
-    from trl_packing.tools.rows import PackedEpoch, micro_batches, show_row
-    from trl_packing.tools.rows_page import rows_page
     from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
@@ -57,6 +54,10 @@ def inspect(arguments: argparse.Namespace) -> int:
     run = _previewed_run(arguments)
     if reads_all:
         run = run.with_all_images()
+    from trl_packing.tools.preview.preview import preview_losses, preview_rows
+    from trl_packing.tools.rows import PackedEpoch, micro_batches, show_row
+    from trl_packing.tools.rows_page import rows_page
+
     color = not arguments.json and uses_color(arguments.color)
     rows = []
     for preview in preview_rows(run, chosen, color=color):
@@ -86,6 +87,9 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def _compare_preparations(arguments: argparse.Namespace) -> int:
     """Print the differences of two preparations; return 1 if there are any."""
+    for name in ("rows", "all", "html"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} has no effect beside --against, which compares all rows")
     from trl_packing.tools.compare_preparations import (
         Side,
         check_against,
@@ -94,9 +98,6 @@ def _compare_preparations(arguments: argparse.Namespace) -> int:
         other_side,
     )
 
-    for name in ("rows", "all", "html"):
-        if getattr(arguments, name):
-            raise ValueError(f"--{name} has no effect beside --against, which compares all rows")
     check_against(arguments.against)
     run = _previewed_run(arguments)
     sides = Side("this run", run), other_side(arguments.against, run, arguments.words)
@@ -122,14 +123,16 @@ def plan(arguments: argparse.Namespace) -> int:
       0  the plan is printed
       2  the run cannot be planned; stderr has the reason in one line
     """
-    from trl_packing.tools.plan.page import plan_page
-    from trl_packing.tools.plan.plan import plan_run
-    from trl_packing.tools.preview.preview import preview_epoch
     from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
     run = _previewed_run(arguments)
+    from trl_packing.tools.preview.preview import preview_epoch
+
     if arguments.html:
+        from trl_packing.tools.plan.page import plan_page
+        from trl_packing.tools.plan.plan import plan_run
+
         found = plan_run(run, ranks=arguments.ranks)
         data = _name_of_data(arguments.words)
         title = f"Plan · {Path(data).name if Path(data).exists() else data}"
@@ -176,11 +179,13 @@ def prepare(arguments: argparse.Namespace) -> int:
     words += ["--dataset_name", *data] if data else []
     if arguments.num_proc is not None:
         words += ["--dataset_num_proc", str(arguments.num_proc)]
-    quiet_libraries()
-    from trl_packing.tools import prepare as preparing
     from trl_packing.tools.training_command import TrainingCommand
 
     command, folder = TrainingCommand.from_words(words), Path(out).expanduser()
+    command.check()
+    quiet_libraries()
+    from trl_packing.tools import prepare as preparing
+
     preparing.check_place(folder)  # before the data are loaded
     call = command.call
     made = preparing.prepare_run(call, folder, options=command.options)
@@ -212,11 +217,12 @@ def verify(arguments: argparse.Namespace) -> int:
       1  no backend is exact; with --prefixes: prefixes cannot be shared
       2  the model cannot be checked; stderr has the reason in one line
     """
-    quiet_libraries()
     from trl_packing.tools.training_command import TrainingCommand
-    from trl_packing.tools.verify import VerifiedModel, image_probes
 
     say, command = arguments.say, TrainingCommand.from_words(arguments.words)
+    quiet_libraries()
+    from trl_packing.tools.verify import VerifiedModel, image_probes
+
     name_or_model, args = command.model_and_settings()
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
     processor = command.call.processing_class if command.is_named else None
@@ -285,14 +291,14 @@ def compare(arguments: argparse.Namespace) -> int:
       0  the comparison is printed
       2  a run cannot be read or compared; stderr has the reason in one line
     """
-    from trl_packing.tools.compare_runs import compare as compare_runs
-    from trl_packing.tools.compare_runs import compare_page, load_run
-    from trl_packing.training.page import check_can_write
-
     if len(arguments.runs) < 2:
         raise ValueError(
             f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
         )
+    from trl_packing.tools.compare_runs import compare as compare_runs
+    from trl_packing.tools.compare_runs import compare_page, load_run
+    from trl_packing.training.page import check_can_write
+
     check_can_write("--html", arguments.html)
     records = [load_run(path) for path in arguments.runs]
     comparison = compare_runs(records)
@@ -314,11 +320,13 @@ def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     """Return the run that `arguments` describe, with its rows and its tokenizer."""
     if arguments.stream_rows < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
-    quiet_libraries()
-    from trl_packing.tools.preview.previewed_run import PreviewedRun
     from trl_packing.tools.training_command import TrainingCommand
 
     command = TrainingCommand.from_words(arguments.words)
+    command.check()
+    quiet_libraries()
+    from trl_packing.tools.preview.previewed_run import PreviewedRun
+
     run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
     if not command.is_named:
         arguments.notes.append(

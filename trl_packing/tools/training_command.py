@@ -20,22 +20,12 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from transformers import (
-    AutoConfig,
-    AutoProcessor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
-from trl import SFTTrainer, TrlParser
-from trl.chat_template_utils import clone_chat_template
-
-from trl_packing.config import PackedSFTConfig
 from trl_packing.tools.options import replaced, short_usage_errors, suggest, values_of
-from trl_packing.trainer import PackedSFTTrainer
+
+if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
+    from trl_packing.config import PackedSFTConfig
 
 # A machine without a GPU accepts these arguments. None of them affects the data.
 _ON_ANY_MACHINE = {
@@ -101,6 +91,11 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
     Raises:
         ValueError: the script ends before, or builds another trainer.
     """
+    from transformers import Trainer
+    from trl import SFTTrainer
+
+    from trl_packing.trainer import PackedSFTTrainer
+
     name = script.rpartition(".")[2] + ".py" if is_module else Path(script).name
     folder = [] if is_module else [str(Path(script).resolve().parent)]
     signature = inspect.signature(PackedSFTTrainer.__init__)
@@ -144,6 +139,8 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
 @contextmanager
 def fits_any_machine() -> Iterator[None]:
     """Change settings that need a GPU, or write somewhere, inside the block."""
+    from transformers import TrainingArguments
+
     post_init = TrainingArguments.__post_init__
 
     def fit(self: Any) -> None:
@@ -204,6 +201,14 @@ class TrainingCommand:
         """Whether it names its data: by an option, a file, or in its script."""
         return self.is_named or bool({"dataset_name", "datasets"} & values_of(self.words).keys())
 
+    def check(self) -> None:
+        """Raise ValueError if nothing names the data."""
+        if "--config" not in self.words and not self.names_data:
+            raise ValueError(
+                "name the model and the data (--model NAME --data FILE), a file with both "
+                "(--config FILE), or the training script (recipes/sft_packed.py …)"
+            )
+
     @property
     def options(self) -> dict[str, str]:
         """The options of a recipe as texts, by name; none of another script."""
@@ -220,11 +225,7 @@ class TrainingCommand:
         Raises:
             ValueError: the script refuses its options or its data, or builds no trainer.
         """
-        if not self.is_named and "--config" not in self.words and not self.names_data:
-            raise ValueError(
-                "name the model and the data (--model NAME --data FILE), a file with both "
-                "(--config FILE), or the training script (recipes/sft_packed.py …)"
-            )
+        self.check()
         try:
             return call_of_script(self.script, self.words, is_module=self.is_module)
         except ValueError as error:
@@ -251,12 +252,16 @@ class TrainingCommand:
 # --- settings, tokenizer and config without a trainer ---------------------------------------------
 
 
-def config_from_settings(settings: Sequence[str]) -> PackedSFTConfig:
+def config_from_settings(settings: Sequence[str]) -> "PackedSFTConfig":
     """Return the config that the options of a command line describe, on any machine.
 
     Raises:
         ValueError: an option is unknown, or has a value that it cannot have.
     """
+    from trl import TrlParser
+
+    from trl_packing.config import PackedSFTConfig
+
     with fits_any_machine(), short_usage_errors():
         (args,) = TrlParser((PackedSFTConfig,)).parse_args_into_dataclasses(
             args=["--output_dir", "unused", *settings], look_for_args_file=False
@@ -278,6 +283,8 @@ def processing_class_of(model: Any, args: Any) -> Any:
         OSError: the model has neither.
         ValueError: `model` is a path that does not exist.
     """
+    from transformers import AutoProcessor
+
     name = model if isinstance(model, str) else model.config.name_or_path
     check_path_exists("the model", name)
     return AutoProcessor.from_pretrained(name, **loading_options(args))
@@ -289,6 +296,8 @@ def config_of(model: Any, args: Any) -> Any:
     Raises:
         OSError: a folder or a hub id has none.
     """
+    from transformers import AutoConfig
+
     if not isinstance(model, str):
         return model.config
     return AutoConfig.from_pretrained(model, **loading_options(args))
@@ -316,6 +325,9 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
         ValueError: `eos_token` or `pad_token` is not in the vocabulary.
         OSError: `chat_template_path` is neither a template nor a tokenizer.
     """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.chat_template_utils import clone_chat_template
+
     tokenizer, path = copy.deepcopy(tokenizer), args.chat_template_path
     inner = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer inside a processor
     if args.eos_token is not None:
