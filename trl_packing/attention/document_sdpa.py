@@ -328,13 +328,7 @@ def forward_tile(
 ) -> tuple[Tensor, Tensor]:
     """Return output ``(K, G, Q, V)`` and log-sum-exp ``(K, G, Q)`` float32 of one tile.
 
-    Args:
-        q: ``(K, G, Q, D)``.
-        k: ``(K, G, S, D)``.
-        v: ``(K, G, S, V)``.
-        tile: place of the tile in the row.
-        options: scale, window, soft-cap and dropout.
-        generator: draws the dropout.
+    `q`, `k` and `v` are ``(K, G, Q, D)``, ``(K, G, S, D)`` and ``(K, G, S, V)``.
     """
     if needs_scores(q, options):
         # Autocast reaches into custom ops, and would turn float32 products into bf16.
@@ -363,16 +357,8 @@ def backward_tile(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of one tile, in their shapes.
 
-    Args:
-        grad: gradient of `out`.
-        q: as in `forward_tile`, and so are all that are not named here.
-        k: see above.
-        v: see above.
-        out: output of the forward, ``(K, G, Q, V)``.
-        lse: log-sum-exp of the forward, ``(K, G, Q)`` float32.
-        tile: see above.
-        options: see above.
-        generator: seeded as in the forward.
+    `grad` is the gradient of `out`, which the forward returned with `lse`; `generator` is seeded as
+    there.
     """
     in_scores = needs_scores(q, options)
     if in_scores or (q.dtype != torch.float32 and tile.k1 - tile.k0 < _SLOW_IN_HALF_PRECISION):
