@@ -381,19 +381,16 @@ def test_a_stream_is_counted_from_time_to_time_and_keeps_token_columns():
 GOOD = {**document(0, 3), "loss_weights": [1.0, 1.0, 1.0]}
 BAD = {
     "too few labels": ({"labels": [1, 2]}, "document 1 of the stream has 3 input_ids but 2 entr"),
-    "too few weights": ({"loss_weights": [1.0]}, "has 3 input_ids but 1 entries in 'loss_weights'"),
-    "null row": ({"loss_weights": None}, "row 1 of the stream has no 'loss_weights', but others"),
+    "null row": ({"loss_weights": None}, "row 1 of the stream has no 'loss_weights', unlike"),
     "null": ({"loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing (null) "),
     "words": ({"labels": ["a", "b", "c"]}, "column 'labels' holds"),
-    "null tokens": ({"input_ids": None}, "row 1 of the stream has no 'input_ids'"),
-    "a fraction": ({"input_ids": [0.5, 1.5, 2.5]}, "'input_ids' holds"),
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_stream_with_a_bad_row_is_one_clear_sentence(bad):
     changes, sentence = BAD[bad]
-    good = [] if bad in ("words", "a fraction") else [GOOD]
+    good = [] if bad == "words" else [GOOD]
     with pytest.raises(ValueError) as error:
         list(fit_stream(stream([*good, {**GOOD, **changes}]), Overflow("truncate", 4)))
     assert sentence in str(error.value)

@@ -114,11 +114,8 @@ def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"train_on": "user"}, "train_on='user' is unknown"),
         ({"train_on": "assistant", "assistant_only_loss": True}, "assistant_only_loss"),
         ({"train_on": "all", "response_template": "#"}, "both say what is trained"),
-        ({"instruction_template": "#"}, "no effect without response_template"),
-        ({"response_template": ""}, "response_template is empty"),
         ({"response_template": "#"}, "has 'labels' and response_template='#' is set"),
         ({"prompt_template": "nothing"}, "is no file, names no template"),
     ],

@@ -43,11 +43,6 @@ def test_without_labels_every_token_but_the_first_is_trained():
     assert documents.num_trained().tolist() == [2, 0, 0, 3]
 
 
-def test_sums_are_by_document():
-    documents = ArrowDocuments(Dataset.from_list(ROWS).select([3, 1, 0]), COLUMNS)
-    assert documents.sums("input_ids").tolist() == [130, 0, 36]
-
-
 @pytest.mark.parametrize("column", COLUMNS)
 def test_rows_with_such_a_value_are_found_in_the_order_of_the_data_set(column):
     chosen = [3, 1, 0, 2, 3]
@@ -93,14 +88,6 @@ def test_integers_and_booleans_of_any_width_are_read(list_type, integers):
     rows = [{"input_ids": [1, 0, 1]}, {"input_ids": [1]}]
     dataset = Dataset.from_list(rows, features=Features(input_ids=list_type(Value(integers))))
     assert lists(ArrowDocuments(dataset, ["input_ids"])) == rows
-
-
-def test_lists_of_fixed_size_are_read():
-    features = Features(input_ids=List(Value("int32"), length=2))
-    dataset = Dataset.from_list([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], features=features)
-    documents = ArrowDocuments(dataset, ["input_ids"])
-    assert lists(documents) == [{"input_ids": [1, 2]}, {"input_ids": [3, 4]}]
-    assert documents.lengths().tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

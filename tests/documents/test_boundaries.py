@@ -99,16 +99,6 @@ def test_a_batch_has_the_lengths_of_each_row_filled_with_zeros(rows):
     assert all(sum(lengths) == 7 for lengths in expected)
 
 
-def test_the_seed_documents_batch_padded_with_eos_needs_no_loop():
-    """Seed 000 ends with this question: "What if entire batch? How to do it without a loop?"."""
-    batch = torch.tensor([[11, 12, 0, 13, 14, 15, 0], [21, 0, 22, 0, 0, 0, 0]])
-    lengths = lengths_from_eos(batch, EOS)
-    assert lengths.tolist() == [[3, 4, 0], [2, 2, 3]]
-    expected = [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 0, 1, 2]]
-    assert position_ids_from_lengths(lengths).tolist() == expected
-    assert block_diagonal_mask(lengths).shape == (2, 1, 7, 7)
-
-
 def test_every_eos_id_of_a_model_ends_a_document():
     assert lengths_from_eos(torch.tensor([5, 8, 6, 9, 7]), [8, 9]).tolist() == [2, 2, 1]
 

@@ -139,18 +139,6 @@ def test_a_mixture_of_prepared_sets_trains_what_their_rows_train(tmp_path):
         trainer_for(tmp_path / "run", documents | {"pairs": other}, **changes)
 
 
-@pytest.mark.slow
-def test_a_run_continues_on_prepared_data_where_one_on_rows_stopped(tmp_path):
-    changes = {"train_on": "assistant", "save_strategy": "steps", "save_steps": 2}
-    documents, _ = prepared(tmp_path, chats(), train_on="assistant")
-    whole = trainer_for(tmp_path / "rows", chats(), **changes)
-    whole.train()
-    resumed = trainer_for(tmp_path / "prepared", documents, **changes)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "rows" / "checkpoint-2"))
-    for name, weight in whole.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], weight), name
-
-
 def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
     documents, _ = prepared(tmp_path, chats(), train_on="assistant")
     refusals = {

@@ -10,7 +10,6 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.packing.sampler import ImageLoads
 from trl_packing.training.columns import documents_of
-from trl_packing.training.report import ImageCounts
 from trl_packing.vision import support
 from trl_packing.vision.sizes import Placeholders, patch_size_of
 
@@ -146,9 +145,3 @@ def test_a_limit_of_patches_needs_images(model, processor, tmp_path):
     stream = image_dataset().to_iterable_dataset()
     with pytest.raises(ValueError, match="max_patches=8, but a data set is a stream"):
         trainer_of(model, processor, tmp_path, stream, max_patches=8)
-
-
-def test_counts_of_an_epoch_without_images_are_none():
-    from trl_packing.packing.sampler import PackedBatchSampler
-
-    assert ImageCounts.of(PackedBatchSampler([5, 3, 2], 8)) is None

@@ -1,21 +1,16 @@
-"""Runs on data sets with images: evaluation, workers, resuming, LoRA, settings."""
-
-import copy
-import shutil
+"""Runs on data sets with images: evaluation, workers, settings."""
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from harness import TWO_RUNS, assert_exact
-from helpers.one_step import ONE_STEP
 from helpers.vision import image_dataset, noise
 from helpers.vision import vision_trainer as trainer_of
-from peft import LoraConfig
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTConfig
 from trl_packing.training.columns import documents_of
 from trl_packing.vision import run_images, support
 from trl_packing.vision.batch import ImageBatches
@@ -63,38 +58,6 @@ def test_workers_change_nothing(model, processor, tmp_path):
     )
     assert found == loss
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_ends_in_the_same_weights(model, processor, tmp_path):
-    options = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 1,
-        "max_length": 200,
-    }
-    whole = trainer_of(model, processor, tmp_path / "whole", **options)
-    whole.train()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "rest" / "checkpoint-2")
-    rest = trainer_of(model, processor, tmp_path / "rest", **options)
-    rest.train(resume_from_checkpoint=str(tmp_path / "rest" / "checkpoint-2"))
-    expected = dict(whole.model.named_parameters())
-    assert all(torch.equal(p, expected[n]) for n, p in rest.model.named_parameters())
-
-
-@pytest.mark.slow
-def test_lora_trains_with_images(model, processor, tmp_path):
-    trainer = PackedSFTTrainer(
-        model=copy.deepcopy(model),
-        args=PackedSFTConfig(output_dir=str(tmp_path), max_length=320, **ONE_STEP),
-        train_dataset=image_dataset(),
-        processing_class=processor,
-        peft_config=LoraConfig(target_modules=["q_proj", "qkv"], r=2),
-    )
-    trainer.train()
-    assert trainer._trl_path is None
 
 
 @pytest.mark.slow

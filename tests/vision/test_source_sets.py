@@ -21,16 +21,6 @@ MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
 LAYOUTS = {
     "one micro-batch": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
     "bins": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
-    "padding-free": {
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 4,
-        "packing": False,
-    },
-    "documents_per_step": {
-        "documents_per_step": 24,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-    },
 }
 
 

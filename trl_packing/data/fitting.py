@@ -255,16 +255,18 @@ def _cut_batch(
 
 def cut_table(table: pa.Table, pieces: Pieces, by_token: Sequence[str]) -> pa.Table:
     """Return `pieces` of the documents of `table`, with their values in other columns."""
-    columns, sizes = [], pieces.sizes
+    columns, sizes, known = [], pieces.sizes, np.zeros(0, np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    place = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
+    place = at = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
     for field in table.schema:
         column = table.column(field.name)
         if field.name not in by_token:
             columns.append(column.take(pa.array(pieces.rows)))
             continue
         values, offsets = flat_lists(field.name, column)
-        values = values[place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes)]
+        if not np.array_equal(offsets, known):  # columns of tokens have equal lists
+            at, known = place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes), offsets
+        values = values[at]
         if field.name == "labels" and pieces.contexts.any():
             values[place < np.repeat(pieces.contexts, sizes)] = IGNORE_INDEX
         columns.append(list_column(values, ends, field))

@@ -188,7 +188,7 @@ def check_token_weights(documents: ArrowDocuments) -> None:
     """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
     chunks = [values for values, _ in documents.readers[TOKEN_WEIGHTS].chunks if len(values)]
     if np.array_equal(documents.lengths(TOKEN_WEIGHTS), documents.lengths()) and all(
-        values.min() >= 0 and values.max() <= LARGEST_WEIGHT for values in chunks
+        values.min() >= 0 and float(values.max()) <= LARGEST_WEIGHT for values in chunks
     ):
         return  # NaN compares false
     for number, document in enumerate(documents):  # the table may hold rows that were left out
