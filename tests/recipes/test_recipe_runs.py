@@ -124,14 +124,20 @@ def test_weights_or_an_adapter_are_trained(
         ("chat_data", 0, "Beautiful.<|im_end|>"),
         ("response_template", 0, "Beautiful.<|im_end|>"),
         ("tool_calling", 3, "It is 3 degrees."),
+        ("streaming", None, ""),
     ],
 )
 def test_a_recipe_prints_what_it_promises_and_trains_the_answers(
     recipe, row, text, model, tmp_path, capsys
 ):
-    trainer = run(recipe, model, tmp_path)
-    assert_prints(recipe, capsys.readouterr().out)
+    trainer = run(recipe, model, tmp_path, "--dataloader_num_workers", "0")
+    output = capsys.readouterr().out
+    assert_prints(recipe, output)
+    assert trainer.state.global_step == 10
     assert decreases(trainer)
+    if recipe == "streaming":
+        assert "Shards in the stream: 4. Ranks: 1. Each rank reads its own shards." in output
+        return
     document = trainer.train_dataset[row]
     trained = np.asarray(document["labels"]) != -100
     found = trainer.processing_class.decode(np.asarray(document["input_ids"])[trained])
@@ -150,15 +156,6 @@ def test_a_demo_needs_no_model(recipe, tmp_path, capsys):
         losses = re.search(r"Loss on new pictures: ([\d.]+)\. .* rows: ([\d.]+)\.", output)
         right, wrong = map(float, losses.groups())
         assert 3 * right < wrong
-
-
-def test_streaming_trains_for_max_steps(model, tmp_path, capsys):
-    trainer = run("streaming", model, tmp_path, "--dataloader_num_workers", "0")
-    output = capsys.readouterr().out
-    assert_prints("streaming", output)
-    assert "Shards in the stream: 4. Ranks: 1. Each rank reads its own shards." in output
-    assert trainer.state.global_step == 10
-    assert decreases(trainer)
 
 
 class Killed(BaseException):

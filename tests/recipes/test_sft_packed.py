@@ -83,13 +83,6 @@ def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path
     assert train[0]["completion"] == f"the {row.split()[-1]}"
 
 
-def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
-    name = write(tmp_path / "data.jsonl", ROWS)
-    template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
-    train, _ = load(name, prompt_template=template, completion_column="answer")
-    assert train[2]["prompt"] == "2. What is 2? {brief}\nAnswer: "
-
-
 def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_path, capsys):
     name = write(tmp_path / "data.jsonl", ROWS)
     train, _ = load(name, chat_template="any", **NAMED)
@@ -134,18 +127,15 @@ def test_a_stream_gives_the_same_documents(tmp_path):
     [
         ("data.jsonl", {"prompt_column": "query"}, "'query' among question, answer, n: .*--prompt"),
         ("data.jsonl", {"prompt_template": "{q}"}, "'q' among .*--prompt_template"),
-        ("data.jsonl", {"prompt_template": "{query"}, "cannot be read"),
         ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
         ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),
         ("data.jsonl", {"test_split_size": 1.5, **NAMED}, "between 0 and 1"),
         ("data.jsonl", {"dataset_train_split": "dev", **NAMED}, "dev.*train.*; name a split"),
-        ("data.jsonl", {}, "no column to train on among question, answer, n"),
         ("nothing.jsonl", NAMED, "nothing.jsonl"),
         ("no/such/folder", NAMED, "no folder and no file that ends in .json, .jsonl, .parquet"),
         ("data.txt", NAMED, "no file that ends in"),
         ("folder", NAMED, "doesn't contain any data files"),
         ("empty.jsonl", NAMED, "it is empty"),
-        ("broken.jsonl", NAMED, "cannot load"),
         ("missing.jsonl", NAMED, "row 1 has no value in the column 'answer'"),
         ("images.jsonl", {}, "'images'.* recipes/vision.py"),
     ],
@@ -155,7 +145,6 @@ def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence
     write(tmp_path / "empty.jsonl", [])
     write(tmp_path / "missing.jsonl", [ROWS[0], ROWS[1] | {"answer": None}])
     write(tmp_path / "images.jsonl", [{"messages": MESSAGES, "images": ["a.png"]}])
-    (tmp_path / "broken.jsonl").write_text('{"question": \n')
     (tmp_path / "data.txt").write_text("What is text?")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=sentence) as refusal:
