@@ -70,8 +70,8 @@ def one_text_each(
 
     def of_batch(row: Row) -> Any:
         assert formatting_func is not None
-        [text] = formatting_func({name: [value] for name, value in row.items()})
-        return text
+        texts = formatting_func({name: [value] for name, value in row.items()})
+        return texts[0] if len(texts) == 1 else texts
 
     for function in (formatting_func, of_batch) if formatting_func is not None else ():
         with suppress(Exception):  # it may take the other kind
