@@ -112,8 +112,8 @@ def test_numbers_are_read_through_a_shuffle():
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ({"other": [1]}, "curriculum='hard', but the training set has no such column"),
-        ({"hard": ["much"]}, "holds string, but documents are ordered by numbers"),
+        ({"other": [1]}, "curriculum='hard' must name a column of numbers.*'other'"),
+        ({"hard": ["much"]}, "curriculum='hard' must name a column of numbers.*string"),
         ({"hard": [None, 1.0]}, "document 0 of the training set has no 'hard'"),
         ({"hard": [1.0, float("nan")]}, "document 1 of the training set has no 'hard'"),
     ],

@@ -259,17 +259,12 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
     if name == LENGTH:
         return documents.lengths()
     dataset = documents.dataset
-    if name not in dataset.column_names:
-        raise ValueError(
-            f"curriculum={curriculum!r}, but the training set has no such column: it has "
-            f"{dataset.column_names}; name one of them, or set curriculum='length'"
-        )
-    column: Any = dataset.data.column(name)
-    stored = column.to_numpy()
+    column: Any = dataset.data.column(name) if name in dataset.column_names else None
+    stored = np.zeros(0, str) if column is None else column.to_numpy()
     if stored.dtype.kind not in "iufb":
         raise ValueError(
-            f"curriculum={curriculum!r} holds {column.type}, but documents are ordered by numbers; "
-            "name another column, or set curriculum='length'"
+            f"curriculum={curriculum!r} must name a column of numbers, and the training set has "
+            f"{dict(dataset.features)}; name another one, or set curriculum='length'"
         )
     numbers = stored[documents.stored_rows(np.arange(len(documents)))]
     if np.isnan(numbers).any():
