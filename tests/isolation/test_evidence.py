@@ -5,7 +5,7 @@ import json
 from architectures.tiny_step import tiny_documents
 from harness import make_trainer
 
-from trl_packing.isolation.guard import Checked, brief
+from trl_packing.isolation.guard import brief
 
 
 def checked_line(trainer) -> str:
@@ -27,9 +27,3 @@ def test_the_numbers_are_those_of_the_check(tmp_path, capsys):
     written = json.loads(trainer.packing_report.to_json())["checked"]
     assert written["verdict"] == "isolated"
     assert written["evidence"]["leak"] == evidence.leak
-
-
-def test_a_refusal_is_not_isolated():
-    checked = Checked("refused", "rows are padded, as in TRL", error="KeyError: x")
-    words = "rows are padded, as in TRL: the model refuses packed ones (KeyError: x)"
-    assert str(checked) == words
