@@ -231,6 +231,8 @@ LABELLED = {**TOKENS, "labels": [7, 8, 9]}
         (LABELLED, TOKENS, "has no 'labels', unlike its first row"),
         ({**TOKENS, "completion_mask": [0, 1, 1]}, TOKENS, "has no 'completion_mask', unlike"),
         ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
+        (LABELLED, {**LABELLED, "input_ids": [5, 6, 2**63]}, "2.* in 'input_ids'.* 64 bits"),
+        (TOKENS, {**TOKENS, "input_ids": [5, 6, -(2**63) - 1]}, "has -9.* in 'input_ids'.* 64 b"),
         (
             {**TOKENS, "seq_lengths": [2, 1]},
             {**TOKENS, "seq_lengths": [4, -1]},

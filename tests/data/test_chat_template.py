@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from harness import make_trainer
 from helpers.chat_templates import (
     FORMATS,
     MARKED,
@@ -26,6 +27,7 @@ from helpers.chat_templates import (
     with_template,
 )
 from helpers.merging import sentence_tokenizer
+from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -313,3 +315,12 @@ def test_a_tokenizer_that_renders_otherwise_is_asked_itself():
     ours = ChatTemplate(chat)
     assert not ours._renders_directly
     assert ours.render(Conversation([{"role": "user", "content": "hi"}])) == "HI|"
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 10**10 }}", "{{ 'x' * 10000000000 }}"])
+def test_a_template_that_would_not_end_is_refused(tmp_path, source):
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template += source
+    rows = [{"messages": [{"role": "user", "content": "Hi"}]}]
+    with pytest.raises(ValueError, match="a number above 10,000,000, in line"):
+        make_trainer(tmp_path, rows, tokenizer=tokenizer)

@@ -59,6 +59,8 @@ def test_a_missing_column_is_named(given):
         ("Q: {q} {}", "braces with no name of a column"),
         ("Q: {q", "cannot be read"),
         ("{q} }", "cannot be read"),
+        ("{q:>1000000000}", "give a width below 1,000"),
+        ("{q:{width}}", "give a width below 1,000"),
     ],
 )
 def test_what_is_no_template_is_refused(given, words):

@@ -8,12 +8,14 @@ Both are learned once, from short conversations. `turns.py` uses them to find ou
 characters of a rendered conversation a model has to write.
 """
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
@@ -74,6 +76,26 @@ class ChatTemplate:
     def source(self) -> str:
         """The text of the template. Raises ValueError if there is none."""
         return self.tokenizer.get_chat_template(self.override)
+
+    def check_numbers(self) -> None:
+        """Raise ValueError for a template that computes with numbers that only an attack needs.
+
+        ``{{ 'x' * 10**10 }}`` would be computed when the template is compiled, for hours.
+        """
+        marks = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            tree = reader.parse(marks.sub("", self.source if self.exists else ""))
+        except TemplateError:  # rendering will raise it
+            return
+        for node in tree.find_all((nodes.Const, nodes.Pow)):
+            number = getattr(node, "value", math.inf)  # a power has none
+            if isinstance(number, int | float) and number > 10_000_000:
+                raise ValueError(
+                    "the chat template has a power, or a number above 10,000,000, in line "
+                    f"{node.lineno}, so that rendering a conversation might not end; use another "
+                    "template"
+                )
 
     @property
     def exists(self) -> bool:

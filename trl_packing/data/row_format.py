@@ -144,6 +144,12 @@ class PromptTemplate(Formatter):
                 f"prompt_template={given!r} has no field in braces, or braces with no name of a "
                 "column; {{}} writes braces"
             )
+        for _, name, width, _ in template.parse(text):
+            if width and re.search(r"\d{4}|{", width):
+                raise ValueError(
+                    f"prompt_template has the format {width[:20]!r} for {name!r}; give a width "
+                    "below 1,000, as a number"
+                )
         return template
 
     @property
@@ -246,6 +252,7 @@ class RowFormat:
             ValueError: for templates that are empty or cannot be read.
         """
         options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
+        chat.check_numbers()
         response, prompt, calls_tools = options.response_template, options.prompt_template, False
         with suppress(Exception):  # a template may raise anything; rows will show it
             calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)

@@ -25,6 +25,7 @@ from trl_packing.documents.labels import (
     TURN,
     check_same_columns,
     document_columns,
+    named_if_beyond_int64,
     token_columns,
 )
 
@@ -81,7 +82,8 @@ class StreamFit:
         self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
     ) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
-        table = pa.table({name: pa.array(batch[name]) for name in self.columns})
+        with named_if_beyond_int64(batch, rows):
+            table = pa.table({name: pa.array(batch[name]) for name in self.columns})
         documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)

@@ -17,7 +17,8 @@ errors are counted by kind, with one sentence for each:
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,24 @@ def check_same_columns(
                 f"row {rows[wrong[0]]} of the stream has {has} {column!r}, unlike its first row; "
                 f"give all rows the same columns, and no null values{and_others(wrong)}"
             )
+
+
+@contextmanager
+def named_if_beyond_int64(
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
+) -> Iterator[None]:
+    """Raise ValueError naming row and column in place of an OverflowError of NumPy or Arrow."""
+    try:
+        yield
+    except OverflowError as error:
+        for column in (*TOKEN_COLUMNS, *MASK_COLUMNS):
+            for row, values in zip(rows, batch.get(column, ()), strict=False):
+                if beyond := [value for value in values or () if abs(value) >= 2**63]:
+                    raise ValueError(
+                        f"row {row} has {beyond[0]} in {column!r}, which 64 bits cannot hold; was "
+                        "it tokenized with another tokenizer?"
+                    ) from error
+        raise
 
 
 _BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
