@@ -269,7 +269,8 @@ def import_table() -> dict[str, set[str]]:
     for node in ast.parse(tests.read_text()).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TABLE":
             assert node.value is not None
-            return {name: imports for name, (imports, _) in ast.literal_eval(node.value).items()}
+            table = ast.literal_eval(node.value)
+            return {name: set(imports.split()) for name, (imports, _) in table.items()}
     raise LookupError(f"{tests} has no TABLE")
 
 

@@ -5,7 +5,8 @@ import torch
 from harness import TWO_RUNS
 from helpers.dense import TOLERANCE
 from helpers.packed_models import alone, packed_batch
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_vlm
+from helpers.tiny import documents_of_lengths, tiny_model
+from helpers.vision import tiny_vlm
 from transformers import AttentionMaskInterface
 
 from trl_packing import resolve_attention

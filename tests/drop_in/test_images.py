@@ -1,12 +1,9 @@
 """Images train as in TRL, packed or on TRL's path; text trains a vision model."""
 
 import pytest
-from helpers.drop_in import (
-    PackedSFTTrainer,
-    assert_same_run,
-    trainer_for,
-)
-from helpers.tiny import tiny_dataset, tiny_vlm
+from helpers.drop_in import PackedSFTTrainer, assert_same_run, trainer_for
+from helpers.tiny import tiny_dataset
+from helpers.vision import tiny_vlm
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 

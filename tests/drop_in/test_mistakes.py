@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import transformers
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, DatasetDict, Features, List, Value
 from helpers.drop_in import (
     PackedSFTTrainer,
     both_modes,
@@ -14,21 +14,20 @@ from helpers.drop_in import (
     trainer_for,
     trainer_from_id,
 )
-from helpers.tiny import tiny_dataset, tiny_dataset_dict, tiny_iterable, tiny_tokenizer
+from helpers.tiny import tiny_dataset, tiny_iterable, tiny_tokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from trl_packing.training.arguments import check_arguments
+
 PADDED = DataCollatorForLanguageModeling(pad_token_id=0)
+REENTRANT = {"selective": True, "use_reentrant": True}
 SETTINGS = [  # settings and arguments that TRL refuses, and a word of its sentence
     ({"packing": True, "max_length": None}, {}, "`max_length` can't be `None`"),
     ({"truncation_mode": "keep_middle"}, {}, "(?i)truncation.mode"),
     ({"packing": True}, {"data_collator": PADDED}, "(?i)collator"),
     ({"loss_type": "hinge"}, {}, "loss_type"),
     ({"loss_type": "dft"}, {"compute_loss_func": lambda *a, **k: 0.0}, "loss_type='dft'"),
-    (
-        {"gradient_checkpointing_kwargs": {"selective": True, "use_reentrant": True}},
-        {},
-        "selective",
-    ),
+    ({"gradient_checkpointing_kwargs": REENTRANT}, {}, "selective"),
     ({"router_aux_loss_coef": 0.5}, {}, "not a Mixture-of-Experts model"),
 ]
 
@@ -42,7 +41,7 @@ def test_settings_that_cannot_be(tmp_path, settings, arguments, text):
 def test_arguments_that_cannot_be(tmp_path, model_id):
     for dataset, changes, text in (
         (None, {}, "`train_dataset` is required"),
-        (tiny_dataset_dict(), {}, "must be a `Dataset` or `IterableDataset`"),
+        (DatasetDict({"train": tiny_dataset()}), {}, "must be a `Dataset` or `IterableDataset`"),
         (tiny_iterable(), {"max_steps": -1}, "max_steps"),
         (tiny_dataset(), {"processing_class": object()}, "processing_class"),
         (tiny_dataset("images"), {}, "vision"),
@@ -76,8 +75,6 @@ def test_one_process_has_no_batches_to_cut(tmp_path, name, packing):
         trainer.train()
     for ours, theirs in zip(plain.model.parameters(), asked.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    from trl_packing.training.arguments import check_arguments
-
     args = types.SimpleNamespace(accelerator_config=asked.args.accelerator_config, world_size=2)
     with pytest.raises(ValueError, match=name):
         check_arguments(args, tiny_dataset("language_modeling"))

@@ -18,14 +18,11 @@ def config(**options) -> PackedSFTConfig:
     return PackedSFTConfig(**(OPTIONS | options))
 
 
-def trainer_of(args, **arguments) -> PackedSFTTrainer:
-    rows = documents_of_lengths([5, 9, 4, 12, 7, 6, 3, 8])
-    defaults = {
-        "model": tiny_model(),
-        "train_dataset": Dataset.from_list(rows),
-        "processing_class": tiny_tokenizer(),
-    }
-    return PackedSFTTrainer(args=args, **(defaults | arguments))
+def trainer_of(args) -> PackedSFTTrainer:
+    rows = Dataset.from_list(documents_of_lengths([5, 9, 4, 12, 7, 6, 3, 8]))
+    return PackedSFTTrainer(
+        tiny_model(), args, train_dataset=rows, processing_class=tiny_tokenizer()
+    )
 
 
 def test_the_command_line_tells_the_default_from_what_was_asked():

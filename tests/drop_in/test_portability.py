@@ -22,10 +22,6 @@ def lora(model):
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
-def packed(documents):
-    return PackedCollator()(documents)
-
-
 def alone(model, documents):
     rows = [torch.tensor([d["input_ids"]]) for d in documents]
     return torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
@@ -41,11 +37,10 @@ def test_training_and_evaluation_leave_the_attention_as_it_came(implementation, 
         def on_step_end(self, args, state, control, model=None, **kwargs):
             seen.append(str(model.config._attn_implementation))
 
-    run = trainer_for(
-        model, DOCUMENTS, tmp_path, evaluated=Dataset.from_list(DOCUMENTS), callbacks=[Look()]
-    )
+    rows = Dataset.from_list(DOCUMENTS)
+    run = trainer_for(model, DOCUMENTS, tmp_path, evaluated=rows, callbacks=[Look()])
     found = [run.model.config._attn_implementation]
-    for act in (run.train, run.evaluate, lambda: run.predict(Dataset.from_list(DOCUMENTS))):
+    for act in (run.train, run.evaluate, lambda: run.predict(rows)):
         act()
         found.append(run.model.config._attn_implementation)
     assert found == [implementation] * 4
@@ -76,10 +71,6 @@ def test_a_model_saved_while_ours_is_in_use_does_not_name_it(saved):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def copied(model):
-    return copy.deepcopy(model)
-
-
 def enabled(model, folder):
     enable_packing(model)
     return model
@@ -101,25 +92,20 @@ def test_a_copy_computes_with_its_own_weights(make, wrap, tmp_path):
     """In ordinary calls, in packed ones and in those of the fused head, which TRL's is under."""
     model = make(wrap(tiny_model("llama")), tmp_path).eval().requires_grad_(False)
     reference = wrap(tiny_model("llama")).eval().requires_grad_(False)
-    copies = [copied(model)]
-    for each in (reference, *copies):
+    copied = copy.deepcopy(model)
+    for each in (reference, copied):
         for parameter in each.parameters():
             parameter.mul_(1.1)
     expected = alone(reference, DOCUMENTS)
-    batch = packed(DOCUMENTS)
+    batch = PackedCollator()(DOCUMENTS)
     labels = batch.pop("labels")
-    for each in copies:
-        torch.testing.assert_close(alone(each, DOCUMENTS), expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(each(**batch).logits, expected, rtol=1e-4, atol=1e-4)
-        if make is enabled:
-            continue
-        fused = each(**batch, labels=labels, fused_lm_head=True)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(alone(copied, DOCUMENTS), expected, **close)
+    torch.testing.assert_close(copied(**batch).logits, expected, **close)
+    if make is not enabled:
+        fused = copied(**batch, labels=labels, fused_lm_head=True)
         log_probs = expected[0, :-1].log_softmax(-1).gather(-1, labels[0, 1:, None].clamp(min=0))
-        torch.testing.assert_close(
-            fused.log_probs[fused.label_mask],
-            log_probs[:, 0][labels[0, 1:] != -100],
-            rtol=1e-4,
-            atol=1e-4,
-        )
+        trained = log_probs[:, 0][labels[0, 1:] != -100]
+        torch.testing.assert_close(fused.log_probs[fused.label_mask], trained, **close)
     # The control: the model that was copied says something else.
     assert float((alone(model, DOCUMENTS) - expected).abs().max()) > 0.01

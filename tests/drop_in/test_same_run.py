@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from harness import make_trainer
 from helpers.combinations import fast
 from helpers.drop_in import (
     PackedSFTTrainer,
@@ -26,7 +27,6 @@ from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuni
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
-from trl_packing import PackedSFTConfig
 from trl_packing.attention import backends
 
 
@@ -182,14 +182,6 @@ def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, pack
 @packed_only
 def test_an_activated_adapter_refuses_attention_over_a_whole_row(tmp_path):
     adapter = LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
-    settings = PackedSFTConfig(
-        tmp_path, attention="documents", use_cpu=True, bf16=False, report_to="none"
-    )
-    with pytest.raises(ValueError, match=r"alora_invocation_tokens .*; set attention='auto' or"):
-        PackedSFTTrainer(
-            model=tiny_model("qwen2"),
-            args=settings,
-            train_dataset=tiny_dataset(),
-            processing_class=tiny_tokenizer(),
-            peft_config=adapter,
-        )
+    options = {"attention": "documents", "arguments": {"peft_config": adapter}}
+    with pytest.raises(ValueError, match=r"alora_invocation_tokens .*; set attention='auto'"):
+        make_trainer(tmp_path, tiny_dataset(), "qwen2", **options)

@@ -34,8 +34,8 @@ from helpers.tiny import (
     tiny_model,
     tiny_rows,
     tiny_tokenizer,
-    tiny_vlm,
 )
+from helpers.vision import tiny_vlm
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer

@@ -22,15 +22,8 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset
-from helpers.tiny import (
-    CHATML_GENERATION,
-    tiny_dataset,
-    tiny_model,
-    tiny_rows,
-    tiny_tokenizer,
-    tiny_vlm,
-)
-from helpers.vision import image_dataset, tiny_processor, vision_model
+from helpers.tiny import CHATML_GENERATION, tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
+from helpers.vision import image_dataset, tiny_processor, tiny_vlm, vision_model
 
 TRL_TESTS = os.environ.get("TRL_TESTS")
 
@@ -118,32 +111,25 @@ def _write_model(folder: Path, architecture: str) -> None:
     processing_class.save_pretrained(folder)
 
 
-def _write_dataset(folder: Path, configs: dict[str, str]) -> None:
-    """A data set id: 17 training and 2 test rows of every config, as trl-internal-testing has."""
-    folder.mkdir(parents=True)
-    card = ["---", "configs:"]
-    for name, form in configs.items():
-        card += [f"- config_name: {name}", "  data_files:"]
-        for split, rows in (("train", tiny_rows(form, 17)), ("test", tiny_rows(form, 2))):
-            if name == "standard_implicit_prompt_preference":
-                rows = [{"chosen": r["question"], "rejected": r["answer"]} for r in rows]
-            elif form == "tools":
-                rows = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
-            (folder / f"{name}-{split}.jsonl").write_text(
-                "\n".join(json.dumps(row) for row in rows), encoding="utf-8"
-            )
-            card += [f"  - split: {split}", f"    path: {name}-{split}.jsonl"]
-    (folder / "README.md").write_text("\n".join([*card, "---"]), encoding="utf-8")
+def _rows(name: str, form: str, number: int) -> Dataset:
+    """Return the rows of a config of a data set, as trl-internal-testing has them."""
+    rows = tiny_rows(form, number)
+    if name == "standard_implicit_prompt_preference":
+        rows = [{"chosen": r["question"], "rejected": r["answer"]} for r in rows]
+    elif form == "tools":
+        rows = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    return Dataset.from_list(rows)
 
 
-def _write_images(folder: Path, configs: dict[str, Dataset]) -> None:
-    """A data set id with images: the training rows of every config."""
+def _write_dataset(folder: Path, configs: dict[str, dict[str, Dataset]]) -> None:
+    """Write a data set id: the splits of every config, and a card that names them."""
     folder.mkdir(parents=True)
     card = ["---", "configs:"]
-    for name, rows in configs.items():
-        rows.to_parquet(folder / f"{name}.parquet")
+    for name, splits in configs.items():
         card += [f"- config_name: {name}", "  data_files:"]
-        card += ["  - split: train", f"    path: {name}.parquet"]
+        for split, rows in splits.items():
+            rows.to_parquet(folder / f"{name}-{split}.parquet")
+            card += [f"  - split: {split}", f"    path: {name}-{split}.parquet"]
     (folder / "README.md").write_text("\n".join([*card, "---"]), encoding="utf-8")
 
 
@@ -156,13 +142,18 @@ def hub(tmp_path_factory) -> Path:
         *re.findall(r"trl-internal-testing/(tiny-(\w+?)For[\w.-]+)", source)
     }:
         _write_model(root / "trl-internal-testing" / name, architecture)
-    for name, configs in DATASETS.items():
-        _write_dataset(root / "trl-internal-testing" / name, configs)
-    one, several = tiny_dataset("images", 8), image_dataset(8)
-    forms = ("conversational_language_modeling", "conversational_prompt_completion")
+    for dataset, configs in DATASETS.items():
+        made = {
+            name: {"train": _rows(name, form, 17), "test": _rows(name, form, 2)}
+            for name, form in configs.items()
+        }
+        _write_dataset(root / "trl-internal-testing" / dataset, made)
+    images = {
+        "conversational_language_modeling": {"train": tiny_dataset("images", 8)},
+        "conversational_prompt_completion": {"train": image_dataset(8)},
+    }
     for name in ("zen-image", "zen-multi-image"):
-        images = dict(zip(forms, (one, several), strict=True))
-        _write_images(root / "trl-internal-testing" / name, images)
+        _write_dataset(root / "trl-internal-testing" / name, images)
     other = tiny_tokenizer(chat=True)
     other.chat_template = CHATML_GENERATION
     other.save_pretrained(root / "Qwen/Qwen3-4B")

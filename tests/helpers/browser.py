@@ -1,17 +1,15 @@
-"""Headless Chromium for tests of HTML pages: errors, requests, scripts, screenshots.
+"""Headless Chromium for tests of HTML pages: errors, requests, scripts.
 
 with open_page(path, width=390, dark=True) as page:
     assert page.problems() == []
     page.click("#next")
     assert page.evaluate("document.title") == "..."
-    page.screenshot("page.png")
 
 Chromium speaks the DevTools protocol over a pipe (NUL-terminated JSON), so the tests need no
 WebDriver and no package. One browser serves all pages of a process. `make chromium` installs it.
 """
 
 import atexit
-import base64
 import fcntl
 import json
 import os
@@ -29,7 +27,6 @@ from typing import Any
 
 import pytest
 
-HEIGHT = 900
 SECONDS = 300  # longest wait for an answer of a browser on a busy machine
 
 # Texts that become a running script, or end the element around them, where they are not escaped.
@@ -116,7 +113,8 @@ class Page:
         browser.listeners[self._session] = self._hear
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
-        self.resize(width)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[theme])
         self._load("Page.navigate", url=self._address)
@@ -139,16 +137,6 @@ class Page:
         """Wait for two frames, so that what was drawn or asked for has happened."""
         frames = "new Promise(f => requestAnimationFrame(() => requestAnimationFrame(() => f(0))))"
         self.evaluate(f"Promise.race([{frames}, new Promise(f => setTimeout(f, 300))])")
-
-    def resize(self, width: int, height: int = HEIGHT) -> None:
-        """Set the size of the window, in CSS pixels."""
-        self._call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a JavaScript expression, of a promise after it is kept.
@@ -192,11 +180,6 @@ class Page:
             found.append("hostile text acts")
         return found
 
-    def screenshot(self, output: str | Path) -> None:
-        """Write a PNG of what the window shows."""
-        answer = self._call("Page.captureScreenshot")
-        Path(output).write_bytes(base64.b64decode(answer["data"]))
-
     def _mouse(self, kind: str, selector: str) -> None:
         x, y = self.evaluate(
             f"(e => {{ e.scrollIntoView({{block: 'center', inline: 'center'}}); "
@@ -218,11 +201,7 @@ class Page:
             self._loaded = self._shown != "about:blank"  # whose event may come late
         elif event == "Runtime.exceptionThrown":
             self.errors.append(_exception(values["exceptionDetails"]))
-        elif event == "Runtime.consoleAPICalled" and values["type"] in (
-            "error",
-            "warning",
-            "assert",
-        ):
+        elif event == "Runtime.consoleAPICalled" and values["type"] in _BAD:
             said = [str(a.get("value", a.get("description"))) for a in values["args"]]
             self.errors.append(f"console.{values['type']}: {' '.join(said)}")
         elif event == "Log.entryAdded" and values["entry"]["level"] in _BAD:

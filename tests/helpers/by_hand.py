@@ -10,13 +10,11 @@ import copy
 import pytest
 import torch
 from architectures.tiny_step import tiny_tokenizer
-from datasets import Dataset
-from harness import SMOOTHING, Alone, assert_exact, losses_of_tokens
+from harness import SMOOTHING, Alone, assert_exact, losses_of_tokens, make_trainer
 from harness import alone as by_hand
 
 from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import tiny_model
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 __all__ = ["SMOOTHING", "by_hand", "losses_of_tokens"]
 
@@ -60,24 +58,11 @@ def unweighted(documents):
     return [{k: v for k, v in d.items() if k not in columns} for d in documents]
 
 
-def trainer_for(model, train, folder, *, evaluated=None, callbacks=(), arguments=None, **options):
-    return PackedSFTTrainer(
-        copy.deepcopy(model),
-        PackedSFTConfig(
-            **{
-                **ONE_STEP,
-                "output_dir": str(folder),
-                "max_length": 80,
-                "per_device_train_batch_size": 8,
-                **options,
-            }
-        ),
-        train_dataset=Dataset.from_list(train) if isinstance(train, list) else train,
-        eval_dataset=evaluated,
-        processing_class=tiny_tokenizer(),
-        callbacks=list(callbacks),
-        **(arguments or {}),
-    )
+def trainer_for(model, train, folder, **options):
+    """Return a trainer of one step on a copy of `model`; options as of `make_trainer`."""
+    sizes = {"max_length": 80, "per_device_train_batch_size": 8, "tokenizer": tiny_tokenizer()}
+    options = ONE_STEP | sizes | options
+    return make_trainer(folder, train, copy.deepcopy(model), **options)
 
 
 def one_step(model, documents, folder, **options):

@@ -14,6 +14,7 @@ import os
 
 import pytest
 import torch
+from harness import QUIET
 from trl import SFTConfig, SFTTrainer
 
 from helpers.tiny import FORMS, tiny_dataset, tiny_model, tiny_tokenizer
@@ -23,12 +24,7 @@ if os.environ.get("TRAINER") == "trl":
 else:
     from trl_packing import PackedSFTTrainer
 
-CONVERSATIONAL = [
-    "conversational_language_modeling",
-    "conversational_prompt_completion",
-    "conversations",
-    "tools",
-]
+CONVERSATIONAL = [form for form in FORMS if form.startswith("convers")] + ["tools"]
 TEXT_FORMS = [form for form in FORMS if form not in ("question_answer", "packed", "images")]
 
 packed_only = pytest.mark.skipif(
@@ -40,23 +36,17 @@ both_modes = pytest.mark.parametrize("packing", [True, False], ids=["packed", "u
 def config(folder, **changes) -> SFTConfig:
     """Return a plain `SFTConfig` for two short fp32 steps."""
     settings = {
-        "output_dir": str(folder),
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
         "max_steps": 2,
         "logging_steps": 1,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
-        "disable_tqdm": True,
         "max_length": 128,
     }
     if "num_train_epochs" in changes:
         settings["max_steps"] = -1
-    return SFTConfig(**{**settings, **changes})
+    return SFTConfig(str(folder), **QUIET | settings | changes)
 
 
 def tokenizer_for(form: str):

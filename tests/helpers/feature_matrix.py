@@ -10,7 +10,6 @@ T   trained on TRL's path, which is not packed
 –   alternatives of each other
 """
 
-import copy
 import re
 import sys
 import tempfile
@@ -28,8 +27,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "feature-matrix.md"
 sys.path.insert(0, str(ROOT / "tests"))
 
-from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer  # noqa: E402
-from trl_packing import PackedSFTConfig, PackedSFTTrainer  # noqa: E402
+from harness import make_trainer  # noqa: E402
+
+from helpers.tiny import tiny_dataset, tiny_tokenizer  # noqa: E402
+from trl_packing import PackedSFTTrainer  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,8 @@ def _as_sources(dataset: Any) -> Any:
     """Return the rows as a dictionary of two data sets, or of two streams."""
     if isinstance(dataset, Dataset):
         half = len(dataset) // 2
-        return {
-            "a": dataset.select(range(half)),
-            "b": dataset.select(range(half, len(dataset))),
-        }
+        return {"a": dataset.select(range(half)), "b": dataset.skip(half)}
     return {"a": dataset.take(4), "b": dataset.skip(4)}
-
-
-def _with_weights(dataset: Dataset) -> Dataset:
-    return dataset.add_column("loss_weight", [2.0] * len(dataset))
 
 
 def _with_system_prompt(dataset: Dataset) -> Dataset:
@@ -147,16 +141,9 @@ FEATURES = (
         data=_with_system_prompt,
         instead_of=("prefixes in a bin",),
     ),
-    Feature(
-        "mixture",
-        {"mixture": {"a": {"weight": 3}, "b": {"weight": 1}}},
-        data=_as_sources,
-    ),
+    Feature("mixture", {"mixture": {"a": {"weight": 3}, "b": {"weight": 1}}}, data=_as_sources),
     Feature("curriculum", {"curriculum": "length"}),
-    Feature(
-        "overlap",
-        {"overflow": "overlap", "max_length": 48, "per_device_train_batch_size": 4},
-    ),
+    Feature("overlap", {"overflow": "overlap", "max_length": 48, "per_device_train_batch_size": 4}),
     Feature("train_on", {"train_on": "assistant"}),
     Feature("every_turn", {"train_on": "every_turn"}, instead_of=("train_on",)),
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
@@ -227,32 +214,22 @@ def _shares(trainer: PackedSFTTrainer) -> bool:
 
 def _trainer(folder: str, first: Feature, second: Feature, **more: Any) -> PackedSFTTrainer:
     torch.manual_seed(0)
-    options = {
-        "output_dir": folder,
-        "max_length": 64,
-        "max_steps": 1,
-        "per_device_train_batch_size": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        **first.options,
-        **second.options,
-        **more,
-    }
+    options = {"max_length": 64, "max_steps": 1, "per_device_train_batch_size": 2}
+    options |= {"gradient_checkpointing": False} | first.options | second.options | more
     rows = _conversations()
     last = ("stream", "mixture")
     for feature in sorted((first, second), key=lambda f: f.name in last and last.index(f.name) + 1):
         rows = feature.data(rows) if feature.data else rows
-    return PackedSFTTrainer(
-        tiny_model(first.model or second.model or "llama"),
-        PackedSFTConfig(**options),
-        train_dataset=rows,
-        processing_class=_tokenizer(),
-        **first.arguments(),
-        **second.arguments(),
+    given = first.arguments() | second.arguments()
+    return make_trainer(
+        folder,
+        rows,
+        first.model or second.model or "llama",
+        tokenizer=_tokenizer(),
+        evaluated=given.pop("eval_dataset", None),
+        collator=given.pop("data_collator", None),
+        arguments=given,
+        **options,
     )
 
 
@@ -269,10 +246,7 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
         "stream": (_RANKS, '"stream": {"lengths": MANY, "stream": True'),
         "evaluation": (_RANKS, "def test_two_ranks_evaluate_to_the_loss_of_one"),
         "compute_metrics": (_RANKS, '"one padded row a document": {"counts_correct": True'),
-        "resuming": (
-            "tests/training/test_resume.py",
-            "def test_two_ranks_resume_within_a_later_epoch",
-        ),
+        "resuming": (_RESUMED, "def test_two_ranks_resume_within_a_later_epoch"),
         "source_column": (
             "tests/training/test_source_metrics.py",
             "def test_two_ranks_report_the_sources_of_both",
@@ -289,10 +263,7 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
             "tests/training/test_mixture.py",
             "def test_two_ranks_train_the_mixture_of_one",
         ),
-        "curriculum": (
-            "tests/packing/test_curriculum.py",
-            "def test_two_ranks_train_the_curriculum_of_one",
-        ),
+        "curriculum": (_RANKS, '"a curriculum": {"lengths": MANY'),
         "overlap": (
             "tests/training/test_overlap.py",
             "def test_two_ranks_train_the_pieces_that_one_trains",
@@ -414,5 +385,5 @@ def refusals_on(text: str) -> dict[tuple[str, str], str]:
 
 if __name__ == "__main__":
     found = all_outcomes()
-    PAGE.write_text(page(copy.copy(found)), encoding="utf-8")
+    PAGE.write_text(page(found), encoding="utf-8")
     print({mark: sum(o.mark == mark for o in found.values()) for mark in "✓T✗–"})

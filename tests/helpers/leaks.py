@@ -8,35 +8,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from helpers.packed_models import packed_model
-from helpers.tiny import (
-    VOCAB_SIZE,
-    documents_of_lengths,
-)
-from trl_packing import (
-    PackedCollator,
-    resolve_attention,
-)
+from helpers.tiny import VOCAB_SIZE, documents_of_lengths
+from trl_packing import PackedCollator, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.loss.lm_head import add_trained_positions_head
 
 
-class AddMeanOfBatch(nn.Module):
-    """Mixes all cells of a batch, so that no backend can keep documents apart."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        x = self.inner(x)
-        return x + 0.1 * x.mean((0, 1))
-
-
 def hopeless():
-    """A model that leaks through every backend, padded rows among them."""
+    """A model that mixes all cells of a batch, so that no backend can keep documents apart."""
     model = architectures.tiny_model("llama")
-    model.model.layers[0].mlp = AddMeanOfBatch(model.model.layers[0].mlp)
+    model.model.layers[0].mlp.register_forward_hook(lambda *io: io[-1] + 0.1 * io[-1].mean((0, 1)))
     return model
 
 

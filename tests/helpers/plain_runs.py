@@ -40,19 +40,11 @@ def packed(documents=DOCUMENTS, **options) -> PackedDataset:
 
 
 def trainer_of(model, dataset, folder, *, collator=None, callbacks=(), evaluated=None, **options):
-    arguments = TrainingArguments(
-        **{
-            **PLAIN_ONE_STEP,
-            "output_dir": str(folder),
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "train_sampling_strategy": "sequential",
-            **options,
-        }
-    )
+    settings = PLAIN_ONE_STEP | {"train_sampling_strategy": "sequential"}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     return Trainer(
         model,
-        arguments,
+        TrainingArguments(str(folder), **settings | options),
         data_collator=collator,
         train_dataset=dataset,
         eval_dataset=evaluated,

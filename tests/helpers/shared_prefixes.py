@@ -24,18 +24,8 @@ __all__ = ["relative_error"]
 
 #: Families of the proof. `qwen3_moe` trains without the balance of its experts.
 FAMILIES = (
-    "llama",
-    "deepseek_v3",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "mistral",
-    "phi3",
-    "olmo2",
-    "granite",
-    "cohere2",
-    "qwen3_moe",
+    *("llama", "deepseek_v3", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3"),
+    *("olmo2", "granite", "cohere2", "qwen3_moe"),
 )
 
 
@@ -76,18 +66,13 @@ def forked_documents(seed: int = 0, *, weighted: bool = False) -> list[dict[str,
 
 
 def _document(prompt: list[int], completion: list[int]) -> dict[str, list[int]]:
-    return {
-        "input_ids": prompt + completion,
-        "labels": [IGNORE_INDEX] * len(prompt) + completion,
-    }
+    labels = [IGNORE_INDEX] * len(prompt) + completion
+    return {"input_ids": prompt + completion, "labels": labels}
 
 
 #: Settings with which float32 gradients of a tiny model are known to 1e-6 at all: without them, the
 #: scores of attention are so large that one document alone differs by 1e-5 from float64.
-_SETTINGS = {
-    "granite": {"attention_multiplier": 1 / 16},
-    "gpt_oss": {"initializer_range": 0.11},
-}
+_SETTINGS = {"granite": {"attention_multiplier": 1 / 16}, "gpt_oss": {"initializer_range": 0.11}}
 
 
 def build_model(name: str, *, lora: bool = False) -> Any:

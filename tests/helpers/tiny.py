@@ -20,16 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaProcessor,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -79,17 +74,6 @@ CHATML = _TEMPLATE.replace("ASSISTANT", "{{- body + '<|im_end|>' }}")
 CHATML_GENERATION = _TEMPLATE.replace(
     "ASSISTANT", "{%- generation %}{{- body + '<|im_end|>' }}{%- endgeneration %}"
 )
-
-#: Contents that are a text or a list of `{"type": "image"}` and `{"type": "text", "text": …}`.
-_LLAVA_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string %}{{- message['content'] }}
-{%- else %}{%- for part in message['content'] %}
-{{- '<image>' if part['type'] == 'image' else part['text'] }}{%- endfor %}{%- endif %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
 @cache
@@ -148,167 +132,89 @@ def tiny_tokenizer(
 VOCAB_SIZE = 320
 WINDOW = 8
 
-_SHAPE = {
+_COMMON = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
     # ten times the usual 0.02: so small a model must still attend to something, or nothing leaks
     "initializer_range": 0.2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_LAYER_TYPES = ["sliding_attention", "full_attention"]
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_ROUTED_EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_GPT2 = {
-    "vocab_size": VOCAB_SIZE,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 512,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_SIZE = {"hidden_size": 32, "num_hidden_layers": 2}
+SHAPE = _COMMON | _SIZE | {"intermediate_size": 64, "max_position_embeddings": 512}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+_GPT2 = _COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED_EXPERTS = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1}
+_ROUTED_EXPERTS |= {"n_group": 1, "topk_group": 1}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_YARN |= {"original_max_position_embeddings": 128}
+_MAMBA_2 = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
 
 #: The architectures that must run packed, without a fallback.
 PACKED_MODELS = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "gemma3_text",
-    "gpt_oss",
-    "gpt2",
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "gpt2")
 ]
 
 
+def _dropout(share: float) -> dict[str, Any]:
+    return dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), share)
+
+
 def _shape_without(*names: str) -> dict[str, Any]:
-    return {key: value for key, value in _SHAPE.items() if key not in names}
+    return {key: value for key, value in SHAPE.items() if key not in names}
 
 
-#: name → (model_type, arguments of its config)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _SHAPE),
-    "mistral": ("mistral", {**_SHAPE, "sliding_window": WINDOW}),
-    "qwen2": ("qwen2", _shape_without("head_dim")),
-    "qwen3": ("qwen3", _SHAPE),
-    "qwen3_moe": ("qwen3_moe", {**_SHAPE, **_EXPERTS}),
-    "gemma2": (
-        "gemma2",
-        {
-            **_SHAPE,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYER_TYPES,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 5.0,
-        },
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {
-            **_SHAPE,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYER_TYPES,
-            "query_pre_attn_scalar": 8,
-        },
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        {
-            **_SHAPE,
-            "sliding_window": WINDOW,
-            "layer_types": _LAYER_TYPES,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-            },
-        },
-    ),
-    "gpt2": ("gpt2", {**_GPT2, **_NO_DROPOUT}),
-    "gpt2_dropout": ("gpt2", {**_GPT2, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}),
+#: model type, or gpt2_dropout → arguments of its config
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SHAPE,
+    "mistral": SHAPE | {"sliding_window": WINDOW},
+    "qwen2": _shape_without("head_dim"),
+    "qwen3": SHAPE,
+    "qwen3_moe": SHAPE | _EXPERTS | {"num_experts": 4},
+    "gemma2": SHAPE | _SLIDING | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "gemma3_text": SHAPE | _SLIDING | {"query_pre_attn_scalar": 8},
+    "gpt_oss": {
+        **SHAPE,
+        **_SLIDING,
+        "rope_parameters": _YARN,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "gpt2": _GPT2 | _dropout(0.0),
+    "gpt2_dropout": _GPT2 | _dropout(0.1),
     # the other text models that TRL's own tests train
-    "gpt_neox": ("gpt_neox", _shape_without("head_dim", "num_key_value_heads")),
-    "cohere2": (
-        "cohere2",
-        {
-            **_shape_without("head_dim"),
-            "sliding_window": WINDOW,
-            "layer_types": _LAYER_TYPES,
-            "logit_scale": 0.5,
-        },
-    ),
-    "olmo3": (
-        "olmo3",
-        {**_shape_without("head_dim"), "sliding_window": WINDOW, "layer_types": _LAYER_TYPES},
-    ),
-    "glm4_moe": ("glm4_moe", {**_SHAPE, **_ROUTED_EXPERTS, "first_k_dense_replace": 1}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            **_shape_without("head_dim"),
-            **_ROUTED_EXPERTS,
-            "num_key_value_heads": 4,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 8,
-        },
-    ),
+    "gpt_neox": _shape_without("head_dim", "num_key_value_heads"),
+    "cohere2": _shape_without("head_dim") | _SLIDING | {"logit_scale": 0.5},
+    "olmo3": _shape_without("head_dim") | _SLIDING,
+    "glm4_moe": SHAPE | _ROUTED_EXPERTS | {"first_k_dense_replace": 1},
+    "deepseek_v3": {
+        **_shape_without("head_dim"),
+        **_ROUTED_EXPERTS,
+        **_LATENT,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+    },
     # recurrent or convolutional layers, which run on past the end of a document
-    "lfm2": ("lfm2", {**_shape_without("head_dim"), "layer_types": ["conv", "full_attention"]}),
-    "falcon_mamba": (
-        "falcon_mamba",
-        {
-            **{key: _SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
-            **{key: _SHAPE[key] for key in ("initializer_range", "pad_token_id", "eos_token_id")},
-            "state_size": 4,
-        },
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        {
-            **_shape_without("num_hidden_layers"),
-            **_ROUTED_EXPERTS,
-            "layers_block_type": ["mamba", "attention", "mamba", "moe"],
-            "moe_shared_expert_intermediate_size": 32,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            "n_groups": 1,
-            "chunk_size": 16,
-        },
-    ),
+    "lfm2": _shape_without("head_dim") | {"layer_types": ["conv", "full_attention"]},
+    "falcon_mamba": _COMMON | _SIZE | {"state_size": 4},
+    "nemotron_h": {
+        **_shape_without("num_hidden_layers"),
+        **_ROUTED_EXPERTS,
+        **_MAMBA_2,
+        "chunk_size": 16,
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "moe_shared_expert_intermediate_size": 32,
+    },
 }
 
 
 def tiny_config(name: str = "llama", **overrides: Any) -> PretrainedConfig:
     """The config of `tiny_model(name)`. `overrides` are arguments of the architecture's config."""
-    model_type, arguments = MODELS[name]
-    return AutoConfig.for_model(model_type, **{**arguments, **overrides})
+    return AutoConfig.for_model(name.removesuffix("_dropout"), **MODELS[name] | overrides)
 
 
 def tiny_model(
@@ -348,70 +254,6 @@ def save_tiny_model(
     tiny_model(name, seed=seed, **overrides).save_pretrained(folder)
     tiny_tokenizer(chat).save_pretrained(folder)
     return str(folder)
-
-
-def tiny_vlm(name: str = "llava", *, seed: int = 0) -> tuple[PreTrainedModel, Any]:
-    """A vision-language model and its processing class: `llava` (needs pillow) or `qwen2_5_vl`.
-
-    Qwen2.5-VL's processor needs torchvision, so that one comes with a tokenizer: text only.
-    """
-    tokenizer = tiny_tokenizer(chat=True)
-    text_config = {**_SHAPE, "vocab_size": VOCAB_SIZE + 1}
-    config: PretrainedConfig
-    processing_class: Any = tokenizer
-    if name == "llava":
-        from transformers import CLIPImageProcessor  # warns on import where torchvision is missing
-
-        tokenizer.add_tokens(["<image>"], special_tokens=True)
-        vision_config = CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=8,
-        )
-        config = LlavaConfig(
-            vision_config=vision_config,
-            text_config=LlamaConfig(**text_config),
-            image_token_index=VOCAB_SIZE,
-            vision_feature_layer=-1,
-        )
-        size = {"height": 16, "width": 16}
-        processing_class = LlavaProcessor(
-            image_processor=CLIPImageProcessor(size=size, crop_size=size),
-            tokenizer=tokenizer,
-            patch_size=8,
-            vision_feature_select_strategy="default",
-            image_token="<image>",
-            num_additional_image_tokens=1,
-            chat_template=_LLAVA_TEMPLATE,
-        )
-    else:
-        config = AutoConfig.for_model(
-            "qwen2_5_vl",
-            text_config={
-                **text_config,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "mrope_section": [1, 1, 2],
-                },
-            },
-            vision_config={
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "depth": 1,
-                "num_heads": 2,
-                "out_hidden_size": 32,
-                "patch_size": 4,
-                "fullatt_block_indexes": [0],
-            },
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    return model.eval(), processing_class
 
 
 # ------------------------------------------------------------------------------------ data sets
@@ -543,11 +385,6 @@ def tiny_dataset(form: str = "language_modeling", rows: int = 16) -> Dataset:
 def tiny_iterable(form: str = "language_modeling", rows: int = 16) -> IterableDataset:
     """The same rows as an `IterableDataset` that knows its columns."""
     return tiny_dataset(form, rows).to_iterable_dataset()
-
-
-def tiny_dataset_dict(form: str = "language_modeling", rows: int = 16) -> DatasetDict:
-    """`train` with all rows and `test` with the first quarter of them."""
-    return DatasetDict({"train": tiny_dataset(form, rows), "test": tiny_dataset(form, rows // 4)})
 
 
 def documents_of_lengths(

@@ -59,18 +59,9 @@ def install(monkeypatch) -> list[tuple]:
         @staticmethod
         def backward(ctx, grad, *_):
             *tensors, rng_state, unused = ctx.saved_tensors
-            *spans, dropout_p, is_causal, _, named = ctx.options
-            found = backward(
-                grad.contiguous(),
-                *tensors,
-                *spans,
-                dropout_p,
-                is_causal,
-                rng_state,
-                unused,
-                **named,
-            )
-            return *found, *(None for _ in ctx.options)
+            *options, _, named = ctx.options  # without return_debug_mask
+            given = (grad.contiguous(), *tensors, *options, rng_state, unused)
+            return *backward(*given, **named), *(None for _ in ctx.options)
 
     monkeypatch.setattr(
         torch.ops.aten,

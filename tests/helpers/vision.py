@@ -20,7 +20,7 @@ from datasets import Dataset
 from PIL import Image
 
 from helpers.one_step import ONE_STEP
-from helpers.tiny import tiny_tokenizer
+from helpers.tiny import SHAPE, tiny_tokenizer
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 NAMES = (
@@ -36,40 +36,12 @@ def tiny_processor(name: str) -> Any:
 
 # --- models ---------------------------------------------------------------------------------------
 
-_TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-    "initializer_range": 0.2,
-    "projection_dim": 16,
-}
-_QWEN_TOWER = {
-    "depth": 2,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "initializer_range": 0.2,
-    "hidden_size": 16,
-    "out_hidden_size": 32,
-    "intermediate_size": 32,
-}
+_TEXT = SHAPE | {"max_position_embeddings": 4096}
+_HIDDEN = {"hidden_size": 16, "intermediate_size": 32, "initializer_range": 0.2, "patch_size": 4}
+_TOWER = _HIDDEN | {"num_hidden_layers": 3, "num_attention_heads": 2}
+_TOWER |= {"image_size": 16, "projection_dim": 16}
+_QWEN_TOWER = _HIDDEN | {"depth": 2, "num_heads": 2, "out_hidden_size": 32}
+_QWEN_TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
 def _mrope(*sections: int, **others: Any) -> dict[str, Any]:
@@ -97,17 +69,12 @@ _CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "glm4v": (_mrope(1, 2, 1), {**_QWEN_TOWER, "image_size": 16}, {}),
     "llava": ({"model_type": "llama"}, _clip("clip_vision_model"), {}),
     "llava_next": (
-        {"model_type": "llama"},
-        _clip("clip_vision_model"),
-        {"image_grid_pinpoints": PINPOINTS},
+        *({"model_type": "llama"}, _clip("clip_vision_model"), {"image_grid_pinpoints": PINPOINTS}),
     ),
     "llava_onevision": (
         {"model_type": "qwen2"},
         {**_clip("siglip_vision_model"), "vision_use_head": False},
-        {
-            "image_grid_pinpoints": PINPOINTS,
-            "vision_feature_select_strategy": "full",
-        },
+        {"image_grid_pinpoints": PINPOINTS, "vision_feature_select_strategy": "full"},
     ),
     "internvl": (
         {"model_type": "qwen2"},
@@ -151,6 +118,12 @@ def _token_ids(processor: Any) -> dict[str, int]:
         found = next((known[token] for token in tokens if token in known), None)
         ids |= {} if found is None else {name: found}
     return ids | {"video_token_index": ids.get("video_token_id", len(known) - 1)}
+
+
+def tiny_vlm(name: str = "llava") -> tuple[Any, Any]:
+    """Return a tiny model of the family `name` and its processor."""
+    processor = tiny_processor(name)
+    return tiny_vision_model(name, processor), processor
 
 
 def tiny_vision_model(name: str, processor: Any, seed: int = 0) -> Any:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from datasets import Dataset
+from harness import make_trainer
 from helpers.attacks import ATTACKS, harmful
-from helpers.tiny import CHATML, save_tiny_model, tiny_model, tiny_tokenizer
-from trl import SFTConfig, SFTTrainer
+from helpers.tiny import CHATML, save_tiny_model, tiny_tokenizer
+from trl import SFTTrainer
 
 from trl_packing.cli import main
 from trl_packing.tools import compare_preparations
@@ -85,13 +86,11 @@ def test_settings_that_trl_has_prepare_the_same(rows, options):
 
 
 def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
-    args = SFTConfig(str(tmp_path), max_length=30, use_cpu=True, bf16=False, report_to="none")
-    trainer = SFTTrainer(
-        tiny_model("llama"), args, train_dataset=chats(), processing_class=tiny_tokenizer(chat=True)
-    )
+    options = {"max_length": 30, "tokenizer": tiny_tokenizer(chat=True)}
+    trainer = make_trainer(tmp_path, chats(), cls=SFTTrainer, **options)
     shown = documents_by_trl(run_of(chats(), "--max_length", "30"))
-    assert shown["input_ids"][:] == trainer.train_dataset["input_ids"][:]
-    assert shown["labels"][:] == trainer.train_dataset["labels"][:]
+    for name in ("input_ids", "labels"):
+        assert shown[name][:] == trainer.train_dataset[name][:]
 
 
 def test_rows_that_trl_cannot_prepare_are_refused_with_its_reason():
@@ -150,20 +149,6 @@ def test_the_text_shows_counts_and_the_lines_that_differ():
     assert any(line.startswith("-") and "⟦Because. <|im_end|>⟧" in line for line in lines[start:])
 
 
-def test_tokens_of_the_same_text_are_told_by_their_ids():
-    class Alike:
-        """A tokenizer of which all tokens have the same text."""
-
-        def decode(self, ids, **_):
-            return "x" * len(ids)
-
-    rows = tokenized([[7, 8, 9, 10, 11]])
-    comparison = compared(rows, other=changed(rows, 0, "input_ids", 3, 20))
-    text = comparison_text(comparison, [Alike(), Alike()])
-    assert "\n-      10      1 'x'\n" in text
-    assert "\n+      20      1 'x'\n" in text
-
-
 def test_hostile_text_does_not_act_in_the_terminal():
     hostile = [text for name, text in ATTACKS.items() if name != "lone surrogate"]
     rows = Dataset.from_dict({"prompt": ["Why? "] * len(hostile), "completion": hostile})
@@ -184,15 +169,7 @@ def command(tmp_path):
     return ["inspect", "--model", model, "--data", str(data), "--max_length", "256"]
 
 
-def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_path, monkeypatch):
-    class Printing(SFTTrainer):
-        """DeepSpeed logs to stdout when accelerate imports it, which TRL's trainer causes."""
-
-        def __init__(self, *args, **kwargs):
-            print("[WARNING] Setting accelerator to CPU.")
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr(compare_preparations, "SFTTrainer", Printing)
+def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_path):
     config, template = tmp_path / "other.yaml", tmp_path / "other.jinja"
     assistant = ["--train_on", "assistant"]
 

@@ -86,7 +86,6 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
         (None, "documents", "", "need an NVIDIA GPU from sm80"),
         ((8, 0), "varlen", "", "FlashAttention 2 from PyTorch itself"),
         ((9, 0), "varlen", "", "folder hopper"),
-        ((8, 0), "documents", "", "pip install flash-attn --no-build-isolation"),
         ((8, 0), "documents", "no sinks", "not possible (no sinks)"),
         ((9, 0), "flash_attention_3", "", "nothing to install"),
     ],

@@ -2,22 +2,22 @@
 
 import json
 import re
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from datasets import Dataset
+from harness import make_trainer
 from helpers.attacks import harmful
 from helpers.browser import HOSTILE, open_page
-from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
-from helpers.vision import tiny_processor, tiny_vision_model
+from helpers.prepared import call_for, chats
+from helpers.tiny import save_tiny_model, tiny_tokenizer
+from helpers.vision import tiny_processor, tiny_vision_model, vision_trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedCollator
 from trl_packing.cli import main
-from trl_packing.packing.prefix_tree import build_prefix_tree
 from trl_packing.tools.preview.previewed_run import PreviewedRun, trace_documents
 from trl_packing.tools.preview.show import token_texts
 from trl_packing.tools.rows import (
@@ -27,27 +27,12 @@ from trl_packing.tools.rows import (
     WEIGHTED,
     PackedEpoch,
     micro_batches,
-    segments_of,
     show_row,
 )
 from trl_packing.tools.rows_page import rows_page
 from trl_packing.tools.training_command import TrainerCall
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
-def chats(number: int = 24) -> Dataset:
-    """Conversations of one to three turns, of different lengths."""
-    rows = []
-    for i in range(number):
-        turns = []
-        for turn in range(1 + i % 3):
-            turns += [
-                {"role": "user", "content": " ".join(WORDS[: 1 + (i + turn) % 7])},
-                {"role": "assistant", "content": " ".join(WORDS[-1 - (i * 5 + turn) % 9 :])},
-            ]
-        rows.append({"messages": turns})
-    return Dataset.from_list(rows)
 
 
 def answers(number: int = 24) -> Dataset:
@@ -57,18 +42,6 @@ def answers(number: int = 24) -> Dataset:
     return Dataset.from_list(
         [{"prompt": questions[i // 4], "completion": f" {i} {end}"} for i, end in enumerate(ends)]
     )
-
-
-def tokenized(number: int = 20, **columns) -> Dataset:
-    lengths = [3 + i * 7 % 19 for i in range(number)]
-    ids = [[10 + (i + k) % 250 for k in range(length)] for i, length in enumerate(lengths)]
-    labels = [[-100 if k < 2 else token for k, token in enumerate(row)] for row in ids]
-    rows = {"input_ids": ids, "labels": labels}
-    return Dataset.from_dict(rows | {name: make(lengths) for name, make in columns.items()})
-
-
-def weights(lengths):
-    return [[0.1 * (k % 4) for k in range(n)] for n in lengths]
 
 
 def run_of(rows, *options, tokenizer=None) -> PreviewedRun:
@@ -93,52 +66,41 @@ def joined(rows: list[dict], name: str) -> list[list]:
 
 # --- the batches of the trainer -------------------------------------------------------------------
 
+
+def weighted() -> Dataset:
+    """Tokens with weights of their own, in documents with weights."""
+    ids = [[10 + (i + k) % 250 for k in range(3 + i * 7 % 19)] for i in range(20)]
+    rows = {"input_ids": ids, "labels": [[-100, -100, *row[2:]] for row in ids]}
+    rows["loss_weights"] = [[0.1 * (k % 4) for k in range(len(row))] for row in ids]
+    return Dataset.from_dict(rows | {"loss_weight": [0.5 + len(row) % 3 for row in ids]})
+
+
+BINS = {"max_length": 64, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+SHARED = {"prefix_sharing": "bin", "max_length": 128, "pad_to_multiple_of": 8}
 SETTINGS = {
-    "several bins": (
-        chats,
-        ["--train_on", "last_assistant", "--max_length", "64", "--shuffle_dataset", "true"],
-        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
-    ),
-    "split": (chats, ["--max_length", "24", "--overflow", "split", "--pad_to_multiple_of", "16"]),
-    "documents per step": (
-        chats,
-        ["--documents_per_step", "6", "--max_length", "64"],
-        {"gradient_accumulation_steps": 2},
-    ),
-    "weights": (
-        lambda: tokenized(loss_weights=weights, loss_weight=lambda n: [0.5 + x % 3 for x in n]),
-        ["--max_length", "32", "--loss_weighting", "sqrt"],
-    ),
-    "static shapes": (
-        chats,
-        ["--max_length", "64", "--static_shapes", "true"],
-        {"per_device_train_batch_size": 2},
-    ),
+    "several bins": (chats, BINS | {"train_on": "last_assistant", "shuffle_dataset": True}),
+    "split": (chats, {"max_length": 24, "overflow": "split", "pad_to_multiple_of": 16}),
+    "documents per step": (chats, BINS | {"documents_per_step": 6}),
+    "weights": (weighted, {"max_length": 32, "loss_weighting": "sqrt"}),
+    "static shapes": (chats, BINS | {"static_shapes": True}),
     "shared prefixes with weights": (
         lambda: answers().add_column("loss_weight", [0.5 + i for i in range(24)]),
-        ["--prefix_sharing", "bin", "--max_length", "128", "--pad_to_multiple_of", "8"],
-        {"per_device_train_batch_size": 2},
+        SHARED | {"per_device_train_batch_size": 2},
     ),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
-    make, options, *rest = SETTINGS[name]
-    rest = {"per_device_train_batch_size": 1} | dict(*rest)
-    options = [
-        *options,
-        *(text for key, value in rest.items() for text in (f"--{key}", str(value))),
-    ]
-    path = save_tiny_model(tmp_path / "model", "llama", chat=True)
-    run = PreviewedRun.from_settings(make(), tiny_tokenizer(chat=True), options, str(path))
-    run.args.output_dir = str(tmp_path)
-    trainer = PackedSFTTrainer(
-        str(path), run.args, train_dataset=make(), processing_class=tiny_tokenizer(chat=True)
-    )
+    make, options = SETTINGS[name]
+    options = {"per_device_train_batch_size": 1} | options
+    words = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    tokenizer, model = tiny_tokenizer(chat=True), save_tiny_model(tmp_path / "model", "llama")
+    epoch = PackedEpoch.of(PreviewedRun.from_settings(make(), tokenizer, words, model))
+    trainer = make_trainer(tmp_path, make(), tokenizer=tokenizer, **{"packing": True} | options)
     # After the check of a model.
     trainer._loaders.collators.packed.shares_prefixes = "shared" in name
-    loader, epoch = trainer.get_train_dataloader(), PackedEpoch.of(run)
+    loader = trainer.get_train_dataloader()
     for number in (0, 1):
         loader.batch_sampler.set_epoch(number)
         epoch.sampler.set_epoch(number)
@@ -147,13 +109,12 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
         names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
         for shown, of_batch in names.items():
             assert joined(rows, shown) == [batch[of_batch][0].tolist() for batch in batches]
-        for place, batch in enumerate(batches):
-            parts = [row["weights"] for row in rows if row["microBatch"] == place]
-            if "loss_weights" in batch:
-                found = np.float32([weight for part in parts for weight in part])
-                assert np.array_equal(found, batch["loss_weights"][0].numpy())
-            else:
-                assert parts == [None] * len(parts)
+        if "loss_weights" in batches[0]:
+            found = [np.float32(weights) for weights in joined(rows, "weights")]
+            wanted = [batch["loss_weights"][0].numpy() for batch in batches]
+            assert all(map(np.array_equal, found, wanted))
+        else:
+            assert {row["weights"] for row in rows} == {None}
         starts = {part["start"] for row in rows for part in row.get("segments", row["documents"])}
         assert starts <= {at for batch in batches for at in batch["cu_seq_lens_q"][:-1].tolist()}
     assert any("segments" in row for row in rows) == ("shared" in name)
@@ -162,13 +123,10 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
 
 def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
     collator = PackedCollator(pad_token_id=3, pad_to_multiple_of=32)
-    args = PackedSFTConfig(str(tmp_path), max_length=40, use_cpu=True, bf16=False, report_to="none")
-    tokenizer = tiny_tokenizer(chat=True)
-    trainer = PackedSFTTrainer(
-        tiny_model("llama"), args, collator, chats(), processing_class=tokenizer
-    )
+    tokenizer, options = tiny_tokenizer(chat=True), {"max_length": 40}
+    trainer = make_trainer(tmp_path, chats(), tokenizer=tokenizer, collator=collator, **options)
     expected = [batch["input_ids"][0].tolist() for batch in trainer.get_train_dataloader()]
-    run = PreviewedRun.from_call(TrainerCall(None, args, chats(), tokenizer, collator))
+    run = PreviewedRun.from_call(TrainerCall(None, trainer.args, chats(), tokenizer, collator))
     assert joined(data_of(page_of(run, max_rows=99))["rows"], "ids") == expected
     assert any(3 in ids for ids in expected)
 
@@ -194,32 +152,6 @@ def test_rows_that_no_epoch_draws_are_refused():
 
 # --- shared prefixes ------------------------------------------------------------------------------
 
-DOCUMENTS = st.lists(
-    st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array), min_size=1, max_size=9
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(DOCUMENTS, st.sampled_from([1, 3]))
-def test_the_segments_of_a_document_add_up_to_it(documents, min_shared):
-    tree = build_prefix_tree(documents, min_shared=min_shared)
-    ids, segments = tree.place(np.concatenate(documents)), segments_of(tree)
-    assert [s["start"] for s in segments] == tree.cu_seqlens[:-1].tolist()
-    for place, document in enumerate(tree.order.tolist()):
-        held = [s for s in segments if place in s["documents"]]
-        parts = [ids[s["start"] : s["stop"]] for s in held]
-        assert np.array_equal(np.concatenate(parts), documents[document])
-        assert [s["position"] for s in held] == np.cumsum([0, *map(len, parts)])[:-1].tolist()
-        assert held[0]["parent"] is None
-        assert all(segments[b["parent"]] is a for a, b in pairwise(held))
-        assert [s["level"] for s in held] == list(range(len(held)))
-    if min_shared == 1:
-        no_target = np.isin(np.arange(tree.offsets[-1]), tree.offsets)  # the first tokens
-        targets = set(tree.targets[~no_target].tolist())
-        roots = {s["start"] for s in segments if s["parent"] is None}
-        copies = {s["start"] for s in segments if s["repeats"]}
-        assert copies == set(range(tree.starts[-1])) - targets - roots
-
 
 def shared_run(mode: str) -> PreviewedRun:
     return run_of(
@@ -237,6 +169,7 @@ def test_a_page_of_shared_prefixes_says_who_holds_and_who_trains_a_token():
             ids = row["ids"][segment["start"] : segment["stop"]]
             for k in segment["documents"]:
                 text = documents[k]["prompt"] + documents[k]["completion"] + tokenizer.eos_token
+                assert segment["position"] == held[k]
                 assert tokenizer(text)["input_ids"][held[k] : held[k] + len(ids)] == ids
                 held[k] += len(ids)
         assert held == [d["stop"] - d["start"] for d in row["documents"]]
@@ -310,8 +243,6 @@ def test_the_page_is_bounded_and_says_what_is_left_out():
     assert [len(row["ids"]) for row in data_of(page_of(run, max_tokens=20))["rows"]] == [8, 8]
     one = data_of(page_of(run, max_tokens=5))["rows"]
     assert [(row["stop"] - row["start"], len(row["ids"])) for row in one] == [(8, 5)]
-    with pytest.raises(ValueError, match="max_rows=0"):
-        page_of(run, max_rows=0)
 
 
 @settings(max_examples=60)
@@ -345,9 +276,8 @@ def test_images_stand_at_the_tokens_of_their_document(tmp_path):
     processor = tiny_processor("qwen2_5_vl")
     model = tiny_vision_model("qwen2_5_vl", processor)
     options = {"max_length": 128, "per_device_train_batch_size": 2, "train_on": "assistant"}
-    options |= {"use_cpu": True, "bf16": False, "report_to": "none"}
-    args = PackedSFTConfig(str(tmp_path), **options)
-    epoch = PackedEpoch.of(PreviewedRun.from_call(TrainerCall(model, args, colored(), processor)))
+    call = call_for(colored(), None, processor, model, **options)
+    epoch = PackedEpoch.of(PreviewedRun.from_call(call))
     rows = data_of(rows_page(epoch, max_rows=100))["rows"]
     pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     seen = 0
@@ -362,7 +292,7 @@ def test_images_stand_at_the_tokens_of_their_document(tmp_path):
             assert sizes <= {f"{24 + 8 * (document['row'] % 3)} × 24"}
             seen += len(images)
     assert seen == 9
-    trainer = PackedSFTTrainer(model, args, None, colored(), processing_class=processor)
+    trainer = vision_trainer(model, processor, tmp_path, colored(), **options)
     batches = list(trainer.get_train_dataloader())
     assert joined(rows, "ids") == [batch["input_ids"][0].tolist() for batch in batches]
     counted = [batch["position_ids"][0, 0].tolist() for batch in batches]  # the first of four

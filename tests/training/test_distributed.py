@@ -39,6 +39,7 @@ SAME_STEPS = {
         "max_steps": 4,
         "packing": False,
     },
+    "a curriculum": {"lengths": MANY, "options": SGD | {"curriculum": "length"}},
     "a class that ignores loss kwargs": {
         "lengths": MANY,
         "ignores_loss_kwargs": True,
@@ -65,10 +66,7 @@ BY_RANK = {
     "two bins a micro-batch, accumulated": {"batch_size": 2, "accumulation": 2},
     "unpacked": {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
 }
-REFUSED = {
-    "packed": {},
-    "unpacked": {"packing": False, "batch_size": 1},
-}
+REFUSED = {"packed": {}, "unpacked": {"packing": False, "batch_size": 1}}
 
 
 def scenarios(base, accumulation: int) -> dict[str, Scenario]:

@@ -5,6 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
+from helpers.combinations import fast
 from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
 from helpers.tiny import tiny_tokenizer
 
@@ -25,29 +26,16 @@ def thinking_tokenizer():
     return tokenizer
 
 
-def conversations(number=12, turns=3):
-    return [
-        {
-            "messages": [
-                message
-                for turn in range(1 + i % turns)
-                for message in (
-                    {
-                        "role": "user",
-                        "content": f"Question {i}, part {turn}?",
-                        "reasoning_content": None,
-                    },
-                    {
-                        "role": "assistant",
-                        "content": "So. " * (turn + 1),
-                        "reasoning_content": f"Hm {i}. " * 3,
-                    },
-                )
-            ],
-            "source": "ab"[i % 2],
-        }
-        for i in range(number)
-    ]
+def conversations(number=12):
+    rows = []
+    for i in range(number):
+        messages = []
+        for turn in range(1 + i % 3):
+            said = (f"Question {i}, part {turn}?", None), ("So. " * (turn + 1), f"Hm {i}. " * 3)
+            for role, (content, thoughts) in zip(("user", "assistant"), said, strict=True):
+                messages.append({"role": role, "content": content, "reasoning_content": thoughts})
+        rows.append({"messages": messages, "source": "ab"[i % 2]})
+    return rows
 
 
 def by_hand(rows, tokenizer):
@@ -80,30 +68,27 @@ def losses(trainer):
     return [{n: log[n] for n in names if n in log} for log in trainer.state.log_history]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="packed", marks=pytest.mark.slow),
-        pytest.param({"dataloader_num_workers": 2}, id="workers", marks=pytest.mark.slow),
-        pytest.param({"packing": False, "documents_per_step": 5}, id="padding-free"),
-        pytest.param(
-            {"prefix_sharing": "group", "packing": False, "documents_per_step": 8},
-            id="grouped",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"loss_weighting": "document", "source_column": "source", "eval_strategy": "steps"},
-            id="evaluated",
-        ),
-    ],
-)
-def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, settings):
-    rows = conversations()
+RUNS = {
+    "packed": {},
+    "workers": {"dataloader_num_workers": 2},
+    "padding-free": {"packing": False, "documents_per_step": 5},
+    "grouped": {"prefix_sharing": "group", "packing": False, "documents_per_step": 8},
+    "evaluated": {
+        "loss_weighting": "document",
+        "source_column": "source",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", fast(RUNS, ("padding-free", "evaluated")))
+def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, name):
+    rows, settings = conversations(), RUNS[name]
     documents = by_hand(rows, thinking_tokenizer())
     evaluated = [None, None]
     if "eval_strategy" in settings:
         evaluated = [Dataset.from_list(rows), Dataset.from_list(documents)]
-        settings = settings | {"eval_steps": 1}
     turns = trainer_for(tmp_path / "a", rows, evaluated[0], train_on="every_turn", **settings)
     apart = trainer_for(tmp_path / "b", documents, evaluated[1], **settings)
     assert turns.train_dataset["input_ids"][:] == apart.train_dataset["input_ids"][:]
@@ -142,11 +127,6 @@ def test_training_on_the_last_turn_alone_is_another_run(tmp_path):
     assert len(turns.train_dataset) == 24
     assert len(last.train_dataset) == 12
     assert losses(turns) != losses(last)
-
-
-def test_one_rendering_of_such_conversations_is_refused_and_names_the_setting(tmp_path):
-    with pytest.raises(ValueError, match=r"(?s)leaves out the reasoning .*train_on='every_turn'"):
-        trainer_for(tmp_path, conversations(), train_on="assistant")
 
 
 SILENT = {"messages": [{"role": "user", "content": "Hm?"}], "source": "a"}

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from helpers.distributed import engines
 from helpers.distributed.ranks import on_ranks
@@ -20,6 +21,9 @@ from trl_packing.vision.batch import ImageBatches
 
 #: Weights would decay in the tower, too, where it gets gradients of zeros.
 SGD = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "weight_decay": 0.5}
+SGD |= {"max_length": 320, "max_steps": 3, "packing": False, "isolation_check": "off"}
+SGD |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+SGD |= {"train_sampling_strategy": "sequential"}
 
 
 @dataclass
@@ -64,22 +68,8 @@ def run(scenario: ImageRun) -> dict:
     dataset = dataset.select(order)
     if scenario.weights:
         dataset = dataset.add_column("loss_weight", scenario.weights)
-    settings = (
-        ONE_STEP
-        | SGD
-        | {
-            "output_dir": scenario.output_dir,
-            "max_length": 320,
-            "max_steps": 3,
-            "packing": False,
-            "isolation_check": "off",
-            "train_sampling_strategy": "sequential",
-            "per_device_train_batch_size": 1,
-            "per_device_eval_batch_size": 1,
-        }
-    )
-    settings |= engines.options(scenario.engine, scenario.family) | scenario.options
-    config = PackedSFTConfig(**settings)
+    settings = ONE_STEP | SGD | engines.options(scenario.engine, scenario.family)
+    config = PackedSFTConfig(scenario.output_dir, **settings | scenario.options)
     engines.start(scenario.engine)
     trainer = PackedSFTTrainer(
         model=model,
@@ -88,7 +78,7 @@ def run(scenario: ImageRun) -> dict:
         eval_dataset=image_dataset(5),
         processing_class=processor,
         compute_metrics=_count_correct if scenario.scores else None,
-        peft_config=_lora(scenario.lora),
+        peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
     )
     assert trainer._trl_path is None, trainer._trl_path
     if scenario.leaks:
@@ -132,12 +122,6 @@ def _refused(trainer: PackedSFTTrainer) -> str:
         except RuntimeError as error:
             return str(error)
     return ""
-
-
-def _lora(arguments: dict):
-    from peft import LoraConfig
-
-    return LoraConfig(**arguments) if arguments else None
 
 
 def _count_correct(prediction) -> dict:

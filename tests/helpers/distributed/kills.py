@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from helpers.distributed.train import Scenario
 from helpers.ports import free_port
 
-EPOCHS = 5
 LENGTHS = [3 + (i * 7) % 29 for i in range(90)]
-SAVE_STEPS = 3
+SETTINGS = {"max_length": 32, "per_device_train_batch_size": 2, "num_train_epochs": 5}
+SETTINGS |= {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2}
+SETTINGS |= {"learning_rate": 0.02, "isolation_check": "off"}
 STEP_SECONDS = 0.03  # so that there is a moment to be killed in
 
 
@@ -67,34 +67,18 @@ def train(
 
     file_to_die_in: as in `dies_in_save`; steps: as in `Paced`.
     """
-    from datasets import Dataset
+    from harness import make_trainer
 
-    from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+    from helpers.tiny import documents_of_lengths
     from trl_packing.training.checkpoints import last_whole_checkpoint
 
     torch.set_num_threads(1)
-    scenario = Scenario(str(folder / "run"), LENGTHS)
-    trainer = PackedSFTTrainer(
-        tiny_model("llama"),
-        PackedSFTConfig(
-            scenario.output_dir,
-            max_length=32,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2 // ranks,
-            num_train_epochs=EPOCHS,
-            save_steps=SAVE_STEPS,
-            save_total_limit=2,
-            learning_rate=0.02,
-            report_to="none",
-            disable_tqdm=True,
-            bf16=False,
-            use_cpu=True,
-            isolation_check="off",
-        ),
-        train_dataset=Dataset.from_list(documents_of_lengths(LENGTHS, prompt=2)),
-        processing_class=tiny_tokenizer(),
+    trainer = make_trainer(
+        folder / "run",
+        documents_of_lengths(LENGTHS, prompt=2),
         callbacks=[Paced(started, steps)],
+        **SETTINGS,
+        gradient_accumulation_steps=2 // ranks,
     )
     if file_to_die_in is not None:
         dies_in_save(file_to_die_in)

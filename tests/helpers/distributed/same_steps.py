@@ -42,10 +42,11 @@ def trained(run: Run) -> dict:
     losses: as logged after every step.
     """
     import torch
+    from harness import make_trainer
     from trl import SFTTrainer
 
-    from helpers.tiny import tiny_model, tiny_tokenizer
-    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+    from helpers.tiny import tiny_tokenizer
+    from trl_packing import PackedSFTTrainer
 
     torch.set_num_threads(1)
     documents: dict[int, list[tuple[int, ...]]] = {}
@@ -58,26 +59,18 @@ def trained(run: Run) -> dict:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     settings = {
-        "output_dir": run.output_dir,
         "packing": False,
         "max_length": 32,
         "per_device_train_batch_size": 4,
         "learning_rate": 1e-3,
         "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": True,
     }
     tokenizer = tiny_tokenizer(chat=run.chat_template is not None)
     if run.chat_template is not None:
         tokenizer.chat_template = run.chat_template
-    trainer = Recorder(
-        tiny_model(),
-        PackedSFTConfig(**{**settings, **run.settings}),
-        train_dataset=_dataset(run),
-        processing_class=tokenizer,
+    settings |= run.settings
+    trainer = make_trainer(
+        run.output_dir, _dataset(run), cls=Recorder, tokenizer=tokenizer, **settings
     )
     if run.seeded_before_training is not None:
         torch.manual_seed(run.seeded_before_training)

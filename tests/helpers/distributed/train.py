@@ -99,6 +99,7 @@ def _run(scenario: Scenario) -> dict:
     import torch
     from accelerate import PartialState
     from datasets import Dataset
+    from harness import QUIET
     from peft import LoraConfig
 
     from helpers.distributed import engines
@@ -176,7 +177,6 @@ def _run(scenario: Scenario) -> dict:
         return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
 
     settings = {
-        "output_dir": scenario.output_dir,
         "max_length": 32,
         "packing": scenario.packing,
         "per_device_train_batch_size": scenario.batch_size,
@@ -190,14 +190,9 @@ def _run(scenario: Scenario) -> dict:
         "learning_rate": 0.02,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": True,
         "isolation_check": "off",
     }
-
-    settings |= engines.options(scenario.engine, scenario.model)
+    settings |= engines.options(scenario.engine, scenario.model) | scenario.options
 
     def leak(module, inputs, output):
         counts = torch.arange(1, output.shape[1] + 1)[:, None]
@@ -208,7 +203,7 @@ def _run(scenario: Scenario) -> dict:
     model.accepts_loss_kwargs = not scenario.ignores_loss_kwargs
     if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
         model.model.layers[0].mlp.register_forward_hook(leak)
-    config = PackedSFTConfig(**{**settings, **scenario.options})
+    config = PackedSFTConfig(scenario.output_dir, **QUIET | settings)
     engines.start(scenario.engine)
     if scenario.by_name:
         if config.process_index == 0:

@@ -1,15 +1,12 @@
 """A plan of documents with images has the bins that the trainer fills, and names their images."""
 
-import copy
-
 import pytest
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.prepared import call_for
+from helpers.vision import image_dataset, tiny_processor, tiny_vision_model, vision_trainer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.training_command import TrainerCall
 from trl_packing.training.columns import documents_of
 
 
@@ -23,25 +20,19 @@ def model(processor):
     return tiny_vision_model("qwen2_5_vl", processor)
 
 
-def config(folder, **options):
-    settings = {"max_length": 200, "per_device_train_batch_size": 1} | options
-    return PackedSFTConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
+SETTINGS = {"max_length": 200, "per_device_train_batch_size": 1}
 
 
-def plan_of(model, processor, folder, **options):
-    call = TrainerCall(model, config(folder, **options), image_dataset(24), processor)
+def plan_of(model, processor, **options):
+    call = call_for(image_dataset(24), None, processor, model, **SETTINGS | options)
     return plan_run(PreviewedRun.from_call(call))
 
 
 @pytest.mark.parametrize("options", [{"max_patches": 300}, {"documents_per_step": 6}])
 def test_the_planned_micro_batches_are_those_of_the_trainer(options, model, processor, tmp_path):
-    plan = plan_of(model, processor, tmp_path, **options)
-    trainer = PackedSFTTrainer(
-        copy.deepcopy(model),
-        config(tmp_path, **options),
-        train_dataset=image_dataset(24),
-        processing_class=processor,
-    )
+    plan = plan_of(model, processor, **options)
+    options = SETTINGS | {"packing": True} | options
+    trainer = vision_trainer(model, processor, tmp_path, image_dataset(24), **options)
     sampler = trainer._get_train_sampler(documents_of(trainer.train_dataset, None))
     assert [sorted(members) for members in plan.epoch.members] == [sorted(b) for b in sampler]
     assert plan.report.images == trainer.packing_report.images
@@ -51,8 +42,8 @@ def test_the_planned_micro_batches_are_those_of_the_trainer(options, model, proc
     assert max(patches) <= 300 or "max_patches" not in options
 
 
-def test_the_page_counts_images_and_shows_them_as_words(model, processor, tmp_path):
-    plan = plan_of(model, processor, tmp_path, overflow="split", max_length=64)
+def test_the_page_counts_images_and_shows_them_as_words(model, processor):
+    plan = plan_of(model, processor, overflow="split", max_length=64)
     text = str(plan_page(plan))
     images = plan.report.images
     assert f"images, of {images.tokens:,} tokens" in text

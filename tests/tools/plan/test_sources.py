@@ -5,29 +5,23 @@ import json
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_tokenizer
+from harness import make_trainer
+from helpers.prepared import call_for
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.compare_preparations import documents_by_trl
 from trl_packing.tools.plan.page import plan_page, shares_of_steps
 from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview.preview import preview_epoch, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.rows import PackedEpoch
-from trl_packing.tools.training_command import TrainerCall
 
 FORMS = ("language_modeling", "prompt_completion", "conversational_prompt_completion")
 MIXTURE = {"prompt_completion": {"epochs": 2.5}, "language_modeling": {"weight": 1}}
 
 
-def settings(folder, **more) -> PackedSFTConfig:
-    options = {"max_length": 64, "use_cpu": True, "bf16": False, "report_to": "none"}
-    return PackedSFTConfig(str(folder), isolation_check="off", **options, **more)
-
-
-def run_of(sets, folder, **more) -> PreviewedRun:
-    tokenizer = tiny_tokenizer(chat="generation")
-    return PreviewedRun.from_call(TrainerCall(None, settings(folder, **more), sets, tokenizer))
+def run_of(sets, **more) -> PreviewedRun:
+    return PreviewedRun.from_call(call_for(sets, tokenizer=tiny_tokenizer(chat=True), **more))
 
 
 def forms() -> dict[str, Dataset]:
@@ -35,13 +29,9 @@ def forms() -> dict[str, Dataset]:
 
 
 def test_the_report_is_that_of_the_trainer(tmp_path):
-    shown = preview_epoch(run_of(forms(), tmp_path, mixture=MIXTURE))
-    trainer = PackedSFTTrainer(
-        tiny_model(),
-        settings(tmp_path, mixture=MIXTURE),
-        train_dataset=forms(),
-        processing_class=tiny_tokenizer(chat="generation"),
-    )
+    shown = preview_epoch(run_of(forms(), mixture=MIXTURE))
+    options = {"max_length": 64, "mixture": MIXTURE, "tokenizer": tiny_tokenizer(chat=True)}
+    trainer = make_trainer(tmp_path, forms(), **options)
     trained = json.loads(trainer.packing_report.to_json())
     found = json.loads(shown.to_json())
     for name in ("documents", "tokens", "trained_tokens", "bins", "sources", "steps_per_epoch"):
@@ -49,33 +39,33 @@ def test_the_report_is_that_of_the_trainer(tmp_path):
     assert [source["drawn"] for source in found["sources"]] == [12, 12, 30]
 
 
-def test_rows_are_numbered_through_and_shown_as_of_their_source(tmp_path):
-    run = run_of(forms(), tmp_path)
+def test_rows_are_numbered_through_and_shown_as_of_their_source():
+    run = run_of(forms())
     shown = [row.tokens[0]["labels"] for row in preview_rows(run, [5, 12 + 5, 24 + 5])]
     for labels, (name, rows) in zip(shown, forms().items(), strict=True):
-        (alone,) = preview_rows(run_of(rows, tmp_path), [5])
+        (alone,) = preview_rows(run_of(rows), [5])
         assert list(labels) == list(alone.tokens[0]["labels"]), name
     with pytest.raises(ValueError, match="row 36 is not among the 36 rows"):
         list(preview_rows(run, [36]))
 
 
-def test_the_rows_of_an_epoch_come_from_their_data_sets(tmp_path):
-    epoch = PackedEpoch.of(run_of(forms(), tmp_path))
+def test_the_rows_of_an_epoch_come_from_their_data_sets():
+    epoch = PackedEpoch.of(run_of(forms()))
     assert sorted(epoch.traced.rows) == list(range(36))
     with pytest.raises(ValueError, match="draws some documents several times"):
-        PackedEpoch.of(run_of(forms(), tmp_path, mixture=MIXTURE))
+        PackedEpoch.of(run_of(forms(), mixture=MIXTURE))
 
 
-def test_trl_prepares_one_data_set(tmp_path):
+def test_trl_prepares_one_data_set():
     with pytest.raises(ValueError, match="compare them one by one"):
-        documents_by_trl(run_of(forms(), tmp_path))
+        documents_by_trl(run_of(forms()))
 
 
-def test_the_page_shows_what_an_epoch_draws_of_each_source(tmp_path):
+def test_the_page_shows_what_an_epoch_draws_of_each_source():
     rows = documents_of_lengths([5 + i % 11 for i in range(300)])
     sets = {"large": Dataset.from_list(rows[:250]), "small": Dataset.from_list(rows[250:])}
     options = {"mixture": {"small": {"epochs": 2.5}}, "documents_per_step": 15}
-    plan = plan_run(run_of(sets, tmp_path, **options))
+    plan = plan_run(run_of(sets, **options))
     shares = shares_of_steps(plan)
     tokens = np.array([source.tokens for source in plan.report.sources])
     assert shares.mean(0) == pytest.approx(tokens / tokens.sum(), abs=0.01)
@@ -85,10 +75,10 @@ def test_the_page_shows_what_an_epoch_draws_of_each_source(tmp_path):
         assert text in page
 
 
-def test_streams_are_shown_by_their_first_rows(tmp_path):
+def test_streams_are_shown_by_their_first_rows():
     streams = {name: rows.to_iterable_dataset() for name, rows in forms().items()}
     weights = {name: {"weight": 1} for name in FORMS}
-    run = run_of(streams, tmp_path, mixture=weights, max_steps=1)
+    run = run_of(streams, mixture=weights, max_steps=1)
     assert run.is_stream
     assert run.num_rows == 36
     assert preview_epoch(run).documents == 36

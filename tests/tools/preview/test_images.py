@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from helpers.prepared import call_for
 from helpers.tiny import tiny_model
-from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model, vision_trainer
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.training_command import TrainerCall
 
 NAME = "qwen2_5_vl"
 COLUMNS = ("input_ids", "labels", "image_ids")
@@ -27,15 +26,10 @@ def model(processor):
     return tiny_vision_model(NAME, processor)
 
 
-def config(folder, **options):
-    return PackedSFTConfig(
-        str(folder), use_cpu=True, bf16=False, report_to="none", **{"max_length": 320} | options
-    )
-
-
-def run_of(model, processor, folder, dataset=None, **options) -> PreviewedRun:
+def run_of(model, processor, dataset=None, **options) -> PreviewedRun:
     dataset = image_dataset() if dataset is None else dataset
-    return PreviewedRun.from_call(TrainerCall(model, config(folder, **options), dataset, processor))
+    options = {"max_length": 320} | options
+    return PreviewedRun.from_call(call_for(dataset, None, processor, model, **options))
 
 
 def columns(document):
@@ -52,11 +46,9 @@ def columns(document):
     ],
 )
 def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_path):
-    trainer = PackedSFTTrainer(
-        model, config(tmp_path, **options), None, image_dataset(), processing_class=processor
-    )
+    trainer = vision_trainer(model, processor, tmp_path, **options)
     trained = [columns(document) for document in trainer.train_dataset]
-    run = run_of(model, processor, tmp_path, **options)
+    run = run_of(model, processor, **options)
     whole, counts = run.documents()
     assert [columns(document) for document in whole] == trained
     assert counts == trainer.packing_report.preparation
@@ -72,18 +64,18 @@ def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_
     assert preview_epoch(run).bins == report.bins
 
 
-def test_other_sizes_of_images_make_other_documents(model, processor, tmp_path):
+def test_other_sizes_of_images_make_other_documents(model, processor):
     """The negative control: tokens follow from the images, so the comparison above can fail."""
     rows = list(image_dataset())
     rows[0]["images"] = [noise(60, 60, 0)]
-    run = run_of(model, processor, tmp_path)
-    other = run_of(model, processor, tmp_path, Dataset.from_list(rows))
+    run = run_of(model, processor)
+    other = run_of(model, processor, Dataset.from_list(rows))
     assert columns(run.documents_of_row(0)[0][0]) != columns(other.documents_of_row(0)[0][0])
     assert columns(run.documents_of_row(1)[0][0]) == columns(other.documents_of_row(1)[0][0])
 
 
-def test_images_are_named_with_their_size_and_tokens(model, processor, tmp_path):
-    run = run_of(model, processor, tmp_path)
+def test_images_are_named_with_their_size_and_tokens(model, processor):
+    run = run_of(model, processor)
     one, two, none = (preview.texts[0] for preview in preview_rows(run))
     document = run.documents_of_row(0)[0][0]
     tokens = sum(number > 0 for number in document["image_ids"])
@@ -109,7 +101,7 @@ def paths(folder, broken: int) -> Dataset:
 
 
 def test_one_row_is_read_without_the_images_of_the_others(model, processor, tmp_path):
-    run = run_of(model, processor, tmp_path, paths(tmp_path, broken=2))
+    run = run_of(model, processor, paths(tmp_path, broken=2))
     first, third = preview_rows(run, [1, 2])
     assert "[image 32×24, " in first.texts[0]
     assert third.documents == ()
@@ -118,11 +110,11 @@ def test_one_row_is_read_without_the_images_of_the_others(model, processor, tmp_
         preview_losses(run)
 
 
-def test_runs_that_trl_prepares_are_not_shown(processor, tmp_path):
+def test_runs_that_trl_prepares_are_not_shown(processor):
     with pytest.raises(ValueError, match=r"not packed for llama models.*: TRL's own code"):
-        run_of(tiny_model("llama"), processor, tmp_path)
+        run_of(tiny_model("llama"), processor)
     with pytest.raises(ValueError, match="name the model"):
-        run_of(None, processor, tmp_path)
+        run_of(None, processor)
 
 
 def test_rows_of_other_tools_are_converted_as_the_docs_say(model, processor, tmp_path):
@@ -141,7 +133,7 @@ def test_rows_of_other_tools_are_converted_as_the_docs_say(model, processor, tmp
         ({"image": path, "conversations": llava}, "conversations"),
     ):
         dataset = Dataset.from_list([row]).map(names["with_image_parts"], remove_columns=removed)
-        run = run_of(model, processor, tmp_path, dataset, train_on="assistant")
+        run = run_of(model, processor, dataset, train_on="assistant")
         texts.append(run.documents_of_row(0))
         (shown,) = next(iter(preview_rows(run, [0]))).texts
         assert "Look: <|vision_start|>[image 32×24, " in shown

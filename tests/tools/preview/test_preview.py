@@ -12,14 +12,8 @@ from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
-from trl_packing.attention.backends import CHOICES, NATIVE_ATTENTION
 from trl_packing.cli import main
-from trl_packing.tools.preview.preview import (
-    collator_of,
-    preview_epoch,
-    preview_losses,
-    preview_rows,
-)
+from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import config_from_settings, processing_class_of
 
@@ -75,6 +69,10 @@ def trainer_of(folder, model, rows, options: dict) -> PackedSFTTrainer:
         str(folder / "out"), report_to="none", use_cpu=True, bf16=False, **options
     )
     return PackedSFTTrainer(str(model), args, train_dataset=rows)
+
+
+def tokenizer_of(model):
+    return processing_class_of(str(model), config_from_settings([]))
 
 
 def trained_documents(trainer) -> list[str]:
@@ -138,10 +136,7 @@ def test_the_preview_honors_what_the_trainer_honors(
         ),
     }[name]
     trainer = trainer_of(tmp_path, chat_model, rows, options)
-    tokenizer, flags = (
-        processing_class_of(str(chat_model), config_from_settings([])),
-        flags_of(options),
-    )
+    tokenizer, flags = tokenizer_of(chat_model), flags_of(options)
     found = list(inspect(rows, tokenizer, flags, rows=[0, 1], model=str(chat_model)))
     assert found == trained_documents(trainer)
     if name in ("template file", "template of a tokenizer", "eos"):  # the setting does something
@@ -156,15 +151,9 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_
         {"static_shapes": True, "pad_to_multiple_of": 48, "max_length": 256},
         {"eos_token": "<|other|>", "max_length": 256, "train_on": "assistant"},
     ):
-        trained = json.loads(
-            trainer_of(tmp_path, chat_model, rows, options).packing_report.to_json()
-        )
-        planned = plan(
-            rows,
-            processing_class_of(str(chat_model), config_from_settings([])),
-            flags_of(options),
-            model=str(chat_model),
-        )
+        report = trainer_of(tmp_path, chat_model, rows, options).packing_report
+        trained = json.loads(report.to_json())
+        planned = plan(rows, tokenizer_of(chat_model), flags_of(options), str(chat_model))
         of_the_model = {"attention": None, "checked": None}
         assert json.loads(planned.to_json()) | of_the_model == trained | of_the_model
 
@@ -172,9 +161,7 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_
 def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
     """The first row decides whether flags of messages count, and the form of all rows."""
     rows = Dataset.from_list([chat_row("So.", train=True), chat_row("Not so.", train=None)])
-    found = list(
-        inspect(rows, processing_class_of(str(chat_model), config_from_settings([])), rows=[0, 1])
-    )
+    found = list(inspect(rows, tokenizer_of(chat_model), rows=[0, 1]))
     assert found == trained_documents(trainer_of(tmp_path, chat_model, rows, {}))
     mixed = Dataset.from_list(
         [
@@ -184,12 +171,6 @@ def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
     )
     _, second = inspect(mixed, tiny_tokenizer(), rows=[0, 1])
     assert "row 1 · not trained: " in second
-
-
-def test_the_users_tokenizer_is_left_alone():
-    tokenizer = tiny_tokenizer()
-    list(inspect(Dataset.from_list([{"text": "So."}]), tokenizer, ["--eos_token", "<|other|>"]))
-    assert tokenizer.eos_token == "<eos>"
 
 
 @pytest.mark.parametrize(
@@ -212,14 +193,6 @@ def test_a_setting_that_cannot_be_is_refused_in_the_preview_too(settings, senten
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             preview()
-
-
-@pytest.mark.parametrize("attention", CHOICES)
-def test_prefixes_are_shared_by_attention_that_takes_their_keys(attention):
-    settings = ["--prefix_sharing", "bin", "--attention", attention]
-    rows = Dataset.from_list([{"text": "So."}])
-    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), settings)
-    assert collator_of(run, None).shares_prefixes == (attention not in NATIVE_ATTENTION)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -262,14 +235,10 @@ def test_what_cannot_be_shown_is_one_line(command, data, options, sentence):
 def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
     rows = [chat_row("So."), chat_row("So.") | {"messages": [{"role": "wizard", "content": "!"}]}]
     status, out, _ = command("inspect", rows, "--rows", "1")
-    assert status == 1
+    assert (status, "row 0" in out) == (1, False)
     assert "row 1 · not trained: message 0 of 'messages' has the role 'wizard'" in out
-    assert "row 0" not in out
-    assert "inspected" not in out
     status, out, _ = command("inspect", rows, "--rows", "0", "1")
-    assert status == 1
-    assert "⟦" in out
-    assert "row 1 · not trained" in out
+    assert (status, "⟦" in out, "row 1 · not trained" in out) == (1, True, True)
     assert command("inspect", rows, "--rows", "0")[0] == 0
 
 

@@ -114,10 +114,7 @@ def test_a_text_cannot_fake_a_weight():
 @settings(max_examples=300)
 @given(
     text=st.text(
-        st.one_of(
-            st.sampled_from("\\\\\\x1bu202eU\x1b\u202e⟧×\n"),
-            st.characters(categories=None),
-        ),
+        st.one_of(st.sampled_from("\\\\\\x1bu202eU\x1b\u202e⟧×\n"), st.characters(categories=None)),
         max_size=30,
     )
 )
@@ -196,16 +193,6 @@ def test_every_token_is_drawn_once(rows, line):
     counted = [drawn.count(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(lengths)]]
     assert counted == lengths
     assert drawn.count("·") == 45 * len(rows) - sum(lengths)
-
-
-def test_colors_and_html_show_the_same_letters():
-    plain = show_rows([[3, 2], [4]], capacity=6)
-    colored = show_rows([[3, 2], [4]], capacity=6, color=True)
-    assert colored.startswith("\x1b[30;44mAAA\x1b[0m\x1b[30;43mBB\x1b[0m·")
-    html = show_rows([[3, 2], [4]], capacity=6, html=True)
-    tags = [part.partition(">") for part in html.split("<")]
-    assert "".join(text if mark else tag for tag, mark, text in tags) == plain
-    assert html.count("<span") == 3
 
 
 @settings(max_examples=60)
