@@ -9,12 +9,12 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import Alone, alone, assert_exact, run
+from helpers.leaks import OneDocument
 from helpers.shared_prefixes import forked_documents
 from helpers.tiny import tiny_model
 from peft import LoraConfig, get_peft_model
 
 from trl_packing import DataCollatorWithFlattening, PackedCollator
-from trl_packing.documents.boundaries import boundaries_of_row
 
 #: What makes a model of its kind hard: windows, caps, sinks, experts, learned positions, states.
 MODELS = {
@@ -33,22 +33,15 @@ MODELS = {
     "nemotron_h": "states and experts, on padded rows",
 }
 PADDED = ("falcon_mamba", "lfm2", "nemotron_h")
+CUT = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
 #: The paths from documents to the step; all 19 documents are in it.
 WAYS = {
     "one micro-batch": {},
-    "accumulated": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
+    "accumulated": CUT,
     "padding-free": {"packing": False, "per_device_train_batch_size": 19},
-    "padding-free, accumulated": {
-        "packing": False,
-        "per_device_train_batch_size": 7,
-        "gradient_accumulation_steps": 3,
-    },
+    "padding-free, accumulated": {"packing": False, **CUT, "per_device_train_batch_size": 7},
     "documents_per_step": {"documents_per_step": 19, "per_device_train_batch_size": 3},
-    "TRL's truncation": {
-        "packing": False,
-        "max_length": None,
-        "per_device_train_batch_size": 19,
-    },
+    "TRL's truncation": {"packing": False, "max_length": None, "per_device_train_batch_size": 19},
     "a stream": {"max_steps": 1, "per_device_train_batch_size": 12},
     "a worker": {"dataloader_num_workers": 1},
     "first-fit bins": {"packing_strategy": "bfd_split", "overflow": "split"},
@@ -58,29 +51,16 @@ WAYS = {
     "masked attention": {"attention": "mask"},
     "checkpointed": {"gradient_checkpointing": True},
     "shared prefixes": {"prefix_sharing": "bin"},
-    "shared prefixes, accumulated": {
-        "prefix_sharing": "bin",
-        "per_device_train_batch_size": 3,
-        "gradient_accumulation_steps": 3,
-    },
+    "shared prefixes, accumulated": {"prefix_sharing": "bin", **CUT},
     "groups of prefixes": {"prefix_sharing": "group", "prefix_group_size": 4},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
 }
 WAYS |= {
-    f"{kind}, {way}": WAYS[way] | sharing
-    for kind, sharing, ways in (
-        (
-            "shared prefixes",
-            {"prefix_sharing": "bin"},
-            ("padding-free", "documents_per_step", "a stream", "padded to 64", "a worker"),
-        ),
-        (
-            "groups of prefixes",
-            {"prefix_sharing": "group", "prefix_group_size": 4},
-            ("padding-free, accumulated", "documents_per_step"),
-        ),
-    )
-    for way in ways
+    f"shared prefixes, {way}": WAYS[way] | {"prefix_sharing": "bin"}
+    for way in ("padding-free", "documents_per_step", "a stream", "padded to 64", "a worker")
+} | {
+    f"groups of prefixes, {way}": WAYS[way] | WAYS["groups of prefixes"]
+    for way in ("padding-free, accumulated", "documents_per_step")
 }
 #: What a document or a token counts, and what is trained.
 OPTIONS = {
@@ -188,15 +168,6 @@ def changed(document):
 
 
 # --- collators of a user --------------------------------------------------------------------------
-
-
-class OneDocument(PackedCollator):
-    """The classic leak: the row's boundaries say that it is one document."""
-
-    def __call__(self, documents):
-        batch = super().__call__(documents)
-        whole = boundaries_of_row(torch.tensor([batch["input_ids"].shape[1]]))
-        return {**batch, **{name: value for name, value in whole.items() if name in batch}}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])

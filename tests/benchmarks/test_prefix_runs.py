@@ -2,37 +2,23 @@
 
 import importlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from datasets import Dataset
-from helpers.tiny import tiny_model, tiny_tokenizer
-
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from harness import make_trainer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def prefix_runs(monkeypatch) -> ModuleType:
+def prefix_runs(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module("prefix_runs")
-
-
-def turn(module: ModuleType, **changes: dict) -> dict:
-    """Return results of all runs on two steps of 6 trained tokens, with `changes` by run."""
-    same = {"losses": [4.0, 1.0], "norms": [2.0, 2.0], "trained": [2, 4], "reason": None}
-    return {run: same | changes.get(run, {}) for run in module.RUNS}
-
-
-def test_runs_in_other_steps_pass_if_their_epoch_has_the_same_loss(prefix_runs):
-    other = {"losses": [1.0, 3.0], "norms": [1.0, 3.0], "trained": [3, 3]}
-    prefix_runs.check("tools", turn(prefix_runs, group=other))
 
 
 @pytest.mark.parametrize(
     ("run", "change", "message"),
     [
+        ("group", {"losses": [1.0, 3.0], "norms": [1.0, 3.0], "trained": [3, 3]}, None),
         ("bin", {"losses": [3.0, 1.5]}, "losses of a step differ: 4.0 apart, 3.0 shared"),
         ("bin", {"norms": [2.0, 2.1]}, "norms of a step differ: 2.0 apart, 2.1 shared"),
         ("group", {"losses": [4.0, 1.001]}, r"tools, group: loss 2\.0006"),
@@ -41,24 +27,20 @@ def test_runs_in_other_steps_pass_if_their_epoch_has_the_same_loss(prefix_runs):
     ],
 )
 def test_other_results_stop_the_benchmark(prefix_runs, run, change, message):
+    """Runs in other steps pass if their epoch has the same loss."""
+    same = {"losses": [4.0, 1.0], "norms": [2.0, 2.0], "trained": [2, 4], "reason": None}
+    found = {name: same | (change if name == run else {}) for name in prefix_runs.RUNS}
+    if message is None:
+        prefix_runs.check("tools", found)
+        return
     with pytest.raises(SystemExit, match=message):
-        prefix_runs.check("tools", turn(prefix_runs, **{run: change}))
+        prefix_runs.check("tools", found)
 
 
 def test_a_measured_run_still_shares(prefix_runs, tmp_path):
     rows = [{"input_ids": [*range(3, 43), end], "labels": [-100] * 40 + [end]} for end in (4, 5)]
-    args = PackedSFTConfig(
-        str(tmp_path),
-        max_length=128,
-        prefix_sharing="bin",
-        max_steps=1,
-        report_to="none",
-        bf16=False,
-    )
-    trainer = PackedSFTTrainer(
-        tiny_model(), args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
-    )
+    options = {"max_length": 128, "prefix_sharing": "bin", "max_steps": 1}
+    trainer = make_trainer(tmp_path, rows, **options)
     steps = prefix_runs.watch(trainer)
     trainer.train()
     assert (len(steps["began"]), steps["trained"], steps["computed"]) == (1, [2], [43])
-    assert trainer._isolation.sharing.reason is None

@@ -15,6 +15,9 @@ from trl_packing.data.prepared import records_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
+RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
+COLUMNS = {"prompt_column": "question", "completion_column": "answer"}
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -27,59 +30,72 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def pairs(place):
+    """Return a folder in which `out` holds prepared splits of the pairs."""
+    words = [part for name, column in COLUMNS.items() for part in (f"--{name}", column)]
+    words += ["--model", "model", "--test_split_size", "0.25"]
+    assert main(["prepare", "pairs.jsonl", "out", *words]) == 0
+    return place
+
+
 def write(name, rows):
     with open(name, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
+def call_of(*words):
+    return TrainingCommand.from_words([*words]).call
 
 
-def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
-    assert main(["plan", "--data", "chats.jsonl", *RUN]) == 0
-    plan = capsys.readouterr().out
-    assert main(["prepare", "chats.jsonl", "out", *RUN]) == 0
-    said = capsys.readouterr().out
-    assert "train        20 rows → 20 documents · " in said
-    assert "written      out · " in said
-    assert main(["plan", "--data", "out", *RUN]) == 0
-    assert capsys.readouterr().out == plan
-    shown = []
-    for data in ("chats.jsonl", "out"):
-        assert main(["inspect", "--data", data, *RUN, "--rows", "0", "7"]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1]
-    assert main(["plan", "--data", "out", *RUN, "--max_length", "32"]) == 2
-    said = capsys.readouterr().err
-    assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
-    assert said.count("\n") == 1
-
-
-def run_of(entries, **more):
-    """Write a YAML file with these `datasets`, and return its documents before training."""
+def mixture_call(entries, **more):
+    """Write a YAML file with these `datasets`, and return the call of its run."""
     settings = {"model_name_or_path": "model", "max_length": 64, "output_dir": "out"}
     with open("run.yaml", "w") as file:
         yaml.safe_dump({**settings, "datasets": entries, **more}, file)
-    call = TrainingCommand.from_words(["--config", "run.yaml"]).call
+    return call_of("--config", "run.yaml")
+
+
+def run_of(entries):
+    """Return the documents of such a run before training."""
+    call = mixture_call(entries)
     documents, counts = PreviewedRun.from_call(call).documents()
     return [(d["input_ids"], d["labels"]) for d in documents], call.args.mixture, counts.after
+
+
+def says(capsys, *words, status=0):
+    """Run a command and return what it says: an error is one line."""
+    assert main([*words]) == status
+    out, err = capsys.readouterr()
+    assert status == 0 or err.splitlines()[-1:] == err.splitlines()
+    return out if status == 0 else err
+
+
+def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
+    shown = {}
+    for data in ("chats.jsonl", "out"):
+        plan = says(capsys, "plan", "--data", data, *RUN)
+        shown[data] = plan, says(capsys, "inspect", "--data", data, *RUN, "--rows", "0", "7")
+        if data == "chats.jsonl":
+            said = says(capsys, "prepare", data, "out", *RUN)
+            assert "train        20 rows → 20 documents · " in said
+            assert "written      out · " in said
+    assert shown["out"] == shown["chats.jsonl"]
+    said = says(capsys, "plan", "--data", "out", *RUN, "--max_length", "32", status=2)
+    assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
 
 
 def test_a_mixture_is_prepared_as_its_yaml_file_trains_it(place, capsys):
     own = {"prompt_template": "{question}\n", "completion_column": "answer", "source": "a.b"}
     entries = [{"path": "chats.jsonl", "epochs": 0.5}, {"path": "pairs.jsonl", **own}]
     rows = run_of(entries)
-    assert main(["prepare", "made", "--config", "run.yaml"]) == 0
-    said = capsys.readouterr().out
+    said = says(capsys, "prepare", "made", "--config", "run.yaml")
     assert "chats        20 rows → 20 documents · " in said
-    folders = {name: f"made/{name}".replace(".", "%2E") for name in ("chats", "a.b")}
     printed = yaml.safe_load(said[said.index("\ndatasets:") :])["datasets"]
     assert printed == [
-        {"path": folders["chats"], "source": "chats", "epochs": 0.5},
-        {"path": folders["a.b"], "source": "a.b"},
+        {"path": "made/chats", "source": "chats", "epochs": 0.5},
+        {"path": "made/a%2Eb", "source": "a.b"},
     ]
-    assert main(["prepare", "made", "--config", "run.yaml"]) == 2
-    assert "made is there already; name a new folder" in capsys.readouterr().err
     assert run_of(printed) == rows
     entries[1]["prompt_template"] = "{question}: "
     assert run_of(entries) != rows, "the comparison above can fail"
@@ -94,8 +110,9 @@ def test_a_mixture_is_prepared_as_its_yaml_file_trains_it(place, capsys):
     ],
 )
 def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more, said):
-    chats = {"path": "chats.jsonl", "weight": 1}
-    run_of([chats, chats | {"source": "more"}], **more)
+    entry = {"path": "chats.jsonl", "weight": 1}
+    mixture_call([entry, entry | {"source": "more"}], **more)
+    capsys.readouterr()
     assert main(["prepare", out, "--config", "run.yaml"]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
     assert not (place / "made").exists()
@@ -104,78 +121,45 @@ def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["prepare", *RUN], "name the data and the folder to write first"),
-        (["prepare", "chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
-        (["prepare", "none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
-        (["prepare", "chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength is unknown"),
-        (["prepare", "out", *RUN], "name the model and the data"),
+        ([*RUN], "name the data and the folder to write first"),
+        (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
+        (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
+        (["chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength is unknown"),
+        (["out", *RUN], "name the model and the data"),
     ],
 )
 def test_mistakes_are_one_line(place, capsys, words, said):
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert re.search(said, err)
+    assert re.search(said, says(capsys, "prepare", *words, status=2))
     assert not (place / "out").exists()
 
 
 # --- the recipe with columns and splits -----------------------------------------------------------
 
-COLUMNS = ["--prompt_column", "question", "--completion_column", "answer"]
 
-
-def prepare_pairs():
-    split = ["--test_split_size", "0.25"]
-    words = ["prepare", "pairs.jsonl", "out", "--model", "model", *COLUMNS, *split]
-    assert main(words) == 0
-
-
-def call_of(*words):
-    return TrainingCommand.from_words(["--model", "model", "--data", "out", *words]).call
-
-
-def test_the_recipe_trains_prepared_splits(place):
-    prepare_pairs()
-    call = call_of("--prompt_column", "question", "--test_split_size", "0.25")
+def test_the_recipe_trains_prepared_splits_and_refuses_others(pairs):
+    words = ["--model", "model", "--data", "out"]
+    call = call_of(*words, "--prompt_column", "question", "--test_split_size", "0.25")
     assert (len(call.train_dataset), len(call.eval_dataset)) == (15, 5)
     assert call.train_dataset.column_names == ["input_ids", "labels"]
+    for others, said in (
+        ("--prompt_column answer", "prompt_column='question', and here prompt_column='answer'"),
+        ("--test_split_size 0.5", "test_split_size='0.25', and here test_split_size=0.5"),
+        ("--dataset_train_split test", "dataset_train_split=None, and here"),
+        ("--dataset_streaming true --max_steps 1", "leave dataset_streaming out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call_of(*words, *others.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["--prompt_column", "answer"],
-            "prompt_column='question', and here prompt_column='answer'",
-        ),
-        (["--test_split_size", "0.5"], "test_split_size='0.25', and here test_split_size=0.5"),
-        (["--dataset_train_split", "test"], "dataset_train_split=None, and here"),
-        (["--dataset_streaming", "true", "--max_steps", "1"], "leave dataset_streaming out"),
-    ],
-)
-def test_the_recipe_refuses_other_columns_and_splits(place, words, said):
-    prepare_pairs()
-    with pytest.raises(ValueError, match=said):
-        call_of(*words)
-
-
-def test_an_entry_that_is_prepared_takes_no_settings_of_rows(place):
-    prepare_pairs()
+def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pairs):
     with pytest.raises(ValueError, match="out holds prepared data: leave streaming out"):
         read(SourceConfig("out"), streaming=True)
     with pytest.raises(ValueError, match="out holds prepared data: leave prompt_column out"):
         read(SourceConfig("out", prompt_column="question"), streaming=False)
     with pytest.raises(ValueError, match=r"test_split_size=0\.2 cannot divide .* prepared data"):
-        run_of([{"path": "out"}], test_split_size=0.2)
-
-
-def test_prepared_entries_and_rows_are_one_mixture(place):
-    prepare_pairs()
-    named = {"prompt_column": "question", "completion_column": "answer", "source": "pairs"}
-    entries = [{"path": "out", "fraction": 0.75}, {"path": "pairs.jsonl", "fraction": 0.25} | named]
-    options = {"datasets": entries, "model_name_or_path": "model", "output_dir": "run"}
-    (place / "run.yaml").write_text(json.dumps(options))
-    call = TrainingCommand.from_words(["--config", "run.yaml"]).call
+        mixture_call([{"path": "out"}], test_split_size=0.2)
+    rows = {"path": "pairs.jsonl", "fraction": 0.25, "source": "pairs", **COLUMNS}
+    call = mixture_call([{"path": "out", "fraction": 0.75}, rows], max_length=1024)
     sets = call.train_dataset
     assert {name: len(rows) for name, rows in sets.items()} == {"out": 15, "pairs": 5}
     (record,) = records_of(sets["out"])
@@ -197,11 +181,9 @@ def test_prepared_entries_and_rows_are_one_mixture(place):
 def test_recipes_take_a_prepared_folder(place, capsys, recipe, rows):
     write("rows.jsonl", rows)
     run = ["--model", "model", "--max_length", "64"]
-    assert main(["prepare", f"{recipe}.py", "rows.jsonl", "out", *run, "--hub_token", "hf_1"]) == 0
+    says(capsys, "prepare", f"{recipe}.py", "rows.jsonl", "out", *run, "--hub_token", "hf_1")
     assert "hf_1" not in (place / "out" / "manifest.json").read_text()
-    capsys.readouterr()
-    plans = []
-    for data in ("rows.jsonl", "out"):
-        assert main(["plan", f"{recipe}.py", "--data", data, *run]) == 0
-        plans.append(capsys.readouterr().out)
-    assert plans[0] == plans[1]
+    rows, out = (
+        says(capsys, "plan", f"{recipe}.py", "--data", d, *run) for d in ("rows.jsonl", "out")
+    )
+    assert rows == out

@@ -14,36 +14,36 @@ from trl_packing.cli.program import OPTIONS, our_settings
 from trl_packing.config import PackingOptions
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
+LOADED = f"""
+import sys
+from trl_packing import cli
+for words in {{}}:
+    try:
+        cli.main(words)
+    except SystemExit:
+        pass
+    print('loaded', [name for name in {HEAVY} if name in sys.modules], 'by', words)
+"""
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_help_and_typing_errors_load_no_library(tmp_path):
+    data = ["--model", "m", "--data", "d.jsonl"]
+    commands = [
         ["--help"],
         ["plan", "--help"],
-        ["plan", "--model", "m", "--data", "d.jsonl", "--max_lenght", "5"],
+        ["plan", *data, "--max_lenght", "5"],
         ["plan", "--config", "twice.yaml"],
         ["plan", "none.py"],
         ["inspect", "--model", "m"],
-        ["inspect", "--model", "m", "--data", "d.jsonl", "--html", "no/folder/page.html"],
+        ["inspect", *data, "--html", "no/folder/page.html"],
         ["prepare", "out", "--model", "m"],
         ["compare", "a"],
-    ],
-)
-def test_help_and_typing_errors_load_no_library(arguments, tmp_path):
-    code = (
-        "import sys\n"
-        "from trl_packing import cli\n"
-        "try:\n"
-        f"    cli.main({arguments})\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        f"print('loaded', [name for name in {HEAVY} if name in sys.modules])\n"
-    )
+    ]
     (tmp_path / "twice.yaml").write_text("max_length: 5\nmax_length: 6\n")
-    words = [sys.executable, "-c", code]
+    words = [sys.executable, "-c", LOADED.format(commands)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.rstrip().endswith("loaded []"), done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
+    assert said == [f"loaded [] by {words}" for words in commands], done.stderr
 
 
 @pytest.mark.parametrize("command", OPTIONS)
@@ -72,23 +72,20 @@ def test_help_lists_all_of_our_settings_by_the_first_sentence_of_their_help():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["paln"], "did you mean plan?"),
-        (["compare", "a", "b", "--jsno"], "compare has no option --jsno"),
-        (["plan", "--nonsense", "2"], "--nonsense is unknown; --help lists the options"),
-        (
-            ["plan", "--model", "m", "--data", "d", "--max_lenght", "5"],
-            "did you mean --max_length?",
-        ),
-        (["plan", "--model", "m"], "name the model and the data (--model NAME --data FILE)"),
-        (["plan", "--config"], "--config takes one YAML file"),
-        (["plan", "--model", "m", "--data", "d", "--rank", "2"], "did you mean --ranks?"),
-        (["\x1b[2Jplan"], "\\x1b[2Jplan"),
-        ([], "required: COMMAND"),
+        ("paln", "did you mean plan?"),
+        ("compare a b --jsno", "compare has no option --jsno"),
+        ("plan --nonsense 2", "--nonsense is unknown; --help lists the options"),
+        ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
+        ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
+        ("plan --config", "--config takes one YAML file"),
+        ("plan --model m --data d --rank 2", "did you mean --ranks?"),
+        ("\x1b[2Jplan", "\\x1b[2Jplan"),
+        ("", "required: COMMAND"),
     ],
 )
 def test_a_typing_error_is_one_line_with_status_2(words, sentence, capsys):
     try:
-        status = main(words)
+        status = main(words.split())
     except SystemExit as end:
         status = end.code
     out, err = capsys.readouterr()
@@ -109,9 +106,8 @@ def test_a_typing_error_is_one_line_with_status_2(words, sentence, capsys):
     ],
 )
 def test_color_follows_the_option_then_the_environment(choice, environment, colored, monkeypatch):
-    for name, value in (
-        {"NO_COLOR": "", "FORCE_COLOR": "0", "TERM": "xterm"} | environment
-    ).items():
+    inherited = {"NO_COLOR": "", "FORCE_COLOR": "0", "TERM": "xterm"}
+    for name, value in (inherited | environment).items():
         monkeypatch.setenv(name, value)
     terminal = io.StringIO()
     terminal.isatty = lambda: True

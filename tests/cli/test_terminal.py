@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 from helpers.attacks import ATTACKS, harmful
@@ -24,38 +23,31 @@ OURS = re.compile(r"\x1b\[1;32m|\x1b\[0m|\r|\x1b\[A")
 # A file name has neither "/" nor NUL; JSON has no lone surrogate.
 IN_DATA = sorted(ATTACKS.keys() - {"lone surrogate"})
 NAMES = ["".join(ATTACKS[attack] for attack in IN_DATA), ATTACKS["lone surrogate"]]
+RUN = ["--model", "model", "--data", "data.jsonl", "--response_template", "###"]
+INSPECT = ["-m", "trl_packing.cli", "inspect", *RUN, "--rows", *map(str, range(len(IN_DATA)))]
 
 
-def in_terminal(words: list[str], folder: Path, **environment: str) -> tuple[int, str]:
-    """Run the command in a terminal of 80 columns; return its status and all that it showed."""
+def in_terminal(words, folder, **environment):
+    """Return all that Python shows in a terminal of 80 columns."""
     leader, follower = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    inherited |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
     termios.tcsetwinsize(follower, (40, 80))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trl_packing.cli", *words],
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        cwd=folder,
-        env={**inherited, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **environment},
-    )
+    ends = {"stdin": follower, "stdout": follower, "stderr": follower}
+    command = [sys.executable, *words]
+    process = subprocess.Popen(command, cwd=folder, env=inherited | environment, **ends)
     os.close(follower)
-    shown = all_shown(leader)
-    return process.wait(), shown
-
-
-def all_shown(leader: int) -> str:
-    """Return everything that a terminal shows until its process ends; close it."""
     shown = b""
     with contextlib.suppress(OSError):  # the process has closed its end
         while part := os.read(leader, 65536):
             shown += part
     os.close(leader)
+    assert process.wait() == 0, shown
     return shown.decode(errors="replace").replace("\r\n", "\n")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     tiny_tokenizer(chat=True).save_pretrained(folder / "model")
     rows = [{"text": f"### {attack} {ATTACKS[attack]} end"} for attack in IN_DATA]
@@ -63,39 +55,19 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-RUN = ["--model", "model", "--data", "data.jsonl", "--response_template", "###"]
-
-
 @pytest.mark.slow
 def test_a_terminal_shows_color_and_progress_but_executes_no_data(folder):
-    every = ["--rows", *map(str, range(len(IN_DATA)))]
-    status, shown = in_terminal(["inspect", *RUN, *every], folder)
-    assert status == 0, shown
+    shown = in_terminal(INSPECT, folder)
     assert shown.count("\x1b[1;32m") == len(IN_DATA)
     assert not harmful(OURS.sub("", shown))
     assert "\\x1b[2J" in shown
-    status, plain = in_terminal(["inspect", *RUN, *every], folder, NO_COLOR="1")
+    plain = in_terminal(INSPECT, folder, NO_COLOR="1")
     assert "\x1b[1;32m" not in plain
     assert plain.count("⟦") == len(IN_DATA)
-
-
-@pytest.mark.slow
-def test_the_check_sees_data_that_are_printed_as_they_are(folder):
-    """The negative control: the same data, printed without an escape."""
+    # The negative control: the same data, printed without an escape.
     code = "import json; [print(json.loads(row)['text']) for row in open('data.jsonl')]"
-    leader, follower = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=follower, cwd=folder)
-    os.close(follower)
-    shown = all_shown(leader)
-    assert process.wait() == 0
-    assert {"\x1b", "\x07", "\x9b", "\u202e"} <= harmful(OURS.sub("", shown))
-
-
-def says(capsys, words: list[str]) -> str:
-    with contextlib.suppress(SystemExit):
-        main(words)
-    out, err = capsys.readouterr()
-    return out + err
+    bare = in_terminal(["-c", code], folder)
+    assert {"\x1b", "\x07", "\x9b", "\u202e"} <= harmful(OURS.sub("", bare))
 
 
 @pytest.mark.parametrize("text", NAMES, ids=ascii)
@@ -114,7 +86,8 @@ def test_names_of_files_columns_and_options_are_shown_as_text(text, folder, caps
         ["compare", text, f"{text}2"],
         [text],
     ):
-        said = says(capsys, words)
-        assert said, words
-        assert not harmful(said), (words, said)
+        with contextlib.suppress(SystemExit):
+            main(words)
+        said = "".join(capsys.readouterr())
         assert len(said.splitlines()) == 1, (words, said)
+        assert not harmful(said), (words, said)

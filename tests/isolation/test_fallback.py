@@ -32,8 +32,6 @@ from trl_packing.attention import block_mask
 TOLERANCE = 1e-5
 LEAK = 100 * TOLERANCE  # the least that a leak moves logits, loss and gradients here
 
-WAYS = ["documents", "model", "mask", "padded", "equal_lengths"]
-
 
 @cache
 def truth(name: str) -> StepResult:
@@ -52,6 +50,7 @@ def assert_exact(packed, expected):
 # --- each way is exact --------------------------------------------------------------------------
 
 
+WAYS = ["documents", "model", "mask", "padded", "equal_lengths"]
 AUTOMATIC = {
     "opt": "documents",
     "falcon": "mask",
@@ -65,17 +64,16 @@ AUTOMATIC = {
 LEAKS_ON_ITS_OWN = ["bart", "bloom", "falcon", "mamba", "opt", "phi3+longrope"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_named_way_trains_what_one_document_at_a_time_would(way, tmp_path):
-    used, packed = step("llama", tmp_path, attention=way)
-    assert used.backend == way
-    assert_exact(packed, truth("llama"))
-
-
-@pytest.mark.parametrize("name", AUTOMATIC)
-def test_the_way_that_is_found_trains_what_one_document_at_a_time_would(name, tmp_path):
-    used, packed = step(name, tmp_path)
-    assert used.backend == AUTOMATIC[name], used.reason
+@pytest.mark.parametrize(
+    ("name", "way", "asked"),
+    [
+        *(("llama", way, way) for way in WAYS),
+        *((name, way, "auto") for name, way in AUTOMATIC.items()),
+    ],
+)
+def test_a_way_trains_what_one_document_at_a_time_would(name, way, asked, tmp_path):
+    used, packed = step(name, tmp_path, attention=asked)
+    assert used.backend == way, used.reason
     assert_exact(packed, truth(name))
 
 

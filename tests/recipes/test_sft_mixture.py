@@ -91,15 +91,10 @@ def test_each_entry_names_its_own_columns_and_shares(tmp_path):
     [
         ("alpaca", {"prompt_column": "instrution"}, "alpaca: no column 'instrution' among instr"),
         ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
-        ("alpaca", {"prompt_template": "{q"}, "alpaca: prompt_template cannot be read"),
         ("math", OWN["math"] | {"prompt_template": "{answer}"}, "math: give prompt_column or prom"),
-        ("math", OWN["math"] | {"chat": True}, "math.* no chat template"),
         ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
         ("web", {"dataset_text_field": 3}, "entry 2: dataset_text_field=3 must be a text"),
-        ("web", {"chat": "no"}, "entry 2: chat='no' must be true or false"),
         ("more", {"fractoin": 1}, "entry 2: .*'fractoin'; its keys are .*fraction"),
-        ("more", {"path": "nowhere.jsonl"}, "nowhere.jsonl"),
-        ("more", {"fraction": 2}, "fraction=2: set one from 0 to 1 for all entries"),
         ("more", {"columns": ["text"]}, "more.jsonl: .*text"),
         ("more", {"weight": 1, "epochs": 1}, "'more'.* must have a 'weight' or 'epochs'"),
         ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),
@@ -117,7 +112,6 @@ def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, n
     [
         ({"eval_strategy": "steps"}, "evaluation needs a test_split_size"),
         ({"prompt_column": "a"}, "prompt_column belongs into the entries"),
-        ({"dataset_name": "a"}, "dataset_name belongs into the entries"),
         ({"mixture": {"trl": {"epochs": 2}}}, "say the same; give one"),
     ],
 )

@@ -29,13 +29,11 @@ def test_a_yaml_file_parses_with_the_recipe_that_it_names(name):
     ("line", "words"),
     [
         ("max_lenght: 5", "--max_lenght is unknown; did you mean --max_length?"),
-        ("shuffle_buffer: 8", "shuffle_buffer"),
         ("packing_strategy: best", "packing_strategy"),
         ("max_length: 8", "gives 'max_length' twice; keep one"),
         ("null: 8", "the key None, which is no name of an option"),
         ("dataset_test_split: [a, b]", "dataset_test_split=.* must be one value"),
         ("datasets: a.jsonl", "datasets must be a list of entries"),
-        ("datasets: [5]", "datasets, entry 1: .* its keys are path, name"),
         ("datasets: [{path: 5}]", "entry 1: path=5 must be a text"),
         ("- a", "cannot be read"),
     ],

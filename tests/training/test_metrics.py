@@ -22,16 +22,15 @@ from trl_packing.attention.flops import model_flops, peak_flops
 from trl_packing.loss.sums import LossSums
 from trl_packing.training import metrics as measured
 from trl_packing.training.loaders import RunIsolation
-from trl_packing.training.metrics import GIB, ThroughputMeter
+from trl_packing.training.metrics import ThroughputMeter
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
 CAPACITY = 32
-INTERVAL = ("tokens_per_second", "trained_tokens_per_second", "documents_per_second")
 
 
 def scenario(folder, **arguments):
-    return Scenario(str(folder), LENGTHS, counted_clock=True, **arguments)
+    return Scenario(str(folder), **{"lengths": LENGTHS, "counted_clock": True, **arguments})
 
 
 def counted(batch):
@@ -40,12 +39,8 @@ def counted(batch):
         batch[name].flatten() for name in ("input_ids", "position_ids", "labels")
     )
     real = ids != PAD
-    return (
-        int(((positions == 0) & real).sum()),
-        int(real.sum()),
-        int((labels != -100).sum()),
-        len(ids),
-    )
+    documents = ((positions == 0) & real).sum()
+    return int(documents), int(real.sum()), int((labels != -100).sum()), len(ids)
 
 
 def by_hand(ranks, steps, room):
@@ -71,6 +66,7 @@ def by_hand(ranks, steps, room):
 
 
 def assert_logged(ranks, *, room, every=1):
+    """Hold each logged interval, and the totals, to `by_hand`."""
     logged = [entry for entry in ranks[0]["history"] if "tokens_per_second" in entry]
     assert [entry["step"] for entry in logged] == list(range(every, ranks[0]["steps"] + 1, every))
     so_far = 0
@@ -78,16 +74,15 @@ def assert_logged(ranks, *, room, every=1):
         steps = range(entry["step"] - every, entry["step"])
         expected = by_hand(ranks, steps, room)
         assert {name: entry[name] for name in expected} == pytest.approx(expected)
-        seconds = sum(step in steps for step in ranks[0]["trained_in"])
-        so_far += expected["tokens_per_second"] * seconds
+        so_far += expected["tokens_per_second"] * sum(s in steps for s in ranks[0]["trained_in"])
         assert entry["num_tokens"] == pytest.approx(so_far)
         assert entry["peak_memory_gib"] > 0
         assert "mfu" not in entry  # a CPU's peak is not known
-    totals, whole = ranks[0]["totals"], range(ranks[0]["steps"])
-    expected = by_hand(ranks, whole, room)
+    totals, seconds = ranks[0]["totals"], len(ranks[0]["inputs"])
+    expected = by_hand(ranks, range(ranks[0]["steps"]), room)
     assert {n: totals[f"train_{n}"] for n in expected} == pytest.approx(expected)
-    assert totals["train_seconds"] == len(ranks[0]["inputs"])
-    assert totals["train_tokens"] == pytest.approx(so_far)
+    assert totals["train_seconds"] == seconds
+    assert totals["train_tokens"] == pytest.approx(expected["tokens_per_second"] * seconds)
     samples = totals["train_samples_per_second"] * totals["train_runtime"]
     assert samples == pytest.approx(totals["train_documents"], rel=0.01)  # both are rounded
     assert ranks[0]["history"][-1].items() >= totals.items()
@@ -95,6 +90,7 @@ def assert_logged(ranks, *, room, every=1):
 
 # --- one rank -------------------------------------------------------------------------------------
 
+PAUSED = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
 RUNS = {
     "packed, two bins": ({"batch_size": 2, "accumulation": 2, "epochs": 2}, 2 * CAPACITY),
     "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
@@ -104,7 +100,14 @@ RUNS = {
         {"packing": False, "batch_size": 3, "options": {"pad_to_multiple_of": 16}},
         None,
     ),
-    "document weights": ({"options": {"loss_weighting": "document"}}, CAPACITY),
+    "three steps a log": (
+        {"epochs": 2, "max_steps": 10, "options": {"logging_steps": 3}},
+        CAPACITY,
+    ),
+    "evaluations and saves": (
+        {"eval_lengths": LENGTHS, "save_steps": 2, "max_steps": 5, "options": PAUSED},
+        CAPACITY,
+    ),
 }
 
 
@@ -112,10 +115,49 @@ RUNS = {
 def test_what_is_logged_is_what_was_trained(name, tmp_path):
     arguments, room = RUNS[name]
     result = run(scenario(tmp_path, **arguments))
-    assert_logged([result], room=room)
+    assert_logged([result], room=room, every=arguments.get("options", {}).get("logging_steps", 1))
     if "pad_to" in name:  # the control: with the padding it is another number
         padded = sum(len(batch) for batch in result["batches"])
         assert padded > result["totals"]["train_tokens"]
+    if "evaluations" in name:  # before training, at the start, after 2 and after 4 steps
+        assert sum("eval_loss" in entry for entry in result["history"]) == 4
+
+
+def test_a_clock_that_never_stops_gives_another_number(tmp_path):
+    """The control: saves would count as training."""
+    with patch.object(ThroughputMeter, "pause", lambda self: nullcontext()):
+        slow = run(scenario(tmp_path, max_steps=2, save_steps=1))
+    assert slow["totals"]["train_seconds"] > 1000
+
+
+def test_num_tokens_are_those_of_training_also_at_an_evaluation(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2}
+    options |= {"pad_to_multiple_of": 16}
+    result = run(scenario(tmp_path, eval_lengths=LENGTHS, max_steps=3, options=options))
+    seen = [entry["eval_num_tokens"] for entry in result["history"] if "eval_num_tokens" in entry]
+    assert seen == [*itertools.accumulate(counted(batch)[1] for batch in result["inputs"])]
+
+
+def test_a_resumed_run_counts_what_it_trains_itself(tmp_path):
+    whole = scenario(tmp_path, epochs=2, save_steps=4)
+    run(whole)
+    result = run(replace(whole, resume=str(tmp_path / "checkpoint-4")))
+    totals, trained = result["totals"], [counted(batch) for batch in result["inputs"]]
+    assert len(trained) == result["steps"] - 4
+    names = ("train_documents", "train_tokens", "train_trained_tokens")
+    assert [totals[name] for name in names] == [sum(each) for each in zip(*trained, strict=True)][
+        :3
+    ]
+    assert totals["train_documents_per_step"] == totals["train_documents"] / len(trained)
+    # One interval begins where the resumed run does.
+    first = next(e for e in result["history"] if e["step"] == 5 and "tokens_per_second" in e)
+    assert first["tokens_per_second"] == trained[0][1]
+
+
+def trainer_of(folder, rows=None, **options):
+    settings = {"max_length": CAPACITY, "per_device_train_batch_size": 1, "logging_steps": 1}
+    settings |= {"num_train_epochs": 1, "isolation_check": "off"}
+    return make_trainer(folder, rows or documents_of_lengths(LENGTHS), **settings | options)
 
 
 class OverridesBoth(PackedSFTTrainer):
@@ -133,32 +175,6 @@ class OverridesBoth(PackedSFTTrainer):
 def test_a_step_of_a_user_s_own_is_counted(tmp_path):
     found = trainer_of(tmp_path, cls=OverridesBoth).train().metrics
     assert (found["train_documents"], found["train_tokens"]) == (len(LENGTHS), sum(LENGTHS))
-    samples = found["train_samples_per_second"] * found["train_runtime"]
-    assert samples == pytest.approx(len(LENGTHS), rel=0.02)  # both are rounded
-
-
-def test_several_steps_are_logged_as_one_interval_and_all_are_in_the_totals(tmp_path):
-    result = run(scenario(tmp_path, epochs=2, max_steps=10, options={"logging_steps": 3}))
-    logged = [entry["step"] for entry in result["history"] if "tokens_per_second" in entry]
-    assert logged == [3, 6, 9]
-    whole, last = by_hand([result], range(10), CAPACITY), by_hand([result], range(6, 9), CAPACITY)
-    assert result["totals"]["train_tokens"] == 10 * whole["tokens_per_second"]
-    assert result["history"][-2].items() >= last.items()
-
-
-def test_evaluation_and_saving_take_no_time_of_training(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
-    result = run(
-        scenario(tmp_path, eval_lengths=LENGTHS, save_steps=2, max_steps=5, options=options)
-    )
-    evaluated = [entry for entry in result["history"] if "eval_loss" in entry]
-    assert len(evaluated) == 4  # before, at the start, after 2 and after 4 steps
-    assert_logged([result], room=CAPACITY)
-    # The control: with a clock that never stops it would be another number.
-    before = Scenario(str(tmp_path), LENGTHS, counted_clock=True, max_steps=2, save_steps=1)
-    with patch.object(ThroughputMeter, "pause", lambda self: nullcontext()):
-        slow = run(before)
-    assert slow["totals"]["train_seconds"] > 1000
 
 
 def test_the_isolation_check_takes_no_time_of_training(tmp_path, monkeypatch):
@@ -182,90 +198,14 @@ def test_the_isolation_check_takes_no_time_of_training(tmp_path, monkeypatch):
     assert now == [1003]
 
 
-def test_num_tokens_are_those_of_training_also_at_an_evaluation(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2}
-    options |= {"pad_to_multiple_of": 16}
-    result = run(scenario(tmp_path, eval_lengths=LENGTHS, max_steps=3, options=options))
-    seen = [entry["eval_num_tokens"] for entry in result["history"] if "eval_num_tokens" in entry]
-    assert seen == [*itertools.accumulate(counted(batch)[1] for batch in result["inputs"])]
-
-
-def test_a_resumed_run_counts_what_it_trains_itself(tmp_path):
-    whole = scenario(tmp_path, epochs=2, save_steps=4)
-    run(whole)
-    result = run(replace(whole, resume=str(tmp_path / "checkpoint-4")))
-    totals, trained = result["totals"], [counted(batch) for batch in result["inputs"]]
-    assert len(trained) == result["steps"] - 4
-    documents, tokens, targets, _ = map(sum, zip(*trained, strict=True))
-    assert totals["train_tokens"] == tokens
-    assert totals["train_trained_tokens"] == targets
-    assert totals["train_documents"] == documents
-    assert totals["train_documents_per_step"] == documents / len(trained)
-    # One interval begins where the resumed run does.
-    first = next(e for e in result["history"] if e["step"] == 5 and "tokens_per_second" in e)
-    assert first["tokens_per_second"] == trained[0][1]
-
-
 def test_transformers_own_count_is_of_documents_also_where_eos_is_the_padding(tmp_path):
     rows = documents_of_lengths(LENGTHS)
     for row in rows:
         row["input_ids"][-1] = row["labels"][-1] = tiny_tokenizer().eos_token_id
-    trainer = trainer_of(
-        tmp_path,
-        rows,
-        tokenizer=tiny_tokenizer(pad="<eos>"),
-        include_num_input_tokens_seen="non_padding",
-        pad_to_multiple_of=16,
-    )
+    options = {"include_num_input_tokens_seen": "non_padding", "pad_to_multiple_of": 16}
+    trainer = trainer_of(tmp_path, rows, tokenizer=tiny_tokenizer(pad="<eos>"), **options)
     assert trainer.train().metrics["train_tokens"] == sum(LENGTHS)
     assert trainer.state.num_input_tokens_seen == sum(LENGTHS)
-
-
-# --- where it is shown ----------------------------------------------------------------------------
-
-
-def trainer_of(folder, rows=None, **options):
-    settings = {
-        "max_length": CAPACITY,
-        "per_device_train_batch_size": 1,
-        "logging_steps": 1,
-        "num_train_epochs": 1,
-        "isolation_check": "off",
-    }
-    return make_trainer(folder, rows or documents_of_lengths(LENGTHS), **settings | options)
-
-
-def test_the_progress_bar_shows_them_once_a_log(tmp_path, monkeypatch, capsys):
-    shown = []
-
-    class Bar:
-        def __init__(self, *args, **kwargs): ...
-        def update(self, *args): ...
-        def write(self, text): ...
-        def close(self): ...
-        def set_postfix_str(self, text):
-            shown.append(text)
-
-    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
-    trainer_of(tmp_path, disable_tqdm=False, logging_steps=2, max_steps=6).train()
-    assert len(shown) == 3
-    assert all("tokens/s, " in text and "% full" in text for text in shown)
-
-
-def test_other_bars_show_them_if_they_can(tmp_path):
-    """A notebook shows a prefix before its bar; the bar of rich has no room."""
-
-    class Notebook(TrainerCallback):
-        training_tracker = SimpleNamespace(prefix=None)
-
-    class Rich(TrainerCallback):
-        training_bar, training_tracker = object(), None
-
-    trainer_of(tmp_path, callbacks=[Notebook(), Rich()]).train()
-    assert "tokens/s" in Notebook.training_tracker.prefix
-
-
-# --- who logs them --------------------------------------------------------------------------------
 
 
 def test_a_collator_that_says_nothing_of_its_rows_logs_nothing(tmp_path):
@@ -279,30 +219,6 @@ def test_a_collator_that_says_nothing_of_its_rows_logs_nothing(tmp_path):
     counted = [e["num_tokens"] for e in trainer.state.log_history if "num_tokens" in e]
     assert counted[-1] == sum(LENGTHS), "TRL's count, and not 0"
     assert counted == sorted(set(counted))
-
-
-@pytest.mark.parametrize("peak", [None, 1e9])
-def test_mfu_is_logged_where_the_peak_is_known(peak, tmp_path, monkeypatch):
-    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: peak)
-    trainer = trainer_of(tmp_path)
-    found = trainer.train().metrics
-    if peak is None:
-        assert not any("mfu" in name for name in found)
-        return
-    flops = model_flops(trainer.model).of(np.array(LENGTHS), sum(LENGTHS) - len(LENGTHS))
-    assert found["train_mfu"] == pytest.approx(flops / found["train_seconds"] / peak)
-    assert all(entry["mfu"] > 0 for entry in trainer.state.log_history if "loss" in entry)
-
-
-def test_a_model_that_cannot_be_counted_has_no_mfu(tmp_path, monkeypatch):
-    def refuse(model):
-        raise measured.NotCountable("made for this test")
-
-    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: 1e9)
-    monkeypatch.setattr(measured, "model_flops", refuse)
-    found = trainer_of(tmp_path).train().metrics
-    assert "train_tokens_per_second" in found
-    assert "train_mfu" not in found
 
 
 def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(tmp_path):
@@ -332,39 +248,33 @@ def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(tmp_path)
     assert f"<b>{sum(computed):,}</b>" in (tmp_path / "b" / "run.html").read_text()
 
 
-# --- two ranks ------------------------------------------------------------------------------------
-
-RANKS = {
-    "packed": ({"epochs": 2}, CAPACITY),
-    "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
-    # Three bins on two ranks: one of them ends with an empty micro-batch.
-    "idle rank": ({"lengths": [32, 32, 32]}, CAPACITY),
-    "stream": ({"stream": True, "max_steps": 4}, CAPACITY),
-}
+# --- where it is shown ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    base = tmp_path_factory.mktemp("ranks")
-    scenarios = {
-        name: Scenario(str(base / name), counted_clock=True, **{"lengths": LENGTHS, **arguments})
-        for name, (arguments, _) in RANKS.items()
-    }
-    return run_on_ranks(scenarios, base / "results")
+def test_progress_bars_show_them_once_a_log(tmp_path, monkeypatch):
+    """A notebook shows a prefix before its bar; the bar of rich has no room."""
+    shown = []
 
+    class Bar:
+        def __init__(self, *args, **kwargs): ...
+        def update(self, *args): ...
+        def write(self, text): ...
+        def close(self): ...
+        def set_postfix_str(self, text):
+            shown.append(text)
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RANKS)
-def test_two_ranks_log_what_both_trained(name, two_ranks):
-    _, room = RANKS[name]
-    ranks = two_ranks[name]
-    assert_logged(ranks, room=room)
-    if name == "idle rank":
-        assert sum(counted(b)[0] == 0 for rank in ranks for b in rank["inputs"]) == 1
-        assert ranks[0]["totals"]["train_documents"] == 3
-    # The control: what one rank trained is less.
-    own = by_hand(ranks[:1], range(ranks[0]["steps"]), room)
-    assert own["tokens_per_second"] < ranks[0]["totals"]["train_tokens_per_second"]
+    class Notebook(TrainerCallback):
+        training_tracker = SimpleNamespace(prefix=None)
+
+    class Rich(TrainerCallback):
+        training_bar, training_tracker = object(), None
+
+    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
+    options = {"disable_tqdm": False, "logging_steps": 2, "max_steps": 6}
+    trainer_of(tmp_path, callbacks=[Notebook(), Rich()], **options).train()
+    assert len(shown) == 3
+    assert all("tokens/s, " in text and "% full" in text for text in shown)
+    assert "tokens/s" in Notebook.training_tracker.prefix
 
 
 def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_path, capsys):
@@ -380,71 +290,34 @@ def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_p
     assert more < trainer.state.log_history[0].keys()
 
 
-# --- a meter alone --------------------------------------------------------------------------------
+# --- model flops utilization ----------------------------------------------------------------------
 
 
-class Metered:
-    """A meter of two ranks that count rows of 5 and 3 tokens, with a clock by hand."""
+@pytest.mark.parametrize("peak", [None, 1e9, "not countable"])
+def test_mfu_is_logged_where_the_peak_is_known_and_the_model_can_be_counted(
+    peak, tmp_path, monkeypatch
+):
+    def refuse(model):
+        raise measured.NotCountable("made for this test")
 
-    def __init__(self, monkeypatch, *, peaks=(2e9, 3e9), tensor_parallel=1):
-        state = SimpleNamespace(global_step=10, max_steps=20)
-        args = SimpleNamespace(world_size=2, device=torch.device("cpu"))
-        self.trainer = SimpleNamespace(
-            args=args,
-            state=state,
-            aux_loss_enabled=False,
-            get_tp_size=lambda: tensor_parallel,
-            accelerator=SimpleNamespace(gather=self.gather),
-            _metrics={"train": {}},
-        )
-        self.now, self.peaks = 100.0, peaks
-        monkeypatch.setattr(measured, "peak_memory_bytes", lambda device: 3 * GIB)
-        self.meter = ThroughputMeter(self.trainer, LossSums())
-        self.meter.clock = lambda: self.now
-        self.meter.peak_flops = lambda: self.peaks[0]
-        self.meter._model_flops = lambda: SimpleNamespace(of=lambda *row: 5e8)
-        self.meter.start_run(tokens_before=1000)
-
-    def gather(self, tensor):
-        """The other rank has counted the same."""
-        other = tensor.clone()
-        other[0, -2] = self.peaks[1]
-        return torch.cat([tensor, other])
-
-    def step(self, seconds, *, documents=([5, 6, 7, 8, 9], [5, 6, 3]), rows=1, **row):
-        collate = PackedCollator(tensors_only=True, **row)
-        batch = collate([{"input_ids": ids} for ids in documents])
-        self.meter.count([batch] * rows, room=10)
-        self.now += seconds
-        self.trainer.state.global_step += 1
-
-    def logged(self):
-        self.tokens = self.meter.share({}, log=True)
-        return self.meter.take_logs()[1]
-
-
-def test_one_unknown_device_leaves_the_peak_unknown(monkeypatch):
-    for peaks, mfu in (((2e9, 3e9), 1e9 / 5e9), ((2e9, 0.0), None)):
-        made = Metered(monkeypatch, peaks=peaks)
-        made.step(1.0)
-        assert made.logged().get("mfu") == mfu
-
-
-def test_ranks_that_hold_the_same_batch_count_it_once(monkeypatch):
-    for tensor_parallel, tokens in ((1, 16), (2, 8)):
-        made = Metered(monkeypatch, tensor_parallel=tensor_parallel)
-        made.step(1.0)
-        assert made.logged()["tokens_per_second"] == tokens
-        assert made.tokens == 1000 + tokens
+    if peak == "not countable":
+        monkeypatch.setattr(measured, "model_flops", refuse)
+    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: peak and 1e9)
+    trainer = trainer_of(tmp_path)
+    found = trainer.train().metrics
+    if peak != 1e9:
+        assert not any("mfu" in name for name in found)
+        return
+    flops = model_flops(trainer.model).of(np.array(LENGTHS), sum(LENGTHS) - len(LENGTHS))
+    assert found["train_mfu"] == pytest.approx(flops / found["train_seconds"] / peak)
+    assert all(entry["mfu"] > 0 for entry in trainer.state.log_history if "loss" in entry)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "tera"),
     [
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312),
         ("NVIDIA A100 80GB PCIe", "tf32", 156),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", 165.2),
         ("NVIDIA H200 MIG 1g.18gb", "bfloat16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
         ("Tesla T4", "bfloat16", None),  # it has none
@@ -452,3 +325,60 @@ def test_ranks_that_hold_the_same_batch_count_it_once(monkeypatch):
 )
 def test_peaks_are_those_of_known_devices_and_none_is_guessed(name, dtype, tera):
     assert peak_flops(name, dtype) == (tera and tera * 1e12)
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other_peak", "tensor_parallel", "tokens", "mfu"),
+    [(3e9, 1, 10, 1e9 / 5e9), (0.0, 1, 10, None), (3e9, 2, 5, 5e8 / 5e9)],
+    ids=["data parallel", "an unknown device", "ranks that hold the same batch"],
+)
+def test_the_sums_of_two_ranks(other_peak, tensor_parallel, tokens, mfu, tmp_path, monkeypatch):
+    """The other rank has counted the same row of 5 tokens, in the same second."""
+
+    def gather(tensor):
+        other = tensor.clone()
+        other[0, -2] = other_peak
+        return torch.cat([tensor, other])
+
+    trainer, now = trainer_of(tmp_path), [0.0]
+    monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
+    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: 2e9)
+    flops = SimpleNamespace(of=lambda *row: 5e8)
+    monkeypatch.setattr(measured, "model_flops", lambda model: flops)
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    monkeypatch.setattr(trainer.accelerator, "gather", gather)
+    monkeypatch.setattr(trainer, "get_tp_size", lambda: tensor_parallel)
+    meter = ThroughputMeter(trainer, LossSums())
+    meter.start_run(tokens_before=1000)
+    row = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    meter.count([row], room=8)
+    now[0], trainer.state.global_step = 1.0, 1
+    assert meter.share({}, log=True) == 1000 + tokens
+    logged = meter.take_logs()[1]
+    assert (logged["tokens_per_second"], logged.get("mfu")) == (tokens, mfu)
+
+
+RANKS = {
+    "packed": ({"epochs": 2}, CAPACITY),
+    "padding-free": ({"packing": False, "batch_size": 2, "accumulation": 2}, None),
+    # Three bins on two ranks: one of them ends with an empty micro-batch.
+    "idle rank": ({"lengths": [32, 32, 32]}, CAPACITY),
+    "stream": ({"stream": True, "max_steps": 4}, CAPACITY),
+}
+
+
+@pytest.mark.slow
+def test_two_ranks_log_what_both_trained(tmp_path):
+    scenarios = {name: scenario(tmp_path / name, **each) for name, (each, _) in RANKS.items()}
+    for name, ranks in run_on_ranks(scenarios, tmp_path / "results").items():
+        room = RANKS[name][1]
+        assert_logged(ranks, room=room)
+        if name == "idle rank":
+            assert sum(counted(b)[0] == 0 for rank in ranks for b in rank["inputs"]) == 1
+            assert ranks[0]["totals"]["train_documents"] == 3
+        # The control: what one rank trained is less.
+        own = by_hand(ranks[:1], range(ranks[0]["steps"]), room)
+        assert own["tokens_per_second"] < ranks[0]["totals"]["train_tokens_per_second"]

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from harness import make_trainer
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
@@ -18,6 +18,7 @@ from trl_packing.training.report import PackingReport, as_text
 
 
 def trainer_for(folder, rows, **settings):
+    rows = documents(rows) if isinstance(rows, int) else rows
     defaults = {"max_length": 64, "per_device_train_batch_size": 1, "num_train_epochs": 1}
     return make_trainer(folder, rows, **defaults | settings)
 
@@ -26,13 +27,9 @@ def documents(number: int) -> Dataset:
     return Dataset.from_list(documents_of_lengths([5 + i % 11 for i in range(number)]))
 
 
-def report_for(folder, number, **settings):
-    return trainer_for(folder, documents(number), **settings).packing_report
-
-
 def documents_by_step(trainer) -> list[int]:
     """Return the number of documents in each optimizer step."""
-    sizes = [len(batch.host.lengths) for batch in trainer.get_train_dataloader()]
+    sizes = [int((b["position_ids"] == 0).sum()) for b in trainer.get_train_dataloader()]
     size = trainer.args.gradient_accumulation_steps
     return [sum(sizes[at : at + size]) for at in range(0, len(sizes), size)]
 
@@ -40,21 +37,21 @@ def documents_by_step(trainer) -> list[int]:
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_step_has_exactly_the_documents_asked_for(tmp_path, packing):
     settings = {"packing": packing, "gradient_accumulation_steps": 3}
-    trainer = trainer_for(tmp_path, documents(50), documents_per_step=12, **settings)
+    trainer = trainer_for(tmp_path, 50, documents_per_step=12, **settings)
     assert documents_by_step(trainer) == [12, 12, 12, 12, 2]
     trainer.train()
     assert trainer.state.global_step == 5
     # Without it, bins decide; the comparison can fail.
-    assert documents_by_step(trainer_for(tmp_path, documents(50))) != [12, 12, 12, 12, 2]
+    assert documents_by_step(trainer_for(tmp_path, 50)) != [12, 12, 12, 12, 2]
 
 
 def test_documents_per_step_keeps_the_steps_of_the_padded_run_as_the_report_says(tmp_path):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    padded = trainer_for(tmp_path, documents(30), packing=False, **settings)
-    report = report_for(tmp_path, 30, **settings)
+    padded = trainer_for(tmp_path, 30, packing=False, **settings)
+    report = trainer_for(tmp_path, 30, **settings).packing_report
     assert report.padded_steps == 8
     assert "8 steps an epoch, 4 documents each (documents_per_step=4 keeps that)" in str(report)
-    packed = trainer_for(tmp_path, documents(30), documents_per_step=4, **settings)
+    packed = trainer_for(tmp_path, 30, documents_per_step=4, **settings)
     assert documents_by_step(padded) == documents_by_step(packed) == [4] * 7 + [2]
     assert "if padded" not in str(packed.packing_report)
 
@@ -63,51 +60,41 @@ def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
     """A packed step holds more documents, so that 12 steps are more epochs."""
     settings = {"per_device_train_batch_size": 2, "max_steps": 12, "warmup_steps": 3}
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "evaluated": documents(3)}
-    packed = trainer_for(tmp_path, documents(30), save_strategy="steps", **settings)
+    packed = trainer_for(tmp_path, 30, save_strategy="steps", **settings)
     report = packed.packing_report
     text = " ".join(str(report).split())
     packed.train()
     here = packed.state.epoch
-    assert here > 1
-    assert here == pytest.approx(12 / report.steps_per_epoch)
+    assert 1 < here == pytest.approx(12 / report.steps_per_epoch)
     assert f"max_steps=12 is {here:.1f} epochs here, {12 / 15:.1f} if padded; " in text
     assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.1f} epochs here, 0.2 if padded" in text
     assert "eval_steps=4 is" in text
     assert "save_steps" not in text, "500 is nobody's choice"
-    padded = report_for(tmp_path, 30, packing=False, **settings)
+    padded = trainer_for(tmp_path, 30, packing=False, **settings).packing_report
     assert "epochs here" not in str(padded), "the steps are the same"
 
 
-def test_few_steps_are_warned_of_with_a_setting_that_makes_more(tmp_path):
-    warning = "warning: 5 optimizer steps an epoch"
-    few = report_for(tmp_path, 50, documents_per_step=10)
-    assert f"{warning}; documents_per_step=2 makes 25" in str(few)
-    more = report_for(tmp_path, 50, documents_per_step=2)
-    assert more.steps_per_epoch == 25
-    assert "warning" not in str(more)
-    assert ("", warning) in report_for(tmp_path, 5, documents_per_step=1).lines()
+def test_few_steps_and_large_micro_batches_are_warned_of(tmp_path):
+    warning, large = "warning: 5 optimizer steps an epoch", "the largest micro-batch seen has"
+    few, several, single, many = (
+        " ".join(str(trainer_for(tmp_path, n, documents_per_step=size).packing_report).split())
+        for n, size in ((50, 10), (50, 2), (5, 1), (50, 25))
+    )
+    assert f"{warning}; documents_per_step=2 makes 25" in few
+    assert warning in single
+    assert f"{warning};" not in single
+    assert large in many
+    assert warning not in several
+    assert large not in several
 
 
-def test_a_micro_batch_beyond_a_bin_is_said(tmp_path):
-    said = "the largest micro-batch seen has"
-    assert said in str(report_for(tmp_path, 50, documents_per_step=25))
-    assert said not in str(report_for(tmp_path, 50, documents_per_step=2))
-
-
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [
-        ({"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}, "cannot regroup"),
-        ("stream", "needs to know the documents"),
-    ],
-)
-def test_what_cannot_be_grouped_by_documents_is_refused(tmp_path, rows, sentence):
-    data = documents(9).to_iterable_dataset() if rows == "stream" else [rows] * 4
-    with pytest.raises(ValueError, match=f"documents_per_step=2 {sentence}"):
-        trainer_for(tmp_path, data, documents_per_step=2, max_steps=2)
-
-
-def test_no_documents_a_step_are_refused():
+def test_what_cannot_be_grouped_by_documents_is_refused(tmp_path):
+    packed = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}
+    refused = {"cannot regroup": [packed] * 4}
+    refused["needs to know the documents"] = documents(9).to_iterable_dataset()
+    for sentence, rows in refused.items():
+        with pytest.raises(ValueError, match=f"documents_per_step=2 {sentence}"):
+            trainer_for(tmp_path, rows, documents_per_step=2, max_steps=2)
     with pytest.raises(ValueError, match="documents_per_step=0 must be at least 1"):
         PackedSFTConfig("o", documents_per_step=0, use_cpu=True, bf16=False)
 
@@ -130,12 +117,11 @@ def test_the_plan_is_the_report_of_the_trainer(tmp_path):
 
 def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
     """Long documents are said after the first step, and counted in all at the end."""
-    rows = documents_of_lengths([20, 90, 8, 70] * 5)
-    stream = IterableDataset.from_generator(lambda: iter(rows))
+    stream = Dataset.from_list(documents_of_lengths([20, 90, 8, 70] * 5)).to_iterable_dataset()
     trainer = trainer_for(tmp_path, stream, max_steps=3)
     with caplog.at_level("WARNING"):
         trainer.train()
-        trainer.evaluate(IterableDataset.from_generator(lambda: iter(rows)))
+        trainer.evaluate(stream)
     assert "of the first 20 documents of the stream: 10 documents longer than" in caplog.text
     assert "evaluation stream: 10 documents longer than" in caplog.text
     printed = capsys.readouterr().out
@@ -148,13 +134,12 @@ def test_a_stream_is_reported_when_it_is_read(tmp_path, capsys, caplog):
 
 
 def test_the_report_says_what_a_token_counts(tmp_path):
-    report = report_for(tmp_path, 9, loss_weighting="document")
+    report = trainer_for(tmp_path, 9, loss_weighting="document").packing_report
     assert "each with weight 1/n (n: trained tokens of its document)" in report.loss
-    weighted = documents(9).add_column("loss_weight", [2.0] * 9)
-    report = trainer_for(tmp_path, weighted).packing_report
-    assert report.loss == "mean over the trained tokens of a step, each with weight loss_weight"
-    stream = trainer_for(tmp_path, weighted.to_iterable_dataset(), max_steps=1)
-    assert stream.packing_report.loss == report.loss
+    rows = documents(9).add_column("loss_weight", [2.0] * 9)
+    for weighted in (rows, rows.to_iterable_dataset()):
+        report = trainer_for(tmp_path, weighted, max_steps=1).packing_report
+        assert report.loss == "mean over the trained tokens of a step, each with weight loss_weight"
 
 
 class OutOfMemoryAbove2(PackedSFTTrainer):
@@ -167,8 +152,7 @@ class OutOfMemoryAbove2(PackedSFTTrainer):
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_report_is_on_the_batch_size_that_was_found(tmp_path, packing, capsys):
     settings = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
-    rows = documents(80)
-    trainer = trainer_for(tmp_path, rows, cls=OutOfMemoryAbove2, packing=packing, **settings)
+    trainer = trainer_for(tmp_path, 80, cls=OutOfMemoryAbove2, packing=packing, **settings)
     first = trainer.packing_report.steps_per_epoch
     trainer.train()
     report, size = trainer.packing_report, trainer._train_batch_size
@@ -207,23 +191,16 @@ def columns_of(text: str) -> int:
     return len(lines[0])
 
 
-@pytest.mark.parametrize(("columns", "most"), [(50, 50), (72, 72), (240, 100), (9, 50)])
+@pytest.mark.parametrize(("columns", "most"), [(72, 72), (240, 100), (9, 50), (None, 100)])
 def test_the_report_fits_its_terminal(monkeypatch, columns, most):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
     text = str(REPORT)
     assert columns_of(text) <= most
-    labels = [line[:13].strip() for line in text.splitlines()[1:-1]]
-    assert [label for label in labels if label] == [
-        *("documents", "packed into", "an epoch", "a step", "if padded", "attention", "checked")
-    ]
     words = " ".join(text.split())
     assert all(" ".join(line.split()) in words for _, line in REPORT.lines()), "nothing is left out"
-
-
-def test_a_report_in_a_file_has_100_columns_and_breaks_long_words(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert 90 < columns_of(str(REPORT)) <= 100
-    assert columns_of(as_text([("model", "x" * 300)], 60)) == 60
+    assert columns_of(as_text([("model", "x" * 300)], 60)) == 60, "long words are broken"
 
 
 def tags_of(html: str) -> set[str]:
@@ -236,16 +213,12 @@ def test_hostile_text_is_shown_and_does_nothing():
     assert tags_of(html) == {"table", "caption", "tr", "th", "td"}
     assert "&lt;script&gt;alert(1)" in html
     for text in (html, str(report)):
-        assert "\x1b" not in text
-        assert "\u202e" not in text
+        assert not {"\x1b", "\u202e"} & {*text}
         assert r"\x1b[2J\u202e" in text
     for label, text in REPORT.lines()[:4]:
         assert f"{label}</th>" in html
         assert f"{text}</td>" in html
     assert "script" in tags_of(f"<td>{HOSTILE}</td>"), "the test sees no script"
-
-
-# --- the model card -------------------------------------------------------------------------------
 
 
 def card_of(trainer):
@@ -256,14 +229,14 @@ def card_of(trainer):
 
 
 def test_the_model_card_quotes_the_report(tmp_path):
-    trainer = trainer_for(tmp_path / "ours", documents(9))
+    trainer = trainer_for(tmp_path / "ours", 9)
     text = card_of(trainer)
     assert "- trl-packing\n" in text
     assert "- mine\n" in text
     section = text[text.index("### Packing") : text.index("### Framework versions")]
     assert as_text(trainer.packing_report.lines(), 100) in section
     assert "Checked before training: isolated: differs by" in section
-    theirs = card_of(trainer_for(tmp_path / "theirs", documents(9), cls=SFTTrainer))
+    theirs = card_of(trainer_for(tmp_path / "theirs", 9, cls=SFTTrainer))
     assert "### Packing" not in theirs, "the control"
     for line in theirs.splitlines():
         assert line in text or "theirs" in line, "TRL's card is whole"

@@ -9,14 +9,18 @@ import torch
 from architectures.tiny_models import tiny_model as architecture
 from datasets import Dataset
 from harness import make_trainer
+from helpers.combinations import fast
 from helpers.tiny import documents_of_lengths, tiny_model
 from helpers.waits import Waits, counted_waits
 from peft import LoraConfig
 
 import trl_packing
 from trl_packing import PackedCollator, PackedSFTTrainer
+from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.loss.lm_head import use_native_head
+from trl_packing.loss.sums import LossSums
+from trl_packing.training.metrics import ThroughputMeter
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 STEPS = 2
@@ -51,24 +55,22 @@ FAST = ("documents", "padded rows", "explicit mask, window", "experts", "TRL's k
 
 def trained(waits: Waits, folder, *, every=1, control=None, **options):
     """Train `STEPS` steps of two micro-batches, counting the waits of each."""
+    flags = ("shared", "sources", "stream", "own_head", "peft_config")
+    shared, sources, stream, own_head, peft = (options.pop(flag, None) for flag in flags)
     model = options.pop("model", "llama")
     model = tiny_model(model) if model in ("llama", "mistral", "gemma2") else architecture(model)
-    rows = documents_of_lengths(LENGTHS, prompt=2)
     vocabulary = model.get_input_embeddings().num_embeddings
-    rows = Dataset.from_list(
-        [{"input_ids": [i % vocabulary for i in r["input_ids"]]} for r in rows]
-    )
-    shared = options.pop("shared", False)
+    ids = [
+        [token % vocabulary for token in row["input_ids"]]
+        for row in documents_of_lengths(LENGTHS, prompt=2)
+    ]
     if shared:
-        prompt = rows[1]["input_ids"]
-        rows = Dataset.from_list([{"input_ids": prompt + r["input_ids"]} for r in rows])
+        ids = [ids[1] + each for each in ids]
         options |= {"prefix_sharing": "bin", "max_length": 128}
-    if options.pop("sources", False):
+    rows = Dataset.from_dict({"input_ids": ids})
+    if sources:
         rows = rows.add_column("source", ["abc"[n % 3] for n in range(len(rows))])
         options |= {"source_column": "source"}
-    if options.pop("stream", False):
-        rows = rows.to_iterable_dataset()
-    own_head, peft_config = options.pop("own_head", False), options.pop("peft_config", None)
 
     class Watched(PackedSFTTrainer):
         def get_batch_samples(self, *args, **kwargs):
@@ -89,62 +91,41 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
             super()._maybe_log_save_evaluate(*args, **kwargs)
             waits.step = None
 
+    settings = {"max_length": 32, "per_device_train_batch_size": 1, "max_steps": STEPS}
+    settings |= {"gradient_accumulation_steps": 2, "logging_steps": every}
     trainer = make_trainer(
         folder,
-        rows,
+        rows.to_iterable_dataset() if stream else rows,
         model,
         cls=Watched,
-        arguments={"peft_config": peft_config},
-        **{
-            "max_length": 32,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 2,
-            "logging_steps": every,
-            "max_steps": STEPS,
-            "isolation_check": "off",
-        }
-        | options,
+        arguments={"peft_config": peft},
+        **settings | {"isolation_check": "off"} | options,
     )
     if shared:  # `Watched` computes the loss of the class above it
         trainer._isolation.sharing.loss_is_ours = lambda: True
     if own_head:
-        from trl_packing.attention.install import install_attention
-
         use_native_head(unwrap_peft(trainer.model))
         install_attention(trainer.model, trainer.attention)
     trainer.train()
-    assert trainer.data_collator.shares_prefixes == shared
-    logs_sources = "loss_a" in trainer.state.log_history[0]
-    assert logs_sources == ("source_column" in options and every == 1)
+    assert trainer.data_collator.shares_prefixes == bool(shared)
+    assert ("loss_a" in trainer.state.log_history[0]) == bool(sources and every == 1)
 
 
-def some(cases, fast):
-    """Return the names of `cases`, those marked slow that are not `fast`."""
-    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in cases]
-
-
-@pytest.mark.parametrize("name", some(RUNS, FAST))
+@pytest.mark.parametrize("name", fast(RUNS, FAST))
 def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
+    options = dict(RUNS[name])
     with counted_waits(monkeypatch) as waits:
-        options = dict(RUNS[name])
         if options.pop("kernels", False):
             monkeypatch.setattr("trl_packing.loss.lm_head._has_triton", lambda weight: True)
         trained(waits, tmp_path, **options)
-    assert waits.sites == {"wait_for at metrics.py:" + _line_of_wait(): STEPS}, waits.sites
+    ((site, number),) = waits.sites.items()
+    assert site.startswith("wait_for at metrics.py:")
+    assert number == STEPS
     assert waits.of("trl_packing") == [1] * STEPS
-    if RUNS[name].get("attention") not in ("padded", "equal_lengths"):  # masks are read there
+    if options.get("attention") not in ("padded", "equal_lengths"):  # masks are read there
         others = waits.counts.total() - STEPS  # the loss and the norm of gradients, once a log
         assert others <= 4 * STEPS, waits.counts
     assert not waits.of("autograd")
-
-
-def _line_of_wait() -> str:
-    import inspect
-
-    from trl_packing.training.metrics import ThroughputMeter
-
-    lines, first = inspect.getsourcelines(ThroughputMeter)
-    return str(first + next(i for i, line in enumerate(lines) if " wait_for(" in line))
 
 
 def test_a_step_that_is_not_logged_neither_waits_nor_gathers_metrics(tmp_path, monkeypatch):
@@ -157,11 +138,7 @@ def test_a_step_that_is_not_logged_neither_waits_nor_gathers_metrics(tmp_path, m
 
 
 def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
-    from trl_packing.loss.sums import LossSums
-    from trl_packing.training.metrics import ThroughputMeter
-
     with counted_waits(monkeypatch) as waits:
-        trained(waits, tmp_path / "run")
         trainer = make_trainer(tmp_path, documents_of_lengths(LENGTHS), max_length=32)
         meter = ThroughputMeter(trainer, LossSums())
         meter.start_run(tokens_before=0)
@@ -180,13 +157,13 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
         with meter.pause():  # an evaluation after the log, in the same step
             pass
         waits.step = None
-    assert waits.of("trl_packing")[-1] == 1
+    assert waits.of("trl_packing") == [1]
     assert meter.so_far().items() >= {"documents": 4, "tokens": 10, "room": 16}.items()
 
 
 # --- the counting itself: each of these must be seen ----------------------------------------------
 
-_CONTROLS = {
+CONTROLS = {
     "item": "labels.sum().item()",
     "bool": "bool((labels > 0).all())",
     "tolist": "labels.tolist()",
@@ -198,31 +175,25 @@ _CONTROLS = {
     "equal": "torch.equal(labels, labels + 1)",
     "blocking copy": "torch.arange(3).to(labels.device)",
     "blocking constant": "torch.tensor(3, device=labels.device)",
+    "not on the device": "torch.arange(3).sum().item(), torch.ones(2).tolist()",
 }
 
 
-@pytest.mark.parametrize("name", some(_CONTROLS, {"item", "mask", "blocking copy"}))
+@pytest.mark.parametrize("name", fast(CONTROLS, {"item", "mask", "blocking copy"}))
 def test_a_wait_that_is_added_is_counted(name, tmp_path, monkeypatch):
     path = trl_packing.__file__.replace("__init__", "control")  # as if it were in the project
     scope = {"torch": torch}
-    exec(compile(f"def control(labels):\n    {_CONTROLS[name]}\n", path, "exec"), scope)
+    exec(compile(f"def control(labels):\n    {CONTROLS[name]}\n", path, "exec"), scope)
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, every=10, control=scope["control"])
-    assert min(waits.of("trl_packing")) >= 2  # each micro-batch of both steps
-    assert all("control.py:2" in site for site in waits.sites)
+    if name == "not on the device":
+        assert not waits.of("trl_packing")
+    else:
+        assert min(waits.of("trl_packing")) >= 2  # each micro-batch of both steps
+        assert all("control.py:2" in site for site in waits.sites)
 
 
-def test_what_is_not_on_the_device_is_no_wait(tmp_path, monkeypatch):
-    path = trl_packing.__file__.replace("__init__", "control")
-    scope = {"torch": torch}
-    source = "def control(labels):\n    torch.arange(3).sum().item()\n    torch.ones(2).tolist()\n"
-    exec(compile(source, path, "exec"), scope)
-    with counted_waits(monkeypatch) as waits:
-        trained(waits, tmp_path, every=10, control=scope["control"])
-    assert not waits.of("trl_packing")
-
-
-@pytest.mark.parametrize("name", some(["documents", "shared prefixes", "padded rows"], FAST[:1]))
+@pytest.mark.parametrize("name", fast(["documents", "shared prefixes", "padded rows"], FAST[:1]))
 def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.documents.host_row.cache_row", lambda *args: None)
     with counted_waits(monkeypatch) as waits:
