@@ -66,7 +66,7 @@ samples: $(READY)  ## the sample pages of the docs, about 3 minutes
 		--max_length 1024 --per_device_train_batch_size 4 --ranks 2 --html docs/samples/plan.html
 	$(BIN)/trl-packing inspect --model recipes/demo/tokenizer --data recipes/demo/data/test.jsonl \
 		--max_length 512 --html docs/samples/rows.html
-	$(BIN)/trl-packing inspect recipes/shared_prefixes.py --max_length 320 --micro_batches 1 \
+	$(BIN)/trl-packing inspect recipes/shared_prefixes.py --max_length 320 \
 		--html docs/samples/shared_rows.html
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/sft_packed.py --max_steps 240 --warmup_steps 20 --logging_steps 4 --output_dir outputs/sample

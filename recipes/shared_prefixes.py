@@ -14,10 +14,7 @@ A row of the data set has a prompt and its answers, such as the samples that a c
 Each answer becomes a document behind its prompt. Losses and gradients are those of the documents;
 `--prefix_sharing off` trains the same, only slower (docs/shared-prefixes.md). In the demo, a small
 model names one thing of an order, and each thing is an answer. `trl-packing inspect
-recipes/shared_prefixes.py --micro_batches 1` draws its rows; "═" is computed once:
-
-    ════════A                            document 1,844      51 tokens
-            B                            document 1,851      51 tokens, 48 above
+recipes/shared_prefixes.py --html rows.html` draws its rows.
 
 Expected output (the demo, half a minute on a CPU core):
 

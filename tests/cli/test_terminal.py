@@ -78,7 +78,6 @@ def test_names_of_files_columns_and_options_are_shown_as_text(text, folder, caps
         ["plan", *model, "--data", f"{text}.jsonl"],
         ["plan", "--model", f"./{text}", *data],
         ["plan", f"{text}.py"],
-        ["plan", "-m", f"module{text}"],
         ["plan", *model, *data, f"--{text}", "1"],
         ["plan", *model, *data, "--prompt_column", text],
         ["inspect", *model, *data, "--chat_template_path", f"./{text}.jinja"],

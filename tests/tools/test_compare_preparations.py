@@ -180,10 +180,11 @@ def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_
 
     assert kinds("--against", "trl", status=0) == ({EQUAL: 6}, "TRL")
     assert kinds(*assistant, "--against", "trl", status=1) == ({LABELS: 6}, "TRL")
-    config.write_text("train_on: last_assistant\nmax_length: 256\n")
+    names = f"model_name_or_path: {command[2]}\ndataset_name: {command[4]}\n"
     against = [*assistant, "--against", str(config)]
+    config.write_text(f"{names}train_on: last_assistant\n")
     assert kinds(*against, status=1) == ({EQUAL: 3, LABELS: 3}, "other.yaml")
-    config.write_text(f"model_name_or_path: {command[2]}\ndataset_name: {command[4]}\n")
+    config.write_text(names)
     assert kinds(*against, status=1) == ({LABELS: 6}, "other.yaml")  # a run of its own
     template.write_text(CHATML.replace("<|im_start|>' +", "<|im_start|>the ' +"))
     assert kinds("--against", str(template), status=1) == ({TOKENS: 6}, "other.jinja")

@@ -22,8 +22,6 @@ def test_a_script_runs_as_it_is_and_without_one_it_is_sft_packed(tmp_path, monke
     assert (own.script, own.words) == ("lora.py", ("--model", "m", "--own-option", "1"))
     assert own.is_named
     assert own.options == {}
-    named = TrainingCommand.from_words(["-m", "json.tool", "--model", "m"])
-    assert (named.script, named.words, named.is_module) == ("json.tool", ("--model", "m"), True)
     none = TrainingCommand.from_words([*RUN, "--split=train[:4]", "--revision", "v2"])
     assert (none.script, none.is_named) == (str(FOLDER / "sft_packed.py"), False)
     assert none.options == {
@@ -40,16 +38,9 @@ def test_a_script_runs_as_it_is_and_without_one_it_is_sft_packed(tmp_path, monke
     assert recipe.options == {"dataset_name": "d"}
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("recipes/chat_dta.py",), "did you mean chat_data.py?"),
-        (("-m", "no.such.module"), "there is no module no.such.module"),
-    ],
-)
-def test_a_command_that_means_no_script_is_refused(words, sentence):
-    with pytest.raises(ValueError, match=sentence.replace("?", r"\?")):
-        TrainingCommand.from_words(words)
+def test_a_command_that_means_no_script_is_refused():
+    with pytest.raises(ValueError, match=r"did you mean chat_data\.py\?"):
+        TrainingCommand.from_words(["recipes/chat_dta.py"])
 
 
 def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):

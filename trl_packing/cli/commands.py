@@ -32,7 +32,6 @@ def inspect(arguments: argparse.Namespace) -> int:
       trl-packing inspect --config recipes/lora_8b.yaml --rows 0 17 --all
       trl-packing inspect --model M --data chat.jsonl --train_on assistant --json
       trl-packing inspect --config recipes/chat_data.yaml --html rows.html
-      trl-packing inspect --config recipes/chat_data.yaml --micro_batches 1 2
       trl-packing inspect --config recipes/chat_data.yaml --against trl
 
     exit status:
@@ -45,38 +44,28 @@ def inspect(arguments: argparse.Namespace) -> int:
     check_can_write("--html", arguments.html)
     if arguments.against:
         return _compare_preparations(arguments)
-    say, drawn, chosen = arguments.say, arguments.micro_batches or [], arguments.rows
-    if drawn and chosen is None:
-        chosen = []
-    reads_all = arguments.all or arguments.html or drawn
+    say, reads_all = arguments.say, arguments.all or arguments.html
     if not reads_all:  # a stream is read no further than needed
-        arguments.stream_rows = max([0, *(chosen or [2])]) + 1
+        arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = _previewed_run(arguments)
     if reads_all:
         run = run.with_all_images()
     from trl_packing.tools.preview.preview import preview_losses, preview_rows
-    from trl_packing.tools.rows import PackedEpoch, micro_batches, show_row
+    from trl_packing.tools.rows import PackedEpoch
     from trl_packing.tools.rows_page import rows_page
 
-    color = not arguments.json and uses_color(arguments.color)
     rows = []
-    for preview in preview_rows(run, chosen, color=color):
+    color = not arguments.json and uses_color(arguments.color)
+    for preview in preview_rows(run, arguments.rows, color=color):
         rows.append(preview)
         for text in preview.texts:
             say(text, end="\n\n")
     shown: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "losses": None}
-    if drawn or arguments.html:
-        epoch = PackedEpoch.of(run)
-        packed = list(micro_batches(epoch, drawn))
-        for row in packed:
-            say(show_row(row, epoch, color=color), end="\n\n")
-        if drawn:
-            shown["packed_rows"] = [row.to_dict() for row in packed]
-        if arguments.html:
-            title = f"Packed rows · {_name_of_data(arguments.words)}"
-            beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
-            command = arguments.command_line
-            _write(rows_page(epoch, title=title, note=beside, command=command), arguments)
+    if arguments.html:
+        title = f"Packed rows · {_name_of_data(arguments.words)}"
+        beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
+        epoch, command = PackedEpoch.of(run), arguments.command_line
+        _write(rows_page(epoch, title=title, note=beside, command=command), arguments)
     if arguments.all:
         shown["losses"] = preview_losses(run)
         say(shown["losses"], end="\n\n")
@@ -199,8 +188,7 @@ def prepare(arguments: argparse.Namespace) -> int:
 
 def script_of(places: Sequence[str]) -> list[str]:
     """Return the words that name a script among those before the options of `prepare`."""
-    is_module = places[:1] == ["-m"]
-    return list(places[: 2 if is_module else int(bool(places) and places[0].endswith(".py"))])
+    return [word for word in places[:1] if word.endswith(".py")]
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -209,7 +197,6 @@ def verify(arguments: argparse.Namespace) -> int:
     examples:
       trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --gradients
       trl-packing verify --config recipes/lora_8b.yaml --device cuda
-      trl-packing verify --config recipes/vision_8b.yaml
       trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct --prefixes
 
     exit status:
@@ -221,21 +208,18 @@ def verify(arguments: argparse.Namespace) -> int:
 
     say, command = arguments.say, TrainingCommand.from_words(arguments.words)
     quiet_libraries()
-    from trl_packing.tools.verify import VerifiedModel, image_probes
+    from trl_packing.tools.verify import VerifiedModel
 
     name_or_model, args = command.model_and_settings()
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
-    processor = command.call.processing_class if command.is_named else None
-    images = image_probes(model.model, name_or_model, args, processor)
     say(f"{model}\n")
     results = []
-    for result in model.verify(gradients=arguments.gradients, images=images):
+    for result in model.verify(gradients=arguments.gradients):
         results.append(result)
         say(result)
     exact = results[-1].backend if results[-1].is_exact else None
     found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
-    with_images = ", also with images" if images else ""
-    text = f"Training on packed documents is exact with attention={exact!r}{with_images}."
+    text = f"Training on packed documents is exact with attention={exact!r}."
     if exact is None:
         text = "No attention backend keeps the documents of a packed row apart on this model."
     shared = None
@@ -246,6 +230,8 @@ def verify(arguments: argparse.Namespace) -> int:
         text += f"\nSharing the prefixes of documents {verb}."
     if arguments.prefixes:
         found["prefixes"] = shared and shared.to_dict()
+    if model.reads_images:
+        text += "\nText was checked; a run checks its own images."
     say(f"\n{text}")
     if arguments.json:
         print_json(model.to_dict() | found)
@@ -343,7 +329,7 @@ def _name_of_data(words: Sequence[str]) -> str:
     for option in ("--dataset_name", "--data", "--config"):
         if option in words[:-1]:
             return words[words.index(option) + 1]
-    return words[int(words[:1] == ["-m"])] if words else ""
+    return words[0] if words else ""
 
 
 def _write(page: str, arguments: argparse.Namespace) -> None:

@@ -26,14 +26,12 @@ from trl_packing.cli.commands import COMMANDS, script_of
 from trl_packing.cli.output import command_line, note, short_log
 from trl_packing.tools.options import check_names, known_names, message_of, suggest, values_of
 
-_NUMBERS: dict[str, Any] = {"type": int, "nargs": "+"}
+_ROWS = "row numbers (default: 0 1 2)"
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _OF_STREAMS = "rows to read of a stream, which has no length (default: 1000)"
 _STREAM_ROWS: dict[str, Any] = {"type": int, "default": 1000, "metavar": "N", "help": _OF_STREAMS}
-_DRAWN = """draw micro-batches of the first epoch, from 1, as packed rows; prefixes that documents
-share (prefix_sharing) stand above their branches"""
 _OTHER = """compare tokens and labels of all rows with those of another preparation: trl, a .jinja
-template, or a .yaml file"""
+template, or the .yaml file of another run"""
 _RUNS = """at least two: output_dir of a run, one of its checkpoints, its run.json, or the
 trainer_state.json of any Trainer"""
 _RANKS = "data-parallel processes (default: 1)"
@@ -42,9 +40,8 @@ _COLORS = "auto: in a terminal, unless NO_COLOR is set; FORCE_COLOR: anywhere"
 # The options of each command.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "inspect": {
-        "--rows": _NUMBERS | {"metavar": "ROW", "help": "row numbers (default: 0 1 2)"},
+        "--rows": {"type": int, "nargs": "+", "metavar": "ROW", "help": _ROWS},
         "--all": _FLAG | {"help": "count what all rows would lose"},
-        "--micro_batches": _NUMBERS | {"metavar": "N", "help": _DRAWN},
         "--html": {"metavar": "FILE", "help": "write the packed rows of the run as a page"},
         "--against": {"metavar": "WHAT", "help": _OTHER},
         "--stream_rows": _STREAM_ROWS,

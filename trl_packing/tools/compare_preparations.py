@@ -4,8 +4,7 @@
 
     trl                TRL's own preparation, with the same settings
     template.jinja     the same run with this chat template
-    run.yaml           a run of its own if it names a model and data; if not, this run with its
-                       settings
+    run.yaml           the run of that file
 
     equal             the same tokens, labels and weights
     dropped by one    one of the two keeps nothing of the row
@@ -17,7 +16,6 @@ The first token of a document is never a target, so its label is not compared.
 """
 
 import copy
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -43,7 +41,6 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.documents.weights import document_weight, token_weights
-from trl_packing.tools.options import read_config
 from trl_packing.tools.preview.previewed_run import PreviewedRun, numbers_of
 from trl_packing.tools.preview.show import mark_trained, token_texts
 from trl_packing.tools.training_command import TrainerCall, TrainingCommand
@@ -182,7 +179,7 @@ def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
     """Return the preparation that `against` names.
 
     Args:
-        against: ``"trl"``, a .jinja or .j2 template, or a .yaml file of options.
+        against: ``"trl"``, a .jinja or .j2 template, or the .yaml file of another run.
         run: the run that is compared with it.
         words: the training command of the run, without its launcher.
     """
@@ -198,22 +195,10 @@ def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
             run.model, args, run.dataset, tokenizer, run.collator, run.formatting_func
         )
     else:
-        call = TrainingCommand.from_words(_words_with(against, words)).call
+        options = (i for i, word in enumerate(words) if word.startswith("--"))
+        script = words[: next(options, len(words))]
+        call = TrainingCommand.from_words([*script, "--config", against]).call
     return Side(name, PreviewedRun.from_call(call))
-
-
-def _words_with(file: str, words: Sequence[str]) -> list[str]:
-    """Return the training command that the file makes of the command `words`."""
-    options = read_config(Path(file), "--against")
-    names_model = not options.keys().isdisjoint(("model_name_or_path", "model"))
-    if names_model and not options.keys().isdisjoint(("dataset_name", "data")):
-        first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-        return [*words[:first], "--config", file]
-    given = list(words)
-    for name, value in options.items():  # the last of several options counts
-        values = value if isinstance(value, list) else [value]
-        given += [f"--{name}", *(v if isinstance(v, str) else json.dumps(v) for v in values)]
-    return given
 
 
 # --- the comparison -------------------------------------------------------------------------------

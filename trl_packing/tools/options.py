@@ -124,8 +124,8 @@ def with_long_names(words: Sequence[str]) -> list[str]:
     return [long.get(name, name) + equals + value for name, equals, value in parts]
 
 
-def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
-    """Return the keys and values of a YAML file, which `option` names.
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the keys and values of the YAML file of --config.
 
     Raises:
         ValueError: it does not exist, or is no mapping from names, each given once, to values.
@@ -142,15 +142,15 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     if not path.is_file():
-        raise ValueError(f"{option} {path} does not exist (looked from {Path.cwd()})")
+        raise ValueError(f"--config {path} does not exist (looked from {Path.cwd()})")
     try:
         content = Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{option} {path} cannot be read: {error}") from error
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{option} {path} must contain lines 'option: value'")
+        raise ValueError(f"--config {path} must contain lines 'option: value'")
     if wrong := [key for key in content if not isinstance(key, str)]:
-        raise ValueError(f"{option} {path} has the key {wrong[0]!r}, which is no name of an option")
+        raise ValueError(f"--config {path} has the key {wrong[0]!r}, which is no name of an option")
     return content
 
 

@@ -5,12 +5,7 @@ documents  →  the trainer's sampler  →  micro-batches  →  the trainer's co
                                           └ rows: a bin each, or a whole micro-batch without bins
 
 A row is a part of one batch: its token `i` is token ``start + i`` of the micro-batch. With shared
-prefixes, all documents of a micro-batch are one row, and its segments say who holds which token:
-
-    micro-batch 1 · 3 documents · 831 tokens instead of 1,852 (2.2× fewer)
-    ═══════════════════════════AAAAAAAAA document 12        640 tokens
-                               BBBBBBBBB document 40        640 tokens, 511 above
-                               CCCC      document 7         572 tokens, 510 above
+prefixes, all documents of a micro-batch are one row, and its segments say who holds which token.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.counts import quantity
 from trl_packing.data.stop_tokens import ends_in_stop_token
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
@@ -30,7 +24,6 @@ from trl_packing.packing.prefix_tree import PrefixTree, tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.preview import collator_of
 from trl_packing.tools.preview.previewed_run import PreviewedRun, TracedDocuments, trace_documents
-from trl_packing.tools.preview.show_rows import show_rows
 from trl_packing.training.columns import documents_of
 from trl_packing.vision.documents import ImageTokens, images_of
 
@@ -38,8 +31,6 @@ from trl_packing.vision.documents import ImageTokens, images_of
 NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES = (
     *("nothing trained", "no stop token", "cut", "weighted"),
 )
-
-_CELLS = 36  # of a line; the rest of 80 columns names its document
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,6 @@ class PackedRow:
         documents: in the order of their tokens, padding included.
         apart: the micro-batch of the documents without shared prefixes; may be `batch`.
         segments: of a row whose documents share prefixes, without padding; else empty.
-        shared: tokens of each document that stand in the documents before it.
     """
 
     micro_batch: int
@@ -87,7 +77,6 @@ class PackedRow:
     documents: tuple[RowDocument, ...]
     apart: Any = field(repr=False)
     segments: Sequence[dict[str, Any]] = ()
-    shared: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -98,31 +87,6 @@ class PackedRow:
     def stop(self) -> int:
         """Return the position after the last token in the micro-batch."""
         return self.batch["labels"].shape[1] if self.segments else self.documents[-1].stop
-
-    @property
-    def real(self) -> list[RowDocument]:
-        """Return the documents without padding."""
-        return [document for document in self.documents if document.number is not None]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Return the tokens of the documents, those that they share in each of them."""
-        return [document.stop - document.start for document in self.real]
-
-    @property
-    def num_images(self) -> int:
-        """Return the images of all documents."""
-        return sum(len(document.images) for document in self.documents)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row for JSON: its documents, their images, and the tokens that they share."""
-        documents = [
-            {"number": document.number, "row": document.row, "tokens": length, "shared": shared}
-            | ({"images": [[i.start, i.stop] for i in document.images]} if document.images else {})
-            for document, length, shared in zip(self.real, self.lengths, self.shared, strict=True)
-        ]
-        tokens = self.stop - self.start
-        return {"micro_batch": self.micro_batch + 1, "tokens": tokens, "documents": documents}
 
     def values(self, name: str) -> np.ndarray:
         """Return the row's part of a tensor of the batch, ``(tokens,)``."""
@@ -292,16 +256,13 @@ class PackedEpoch:
             tokens = {k: x[0, : real[-1].stop].numpy() for k, x in apart.items() if x.ndim == 2}
             tree = tree_of_row(tokens, [document.stop - document.start for document in real])
         if tree is not None:
-            in_order, shared = tuple(real[at] for at in tree.order), tuple(tree.depths.tolist())
-            batch = self.collator(documents)
-            yield PackedRow(number, 0, batch, in_order, apart, segments_of(tree), shared)
+            in_order = tuple(real[at] for at in tree.order)
+            yield PackedRow(number, 0, self.collator(documents), in_order, apart, segments_of(tree))
             return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
         for index, (first, end) in enumerate(pairwise([0, *changes, len(found)])):
-            inside = tuple(found[first:end])
-            none = (0,) * sum(document.number is not None for document in inside)
-            yield PackedRow(number, index, apart, inside, apart, shared=none)
+            yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
 
     def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
         if number is None:
@@ -311,64 +272,3 @@ class PackedEpoch:
         has_images = IMAGE_IDS in self.documents.columns
         images = tuple(images_of(self.documents[number])) if has_images else ()
         return RowDocument(start, stop, number, row, uncut, properties, images)
-
-
-# --- text -----------------------------------------------------------------------------------------
-
-
-def micro_batches(epoch: PackedEpoch, numbers: Sequence[int]) -> Iterator[PackedRow]:
-    """Yield the rows of micro-batches, whose numbers count from 1, as on the page of rows.
-
-    Raises:
-        ValueError: a micro-batch does not exist. Nothing is yielded then.
-    """
-    total = len(epoch.sampler.micro_batches())
-    for number in numbers:
-        if not 1 <= number <= total:
-            raise ValueError(
-                f"micro-batch {number} is not among the {total:,} of the epoch; they count from 1"
-            )
-    yield from epoch.rows([number - 1 for number in numbers])
-
-
-def show_row(row: PackedRow, epoch: PackedEpoch, *, color: bool = False) -> str:
-    """Return a packed row as text, with background colors for a terminal if asked."""
-    whole, lengths = sum(row.lengths), row.lengths
-    tokens = row.segments[-1]["stop"] if row.segments else whole
-    shared = f" instead of {whole:,} ({whole / tokens:.1f}× fewer)" * bool(row.segments)
-    in_bin = f", {epoch.unit} {row.index + 1}" * bool(epoch.capacity and not row.segments)
-    parts = [
-        f"micro-batch {row.micro_batch + 1:,}{in_bin}",
-        quantity(len(lengths), "document"),
-        *[quantity(row.num_images, "image")] * bool(row.num_images),
-        f"{tokens:,} tokens{shared}",
-    ]
-    return "\n".join([" · ".join(parts), *(_tree if row.segments else _bin)(row, epoch, color)])
-
-
-def _bin(row: PackedRow, epoch: PackedEpoch, color: bool) -> list[str]:
-    """Return the line of a bin."""
-    images = [
-        (document.start - row.start + image.start, document.start - row.start + image.stop)
-        for document in row.real
-        for image in document.images
-    ]
-    cell = -(-max(sum(row.lengths), epoch.capacity or 0, 1) // 80)
-    options: Any = {"capacity": epoch.capacity, "tokens_per_cell": cell, "color": color}
-    return [show_rows([row.lengths], images=[images], **options)]
-
-
-def _tree(row: PackedRow, epoch: PackedEpoch, color: bool) -> Iterator[str]:
-    """Yield a line for each document: its own tokens below those that it shares, and its name."""
-    cell = -(-max(row.lengths) // _CELLS)
-    drawn, plain = (
-        show_rows([row.lengths], shared=[row.shared], tokens_per_cell=cell, color=each).split("\n")
-        for each in (color, False)
-    )
-    for i, (document, length, above) in enumerate(
-        zip(row.real, row.lengths, row.shared, strict=True)
-    ):
-        name = f"document {document.number:<7,}{length:>6,} tokens" + f", {above:,} above" * bool(
-            above
-        )
-        yield f"{drawn[i]}{' ' * (_CELLS - len(plain[i]))} {name}"

@@ -148,7 +148,9 @@ def _row_data(
     if TOKEN_WEIGHTS in row.batch:  # the shortest digits that give the same float32
         weights = [float(str(weight)) for weight in row.values(TOKEN_WEIGHTS)[:most]]
     words = _words(row, data["ids"], tokenizer)
-    data |= {"realTokens": sum(row.lengths), "segments": row.segments} if row.segments else {}
+    if row.segments:
+        held = sum(document.stop - document.start for document in row.documents)
+        data |= {"realTokens": held, "segments": row.segments}
     return data | {
         "name": name,
         "short": short,

@@ -1,7 +1,6 @@
 """A training command without its launcher: its script, and the arguments of the trainer it builds.
 
 train.py --my_option 8                          a script of anyone runs as it is
--m my_package.train --my_option 8               likewise
 recipes/chat_data.py --model M --data D         a recipe, with short names written out
 --model M --data D --prompt_column question     sft_packed.py, likewise
 
@@ -18,7 +17,6 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -77,16 +75,15 @@ class _Built(BaseException):
     """The script has built a trainer. No `except Exception` of the script catches this."""
 
 
-def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False) -> TrainerCall:
+def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
     """Run `script` up to its first `PackedSFTTrainer`, and return the arguments of that.
 
     Its output goes to stderr. The trainer is not built: nothing is trained or written by it.
     Settings that need another device, such as bf16, are changed.
 
     Args:
-        script: a Python file, or the name of a module.
+        script: a Python file.
         words: its command line.
-        is_module: `script` is the name of a module.
 
     Raises:
         ValueError: the script ends before, or builds another trainer.
@@ -96,8 +93,7 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
 
     from trl_packing.trainer import PackedSFTTrainer
 
-    name = script.rpartition(".")[2] + ".py" if is_module else Path(script).name
-    folder = [] if is_module else [str(Path(script).resolve().parent)]
+    name, folder = Path(script).name, str(Path(script).resolve().parent)
     signature = inspect.signature(PackedSFTTrainer.__init__)
 
     def reach(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -117,14 +113,11 @@ def call_of_script(script: str, words: Sequence[str], *, is_module: bool = False
             replaced(Trainer, "__init__", refuse),
             short_usage_errors(),
             replaced(sys, "argv", [script, *words]),
-            replaced(sys, "path", [*folder, *sys.path]),
+            replaced(sys, "path", [folder, *sys.path]),
         ):
             stack.enter_context(context)
         try:
-            if is_module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
         except _Built as built:
             if isinstance(built.args[0], dict):
                 return TrainerCall(**built.args[0])
@@ -161,15 +154,13 @@ class TrainingCommand:
     """A training command without its launcher.
 
     Attributes:
-        script: a Python file, or the name of a module.
+        script: a Python file.
         words: its options.
-        is_module: `script` is the name of a module.
         is_named: the user has named the script; otherwise it is sft_packed.py.
     """
 
     script: str
     words: tuple[str, ...]
-    is_module: bool = False
     is_named: bool = True
 
     @classmethod
@@ -177,15 +168,11 @@ class TrainingCommand:
         """Return the command that `words` are.
 
         Args:
-            words: a script and its options, ``-m`` and a module, or options alone.
+            words: a script and its options, or options alone.
 
         Raises:
             ValueError: the script does not exist.
         """
-        if len(words) > 1 and words[0] == "-m":
-            if find_spec(words[1].partition(".")[0]) is None:
-                raise ValueError(f"there is no module {words[1]}")
-            return cls(words[1], tuple(words[2:]), is_module=True)
         folder = import_module(_RECIPES).FOLDER
         if not words or words[0].startswith("-"):
             return cls(str(folder / "sft_packed.py"), tuple(words), is_named=False)
@@ -213,7 +200,7 @@ class TrainingCommand:
     def options(self) -> dict[str, str]:
         """The options of a recipe as texts, by name; none of another script."""
         folder = import_module(_RECIPES).FOLDER.resolve()
-        if not self.script.startswith(_RECIPES) and Path(self.script).resolve().parent != folder:
+        if Path(self.script).resolve().parent != folder:
             return {}
         given = values_of(self.words).items()
         return {name: str(value) for name, value in given if name not in _NOT_KEPT}
@@ -227,7 +214,7 @@ class TrainingCommand:
         """
         self.check()
         try:
-            return call_of_script(self.script, self.words, is_module=self.is_module)
+            return call_of_script(self.script, self.words)
         except ValueError as error:
             if self.is_named:
                 raise  # otherwise, the user has not named this script

@@ -1,49 +1,32 @@
 """Verify one model: measure whether packed documents see each other, backend by backend.
 
-Documents with images are noise of two sizes; a run checks those of its own data.
+Text alone is checked; a run checks images of its own data.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, ProcessorMixin
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from trl_packing.attention.backends import PADDED, resolve_attention
+from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.config import PackingOptions
-from trl_packing.isolation.check import (
-    CheckResult,
-    Refusal,
-    attempt,
-    check_prefixes,
-)
+from trl_packing.isolation.check import CheckResult, Refusal, attempt, check_prefixes
 from trl_packing.isolation.guard import check_backend, with_fallbacks
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.tools.training_command import (
-    TrainerCall,
-    check_path_exists,
-    config_from_settings,
-    config_of,
-    loading_options,
-    processing_class_of,
-)
-from trl_packing.vision.batch import ImageBatches, hide_boundaries
-from trl_packing.vision.guard import check_images, documents_to_check
+from trl_packing.tools.training_command import check_path_exists, config_of, loading_options
 from trl_packing.vision.support import FAMILIES
 
 _LONGEST_PROBE = 1024  # tokens, in a run without a max_length
-_SIZES = ((224, 336), (168, 112))  # height and width of noise, in pixels
 
 
 @dataclass(frozen=True)
@@ -53,12 +36,10 @@ class BackendResult:
     Attributes:
         backend: its name.
         result: of the check.
-        images: documents of a check with images; 0 for a check of text.
     """
 
     backend: str
     result: CheckResult
-    images: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -66,29 +47,21 @@ class BackendResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON: the verdict and its evidence, or the refusal."""
-        named = {"backend": self.backend} | ({"images": self.images} if self.images else {})
+        named = {"backend": self.backend}
         if isinstance(self.result, Refusal):
             return named | {"verdict": "refused", "reason": str(self.result)}
         return named | asdict(self.result)
 
     def __str__(self) -> str:
-        name = "  with images" if self.images else self.backend
         if isinstance(self.result, Refusal):
-            return f"{name:14} refused: {self.result}"
+            return f"{self.backend:14} refused: {self.result}"
         found, gradients = self.result, self.result.gradient_difference
         further = f"\n{'':14} gradients {gradients:.1e}" if gradients is not None else ""
         return (
-            f"{name:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
+            f"{self.backend:14} {found.verdict}: max |Δlogit| {found.difference:.1e}, "
             f"rounding {found.noise:.1e},\n{'':14} a leak {found.leak:.1e} "
             f"({found.probe}){further}"
         )
-
-
-class ImageProbes(NamedTuple):
-    """Documents with `input_ids` and `images`, and the collator that makes rows of them."""
-
-    documents: list[dict[str, Any]]
-    collator: PackedCollator
 
 
 @dataclass(frozen=True)
@@ -141,16 +114,11 @@ class VerifiedModel:
             model = loader.from_pretrained(model, dtype=dtype, **loading_options(args))
         return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
 
-    def verify(
-        self, *, gradients: bool = False, images: ImageProbes | None = None
-    ) -> Iterator[BackendResult]:
+    def verify(self, *, gradients: bool = False) -> Iterator[BackendResult]:
         """Yield the result of each backend, from fast to slow, until one is exact on the model.
-
-        A backend that is exact on text is then checked with images.
 
         Args:
             gradients: compare gradients too.
-            images: documents with images; None checks text alone.
         """
         first = resolve_attention(self.model, self.attention)
         choices = with_fallbacks(first) if self.attention == "auto" else [first]
@@ -158,10 +126,6 @@ class VerifiedModel:
         for choice in choices:
             result = BackendResult(choice.backend, check_backend(self.model, choice, **options))
             yield result
-            if result.is_exact and images is not None:
-                checked = check_with_images(self.model, choice.backend, images, gradients=gradients)
-                result = BackendResult(choice.backend, checked, len(images.documents))
-                yield result
             if result.is_exact:
                 return
 
@@ -179,6 +143,11 @@ class VerifiedModel:
         check = partial(check_prefixes, self.model, [longest], collator=PackedCollator(), **options)
         return BackendResult("prefixes", attempt(check))
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether rows with images are packed for the model."""
+        return self.model.config.model_type in FAMILIES
+
     def to_dict(self) -> dict[str, str]:
         """Return the model for JSON: name, class, data type, and type of device."""
         return {
@@ -190,61 +159,3 @@ class VerifiedModel:
 
     def __str__(self) -> str:
         return f"{self.name}: {type(self.model).__name__}, {self.model.dtype}, {self.model.device}"
-
-
-def check_with_images(
-    model: Any, attention: str, images: ImageProbes, *, gradients: bool = False
-) -> CheckResult:
-    """Return whether documents with images affect each other by an installed backend."""
-    if attention in PADDED:
-        return Refusal("padded rows hold the tokens in another order than the images")
-    options: Any = {"attention": attention, "gradients": gradients, "training": True}
-    collator = images.collator
-    return attempt(partial(check_images, model, images.documents, collator=collator, **options))
-
-
-# --- documents with images ------------------------------------------------------------------------
-
-
-def image_probes(
-    model: Any, name_or_model: Any, args: Any, processor: Any = None
-) -> ImageProbes | None:
-    """Return two documents with images of noise; None if no rows with images are packed for it.
-
-    Args:
-        model: on its device.
-        name_or_model: as the command names it.
-        args: the settings of the run.
-        processor: that of the script; None: the model's.
-
-    Raises:
-        ValueError: the processor is a tokenizer alone.
-        OSError: the model has none.
-    """
-    from PIL import Image
-
-    if model.config.model_type not in FAMILIES:
-        return None
-    processor = processor or processing_class_of(name_or_model, args)
-    if not isinstance(processor, ProcessorMixin):
-        raise ValueError(
-            f"{type(processor).__name__} is no processor, which images need; save the model's "
-            "processor in its folder"
-        )
-    rng = np.random.default_rng(0)
-    rows = [
-        {
-            "images": [Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))],
-            "prompt": f"{processor.image_token} Say what this is.",
-            "completion": f" It is picture {number}.",
-        }
-        for number, size in enumerate(_SIZES)
-    ]
-    args = config_from_settings(["--max_length", "16384"])
-    run = PreviewedRun.from_call(TrainerCall(model, args, Dataset.from_list(rows), processor))
-    found = documents_to_check(run.documents()[0], run.images.store)
-    hide_boundaries(model)
-    images = ImageBatches(run.images.store, run.preparation.processing_class, model)
-    return ImageProbes(
-        found, PackedCollator(run.preparation.eos.tokenizer.pad_token_id, images=images)
-    )

@@ -7,7 +7,6 @@ import textwrap
 
 from trl_packing.recipes import multipack_picture
 
-import numpy as np
 import pytest
 from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import tiny_tokenizer
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 from trl_packing import show_document, show_rows
 from trl_packing.data.printable import escape_hidden, escape_text
-from trl_packing.packing.prefix_tree import build_prefix_tree
 
 
 def document(tokenizer, *parts: tuple[str, bool]) -> dict:
@@ -157,14 +155,6 @@ def unescaped(text: str) -> str:
         # A cell is what its middle token belongs to.
         ([[9, 7]], {"tokens_per_cell": 4, "capacity": 24}, "AABB··"),
         ([[2, 2]], {"documents": [[51, 52]], "tokens_per_cell": 2}, "zA"),
-        # A tree has a line for each document, below its prefix.
-        ([[8, 7, 6], [3]], {"shared": [[0, 4, 2], [0]]}, "════AAAA\n    BBB\n  CCCC\nDDD"),
-        ([[4, 4]], {"shared": [[0, 4]]}, "════\n"),  # equal documents stand once
-        ([[9, 9]], {"shared": [[0, 8]], "tokens_per_cell": 4}, "══A\n  B"),
-        (
-            *([[3, 3]], {"shared": [[0, 2]], "color": True}),
-            "\x1b[30;47m══\x1b[0m\x1b[30;44mA\x1b[0m\n  \x1b[30;43mB\x1b[0m",
-        ),
     ],
 )
 def test_rows_are_drawn_a_letter_a_document(rows, options, drawn):
@@ -174,8 +164,6 @@ def test_rows_are_drawn_a_letter_a_document(rows, options, drawn):
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ([[5, 3]], {"shared": [[0, 4]]}, "shared=4 must be from 0 to the document's 3 tokens"),
-        ([[5, 3]], {"shared": [[0, 2]], "capacity": 9}, "a tree has a line for each document"),
         ([[3, 4]], {"capacity": 6}, "7 tokens is beyond capacity=6"),
         ([[3]], {"tokens_per_cell": 0}, "tokens_per_cell=0"),
     ],
@@ -193,15 +181,6 @@ def test_every_token_is_drawn_once(rows, line):
     counted = [drawn.count(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(lengths)]]
     assert counted == lengths
     assert drawn.count("·") == 45 * len(rows) - sum(lengths)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(np.array), min_size=1))
-def test_a_tree_draws_each_token_of_the_row_once(documents):
-    tree = build_prefix_tree(documents)
-    lengths = [len(documents[d]) for d in tree.order]
-    drawn = show_rows([lengths], shared=[tree.depths.tolist()])
-    assert len(drawn.replace("\n", "").replace(" ", "")) == len(tree.position_ids)
 
 
 def test_the_page_of_multipack_is_reproduced():
