@@ -15,8 +15,8 @@ from harness import make_trainer
 from helpers.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
-from trl_packing import PackedDataset, PackedSFTTrainer, enable_packing
-from trl_packing.data.limits import ModelLimits, limits_of
+from trl_packing import PackedDataset, enable_packing
+from trl_packing.data.limits import ModelLimits
 from trl_packing.documents.labels import in_one_sentence
 
 
@@ -32,10 +32,9 @@ def chat(*messages):
     return {"messages": [user("Hi"), *messages]}
 
 
-def trainer_for(folder, rows, cls=PackedSFTTrainer, tokenizer=None, **settings):
-    settings = {"max_length": 128, "max_steps": 1, **settings}
-    tokenizer = tokenizer or tiny_tokenizer(chat=True)
-    return make_trainer(folder, rows, cls=cls, tokenizer=tokenizer, **settings)
+def trainer_for(folder, rows, **options):
+    options = {"tokenizer": tiny_tokenizer(chat=True), "max_length": 128, "max_steps": 1, **options}
+    return make_trainer(folder, rows, **options)
 
 
 def documents(trainer):
@@ -53,11 +52,11 @@ def stream_of(rows):
 # --- trained as TRL trains it, or dropped and counted ---------------------------------------------
 
 PAIR = {"prompt": "Why? ", "completion": "Because."}
-SILENT = {"prompt": "And? ", "completion": ""}
+TURNS = {"prompt": [user("Hi")], "completion": [said("Yes?")]}
 
 
 def test_an_empty_completion_trains_its_end_as_trl_does(tmp_path, caplog):
-    rows = every_third(PAIR, SILENT)
+    rows = every_third(PAIR, {"prompt": "And? ", "completion": ""})
     with caplog.at_level(logging.WARNING):
         trainer = trainer_for(tmp_path / "ours", rows)
     theirs = documents(trainer_for(tmp_path / "trl", rows, cls=SFTTrainer))
@@ -67,65 +66,57 @@ def test_an_empty_completion_trains_its_end_as_trl_does(tmp_path, caplog):
     assert [sentence in r.message for r in caplog.records].count(True) == 1
     assert "10 of 30 rows" in str(trainer.packing_report)
     rows = every_third({"query": "Why?", "output": "So."}, {"query": "Why?", "output": ""})
-    trainer = trainer_for(tmp_path, rows, prompt_template="qa", tokenizer=tiny_tokenizer())
-    assert "10 of 30 rows of the train" in str(trainer.packing_report.preparation)
+    report = trainer_for(tmp_path, rows, prompt_template="qa").packing_report
+    assert "10 of 30 rows of the train" in str(report.preparation)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", None])
-def test_an_empty_answer_of_an_assistant_trains_its_end(tmp_path, train_on):
+def test_an_answer_without_text_trains_its_end_and_no_messages_are_dropped(tmp_path, train_on):
     rows = every_third(chat(said("So.")), chat(said("")))
     trainer = trainer_for(tmp_path, rows, train_on=train_on)
     trained = [label for label in trainer.train_dataset[0]["labels"] if label != -100]
     eos = trainer.processing_class.eos_token_id
     assert len(trainer.train_dataset) == 30
-    assert eos in trained
-    assert train_on is None or trained == [eos]
-
-
-@pytest.mark.parametrize("train_on", ["assistant", None])
-def test_conversations_without_messages_are_dropped_and_counted(tmp_path, train_on):
-    pair = {"prompt": [user("Hi")], "completion": [said("Yes?")]}
+    assert trained == [eos] if train_on else eos in trained
     for usual, empty in (
         (chat(said("Yes?")), {"messages": []}),
-        (pair, {**pair, "completion": []}),
+        (TURNS, {**TURNS, "completion": []}),
     ):
-        rows = [usual] * 5 + [empty] * 3 + [usual]
-        trainer = trainer_for(tmp_path, rows, train_on=train_on)
+        trainer = trainer_for(tmp_path, [usual] * 5 + [empty] * 3 + [usual], train_on=train_on)
         plain = trainer_for(tmp_path / "usual", [usual] * 6, train_on=train_on)
         assert documents(trainer) == documents(plain)
         assert "3 documents without a trained token: dropped" in str(trainer.packing_report)
 
 
+def test_messages_beside_a_text_of_nulls_are_trained(tmp_path):
+    rows = [chat(said("Yes?"))] * 4
+    beside = trainer_for(tmp_path / "beside", [{**row, "text": None} for row in rows])
+    assert documents(beside) == documents(trainer_for(tmp_path / "alone", rows))
+
+
 # --- refused, and counted -------------------------------------------------------------------------
 
 TOKENS = {"input_ids": [7, 8, 9]}
+LABELLED = {**TOKENS, "labels": [7, 8, 9]}
+MASKED = {**TOKENS, "completion_mask": [0, 1, 1]}
+WEIGHTED = {**TOKENS, "loss_weights": [0.5] * 3}
+PACKED = {**TOKENS, "seq_lengths": [2, 1]}
+NEGATIVE = {**TOKENS, "seq_lengths": [4, -1]}
 OF_A_KIND = [
     (PAIR, {**PAIR, "completion": None}, "row {} .*'completion' is nothing .null."),
     (chat(said("Yes?")), {"messages": None}, "row {} .*'messages' is nothing .null."),
     (chat(said("Yes?")), chat(said(None)), "row {} .*message 1 .* has no content"),
+    (TURNS, {**TURNS, "prompt": []}, "row {} .*'prompt' must be a list of at least one message"),
     (
-        {"prompt": [user("Hi")], "completion": [said("Yes?")]},
-        {"prompt": [], "completion": [said("Yes?")]},
-        "row {} .*'prompt' must be a list of at least one message",
-    ),
-    (
-        {**TOKENS, "completion_mask": [0, 1, 1]},
-        {**TOKENS, "completion_mask": [0, 1]},
-        "document {} .* has 3 input_ids but 2 entries in 'completion_mask'",
+        MASKED,
+        {**MASKED, "completion_mask": [0, 1]},
+        "document {} .* 2 entries in 'completion_mask'",
     ),
     (TOKENS, {"input_ids": None}, "row {} .* has no 'input_ids'"),
-    (
-        {**TOKENS, "loss_weights": [0.5] * 3},
-        {**TOKENS, "loss_weights": [1.0]},
-        "document {} .* has 3 input_ids but 1 entries in 'loss_weights'",
-    ),
-    (
-        {**TOKENS, "seq_lengths": [2, 1]},
-        {**TOKENS, "seq_lengths": [4, -1]},
-        "row {} .* its seq_lengths are .4, -1.; they must name every token",
-    ),
+    (WEIGHTED, {**WEIGHTED, "loss_weights": [1.0]}, "document {} .* 1 entries in 'loss_weights'"),
+    (PACKED, NEGATIVE, "row {} .* its seq_lengths are .4, -1.; they must name every token"),
     (TOKENS, {"input_ids": [7, VOCAB_SIZE, 9]}, f"document {{}} .* has token id {VOCAB_SIZE}, but"),
-    ({**TOKENS, "labels": [7, 8, 9]}, {**TOKENS, "labels": [7, -1, 9]}, "document {} .*label -1, "),
+    (LABELLED, {**LABELLED, "labels": [7, -1, 9]}, "document {} .*label -1, "),
 ]
 
 
@@ -141,38 +132,37 @@ def test_bad_rows_of_a_kind_are_counted_in_one_sentence(tmp_path, usual, bad, se
         trainer_for(tmp_path, rows.select([0, 2]))
 
 
-ONE_SENTENCE = {
-    "no column": ({"question": "why"}, {}, r"no column to train on: it has \['question'\]"),
-    "no completion": ({"prompt": "why", "answer": "so"}, {}, "its 'completion' is nothing .null."),
-    "fractions": ({"input_ids": [1.0, 2.0]}, {}, "'input_ids' holds .*lists of integers; convert"),
-    "null token": ({"input_ids": [1, None]}, {}, r"'input_ids' has a missing \(null\) token"),
-    "weights": (
-        {**TOKENS, "loss_weights": ["a", "b", "c"]},
-        {},
-        "'loss_weights' holds .* weights are lists of numbers",
+ONE_SENTENCE = [
+    ({"question": "why"}, {}, r"no column to train on: it has \['question'\]"),
+    ({"prompt": "why", "answer": "so"}, {}, "its 'completion' is nothing .null."),
+    ({"input_ids": [1.0, 2.0]}, {}, "'input_ids' holds .*lists of integers; convert"),
+    ({"input_ids": [1, None]}, {}, r"'input_ids' has a missing \(null\) token"),
+    ({**TOKENS, "loss_weights": ["a", "b", "c"]}, {}, "'loss_weights' holds .*lists of numbers"),
+    ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
+    ({"messages": []}, {}, "4 read, 4 of them empty"),
+    ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32 holds"),
+    (chat(said("b", weight=1e300)), {}, r"weight=1e\+300; .*float32 holds"),
+    ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
+    (chat(said("", tool_calls='[{"name": "l"}]')), {}, r"message 1 .*str .* as tool_calls; make"),
+    (chat(said("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
+    ({"text": "a"}, {"train_on": "all", "response_template": "#"}, "both say what is trained"),
+    (LABELLED, {"response_template": "#"}, "has 'labels' and response_template='#' is set"),
+    (
+        chat(said("a")),
+        {"train_on": "assistant", "assistant_only_loss": True},
+        "assistant_only_loss",
     ),
-    "role": ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
-    "empty": ({"messages": []}, {}, "4 read, 4 of them empty"),
-    "loss_weight": ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32 holds"),
-    "weight": (chat(said("b", weight=1e300)), {}, r"weight=1e\+300; .*float32 holds"),
-    "JSON": ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
-    "tool calls": (
-        chat(said("", tool_calls='[{"name": "look"}]')),
-        {},
-        r"message 1 .*\(assistant\) has str .*look.* as tool_calls; make it a list",
-    ),
-    "both": (chat(said("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
-    "packed": ({**TOKENS, "seq_lengths": [3]}, {"max_length": 2}, "packed .* 3 tokens.*raise max_"),
-    "token weights": ({"text": "a", "loss_weights": [1.0]}, {}, "'loss_weight', .*tokenized rows"),
-}
+    ({"text": "a"}, {"prompt_template": "nothing"}, "is no file, names no template"),
+    ({**TOKENS, "seq_lengths": [3]}, {"max_length": 2}, "packed .* 3 tokens.*raise max_"),
+    ({"text": "a", "loss_weights": [1.0]}, {}, "'loss_weight', .*tokenized rows"),
+]
 
 
-@pytest.mark.parametrize("kind", ONE_SENTENCE)
-def test_a_row_that_cannot_be_trained_is_refused_in_one_sentence(tmp_path, kind):
-    row, settings, words = ONE_SENTENCE[kind]
+@pytest.mark.parametrize(("row", "settings", "words"), ONE_SENTENCE)
+def test_a_row_that_cannot_be_trained_is_refused_in_one_sentence(tmp_path, row, settings, words):
     with pytest.raises(ValueError, match=words):
         trainer_for(tmp_path, [row] * 4, **settings)
-    if kind == "token weights":  # before it is read
+    if "tokenized rows" in words:  # before it is read
         with pytest.raises(ValueError, match=words):
             trainer_for(tmp_path, Dataset.from_list([row] * 4).to_iterable_dataset(), **settings)
 
@@ -189,12 +179,6 @@ def test_a_bad_row_is_found_in_its_batch(tmp_path):
     with pytest.raises(ValueError, match=r"^row 2500 of the train dataset: formatting_func ret"):
         make_trainer(tmp_path, rows, arguments={"formatting_func": formatted})
     assert len(rendered) < 5000
-
-
-def test_messages_beside_a_text_of_nulls_are_trained(tmp_path):
-    rows = [chat(said("Yes?"))] * 4
-    beside = trainer_for(tmp_path / "beside", [{**row, "text": None} for row in rows])
-    assert documents(beside) == documents(trainer_for(tmp_path / "alone", rows))
 
 
 def test_rows_for_many_reasons_are_few_words(tmp_path):
@@ -221,23 +205,17 @@ def test_half_a_character_and_a_template_that_asks_for_too_much_name_their_row(t
 
 # --- streams --------------------------------------------------------------------------------------
 
-LABELLED = {**TOKENS, "labels": [7, 8, 9]}
-
 
 @pytest.mark.parametrize(
     ("usual", "other", "sentence"),
     [
         (TOKENS, LABELLED, "has the column 'labels', unlike its first row"),
         (LABELLED, TOKENS, "has no 'labels', unlike its first row"),
-        ({**TOKENS, "completion_mask": [0, 1, 1]}, TOKENS, "has no 'completion_mask', unlike"),
+        (MASKED, TOKENS, "has no 'completion_mask', unlike"),
         ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
         (LABELLED, {**LABELLED, "input_ids": [5, 6, 2**63]}, "2.* in 'input_ids'.* 64 bits"),
         (TOKENS, {**TOKENS, "input_ids": [5, 6, -(2**63) - 1]}, "has -9.* in 'input_ids'.* 64 b"),
-        (
-            {**TOKENS, "seq_lengths": [2, 1]},
-            {**TOKENS, "seq_lengths": [4, -1]},
-            "of the stream.* seq_lengths",
-        ),
+        (PACKED, NEGATIVE, "of the stream.* seq_lengths"),
     ],
 )
 def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
@@ -246,17 +224,13 @@ def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
         trainer_for(tmp_path, stream_of(rows), max_steps=20).train()
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
 @pytest.mark.parametrize("rows", [[], [{**TOKENS, "labels": [-100] * 3}] * 3])
-def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows, evaluated):
-    def run():
-        if evaluated:
-            trainer_for(tmp_path, [PAIR]).evaluate(stream_of(rows))
-        else:
-            trainer_for(tmp_path, stream_of(rows)).train()
-
-    with pytest.raises(ValueError, match=r"is empty: it has no rows|no documents left to train on"):
-        run()
+def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows):
+    words = r"is empty: it has no rows|no documents left to train on"
+    with pytest.raises(ValueError, match=words):
+        trainer_for(tmp_path, [PAIR]).evaluate(stream_of(rows))
+    with pytest.raises(ValueError, match=words):
+        trainer_for(tmp_path, stream_of(rows)).train()
 
 
 # --- flags of messages ----------------------------------------------------------------------------
@@ -276,26 +250,31 @@ def test_flags_that_are_null_are_as_if_they_were_not_there(tmp_path):
         trainer_for(tmp_path, stream_of(flagged(None)))
 
 
-def test_what_trl_would_ignore_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "settings", "name"),
+    [
+        ({"weight": 0.5}, {}, "'weight' of messages"),
+        ({}, {"train_on": "assistant"}, "train_on='as"),
+    ],
+)
+def test_what_trl_would_ignore_is_refused(tmp_path, flags, settings, name):
     own = tiny_tokenizer(chat=True)
     own.__class__ = type(
         "Own", (type(own),), {"__call__": lambda self, *a, **k: {"input_ids": [5]}}
     )
-    with pytest.raises(ValueError, match=r"'weight' of messages cannot be used .*Own renders"):
-        trainer_for(tmp_path, [chat(said("a", weight=0.5))], tokenizer=own)
-    with pytest.raises(ValueError, match=r"train_on='assistant' cannot be used .*Own renders"):
-        trainer_for(tmp_path, [chat(said("So."))], tokenizer=own, train_on="assistant")
+    with pytest.raises(ValueError, match=rf"{name}.* cannot be used .*Own renders"):
+        trainer_for(tmp_path, [chat(said("a", **flags))], tokenizer=own, **settings)
 
 
 # --- limits of a model ----------------------------------------------------------------------------
 
 GOOD = {"input_ids": [7, 8, 9, 10], "labels": [-100, 8, 9, 10]}
-BAD = {
-    "an id beyond": ({**GOOD, "input_ids": [7, 8, 5000, 10]}, "has token id 5000, but the model's"),
-    "a negative id": ({**GOOD, "input_ids": [7, 8, -5, 10]}, "has token id -5, but"),
-    "a label beyond": ({**GOOD, "labels": [-100, 8, 320, 10]}, "has label 320, but the model's"),
-}
-bad_rows = pytest.mark.parametrize(("bad", "sentence"), BAD.values(), ids=BAD)
+BEYOND = ({**GOOD, "input_ids": [7, 8, 5000, 10]}, "has token id 5000, but the model's")
+BAD = [
+    BEYOND,
+    ({**GOOD, "input_ids": [7, 8, -5, 10]}, "has token id -5, but"),
+    ({**GOOD, "labels": [-100, 8, 320, 10]}, "has label 320, but the model's"),
+]
 
 
 def with_bad(bad):
@@ -303,41 +282,43 @@ def with_bad(bad):
     return [bad if i == 31 else GOOD for i in range(40)]
 
 
-@bad_rows
+@pytest.mark.parametrize(("bad", "sentence"), BAD)
 def test_every_set_is_looked_at_before_the_model_runs_on_it(tmp_path, bad, sentence):
-    rows = Dataset.from_list(with_bad(bad))
-    sets = {"good": Dataset.from_list([GOOD]), "web": rows}
-    with pytest.raises(ValueError, match=f"document 31 of the train dataset {sentence}"):
-        trainer_for(tmp_path, rows)
-    with pytest.raises(ValueError, match=f"document 31 of the web dataset {sentence}"):
-        trainer_for(tmp_path, [GOOD] * 8, evaluated=sets)
-    with pytest.raises(ValueError, match=f"document 31 of the (eval dataset|stream) {sentence}"):
-        trainer_for(tmp_path, [GOOD] * 8, evaluated=stream_of(with_bad(bad)))
+    rows = with_bad(bad)
+    for name, given, options in (
+        ("train dataset", rows, {}),
+        ("web dataset", [GOOD], {"evaluated": {"web": Dataset.from_list(rows)}}),
+        ("(eval dataset|stream)", [GOOD], {"evaluated": stream_of(rows)}),
+    ):
+        with pytest.raises(ValueError, match=f"document 31 of the {name} {sentence}"):
+            trainer_for(tmp_path, given, **options)
     with pytest.raises(ValueError, match=f"(document|row) 31 of .* {sentence}"):
-        trainer_for(tmp_path, stream_of(with_bad(bad)), max_steps=40).train()
+        trainer_for(tmp_path, stream_of(rows), max_steps=40).train()
     with pytest.raises(ValueError, match=f"document 31 of the data set {sentence}"):
-        enable_packing(tiny_model("llama"), PackedDataset(with_bad(bad), tiny_tokenizer(), 16))
+        enable_packing(tiny_model("llama"), PackedDataset(rows, tiny_tokenizer(), 16))
 
 
 @pytest.mark.parametrize("skips", [False, True], ids=["prepared", "as it is"])
 def test_sets_that_come_later_are_looked_at(tmp_path, skips):
-    bad, sentence = BAD["an id beyond"]
+    bad, sentence = BEYOND
     settings = {"dataset_kwargs": {"skip_prepare_dataset": True}} if skips else {}
     trainer = trainer_for(tmp_path, [GOOD] * 8, **settings)
     for method in (trainer.evaluate, trainer.predict):
         with pytest.raises(ValueError, match=f"document 31 of the .* {sentence}"):
             method(Dataset.from_list(with_bad(bad)))
         method(Dataset.from_list([GOOD] * 8))  # and good ones pass
+    trainer.compute_metrics = lambda prediction: {}  # padded
+    with pytest.raises(ValueError, match=f"document 31 of the .* {sentence}"):
+        trainer.evaluate(Dataset.from_list(with_bad(bad)))
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_an_evaluation_stream_is_looked_at(tmp_path, padded):
-    bad, sentence = BAD["an id beyond"]
     trainer = trainer_for(tmp_path, [GOOD] * 8, prediction_loss_only=not padded)
     if padded:
         trainer.compute_metrics = lambda prediction: {}
-    with pytest.raises(ValueError, match=f"document 31 of the stream {sentence}"):
-        trainer.evaluate(stream_of(with_bad(bad)))
+    with pytest.raises(ValueError, match=f"document 31 of the stream {BEYOND[1]}"):
+        trainer.evaluate(stream_of(with_bad(BEYOND[0])))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -350,12 +331,11 @@ def test_documents_beyond_learned_positions_are_named(tmp_path, streamed):
 
 
 def test_limits_are_those_of_the_embeddings():
-    model = tiny_model("llama", max_position_embeddings=32)
-    model.resize_token_embeddings(VOCAB_SIZE + 8)
-    assert limits_of(model) == ModelLimits(VOCAB_SIZE + 8, None)
-    assert limits_of(tiny_model("gpt2", n_positions=32)).positions == 32
-    with pytest.raises(ValueError, match="document 1 has token id 5000"):
-        enable_packing(tiny_model("llama"), [np.array([7, 8]), np.array([7, 5000])])
+    rotary = tiny_model("llama", max_position_embeddings=32)
+    rotary.resize_token_embeddings(VOCAB_SIZE + 8)
+    enable_packing(rotary, [np.full(40, VOCAB_SIZE + 7)])
+    with pytest.raises(ValueError, match=f"document 1 has token id {VOCAB_SIZE + 8}"):
+        enable_packing(rotary, [np.array([7, 8]), np.array([7, VOCAB_SIZE + 8])])
     with pytest.raises(ValueError, match="document 0 has 40 tokens"):
         enable_packing(tiny_model("gpt2", n_positions=32), [np.full(40, 7)])
 

@@ -6,12 +6,17 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from harness import QUIET
 from helpers.merging import merging_tokenizer
 from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
-from trl_packing import DataCollatorForCompletionOnlyLM, PackedCollator, PackedSFTTrainer
+from trl_packing import (
+    DataCollatorForCompletionOnlyLM,
+    PackedCollator,
+    PackedSFTTrainer,
+)
 
 ANSWER = " ### Answer:"
 # One token an entry: the test tokenizer gives ids 10 to 13 to characters of their own.
@@ -53,15 +58,11 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
     batch = collator_of(tokenizer=tokenizer, pad_to_multiple_of=4)(TWO)
-    pad = tokenizer.pad_token_id
-    first, second = [50, 10, 11, 60, 61], [10, 11, 62]
-    expected = [[*first, *[pad] * 3], [*second, *[pad] * 5]]
-    if side == "left":
-        expected = [[*[pad] * 3, *first], [*[pad] * 5, *second]]
-    assert batch["input_ids"].tolist() == expected
-    assert batch["attention_mask"].tolist() == [[int(i != pad) for i in row] for row in expected]
-    assert batch["labels"].tolist() == [[i if i >= 60 else -100 for i in row] for row in expected]
-    assert {values.dtype for values in batch.values()} == {torch.int64}
+    expected = tokenizer.pad(TWO, pad_to_multiple_of=4, return_tensors="pt")
+    expected["labels"] = expected["input_ids"].masked_fill(expected["input_ids"] < 60, -100)
+    assert batch.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
 
 
 def test_padding_free_is_exactly_the_batch_of_the_packed_collator():
@@ -140,25 +141,15 @@ ROWS = [
 ]
 
 
-def arguments(folder, cls=SFTConfig, **changes):
-    return cls(
-        **{
-            "output_dir": str(folder),
-            "report_to": "none",
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "learning_rate": 1e-2,
-            "lr_scheduler_type": "constant",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "num_train_epochs": 1,
-            "per_device_train_batch_size": 8,
-            "gradient_checkpointing": True,
-            "train_sampling_strategy": "sequential",
-            **changes,
-        }
-    )
+SETTINGS = {
+    **QUIET,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 8,
+    "train_sampling_strategy": "sequential",
+}
 
 
 def losses(trainer) -> list[float]:
@@ -172,54 +163,43 @@ def texts() -> list[str]:
     ]
 
 
-class OldCollator:
+def old_collate(examples):
     """TRL's labels: by the template's ids, as the documents have them, in a padded batch."""
-
-    def __init__(self, tokenizer, response_ids):
-        self.tokenizer, self.response_ids = tokenizer, response_ids
-
-    def __call__(self, examples):
-        rows = [{"input_ids": example["input_ids"]} for example in examples]
-        batch = self.tokenizer.pad(rows, return_tensors="pt")
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        size = len(self.response_ids)
-        for row in labels:
-            ids = row.tolist()
-            starts = [i for i in range(len(ids)) if ids[i : i + size] == self.response_ids]
-            row[: starts[-1] + size] = -100
-        return {**batch, "labels": labels}
-
-
-def old_losses(folder, **changes) -> list[float]:
-    """The padded run on the old labels. This tokenizer's template alone reads as in a document."""
     tokenizer = tiny_tokenizer()
-    ids = tokenizer.encode(ANSWER, add_special_tokens=False)
-    dataset = Dataset.from_dict({"input_ids": tokenizer(texts())["input_ids"]})
-    return losses(
-        Trainer(
-            tiny_model("llama"),
-            arguments(folder, TrainingArguments, **changes),
-            train_dataset=dataset,
-            data_collator=OldCollator(tokenizer, ids),
-        )
-    )
+    response = tokenizer.encode(ANSWER, add_special_tokens=False)
+    batch = tokenizer.pad([{"input_ids": e["input_ids"]} for e in examples], return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    size = len(response)
+    for row in labels:
+        ids = row.tolist()
+        starts = [i for i in range(len(ids)) if ids[i : i + size] == response]
+        row[: starts[-1] + size] = -100
+    return {**batch, "labels": labels}
+
+
+def losses_in_transformers(folder, collate) -> list[float]:
+    dataset = Dataset.from_dict({"input_ids": tiny_tokenizer()(texts())["input_ids"]})
+    arguments = TrainingArguments(str(folder), **SETTINGS)
+    model = tiny_model("llama")
+    return losses(Trainer(model, arguments, train_dataset=dataset, data_collator=collate))
+
+
+@pytest.fixture(scope="module")
+def old_losses(tmp_path_factory):
+    """The padded run on the old labels. This tokenizer's template alone reads as in a document."""
+    found = losses_in_transformers(tmp_path_factory.mktemp("old"), old_collate)
+    assert len(found) == 4
+    return found
+
+
+# Float32, two layers: rounding of another order of summation.
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
-def test_alone_in_transformers_trainer_the_loss_is_the_old_one(tmp_path, padding_free):
-    tokenizer = tiny_tokenizer()
-    dataset = Dataset.from_dict({"input_ids": tokenizer(texts())["input_ids"]})
-    ours = losses(
-        Trainer(
-            tiny_model("llama"),
-            arguments(tmp_path, TrainingArguments),
-            train_dataset=dataset,
-            data_collator=collator_of(ANSWER, tokenizer=tokenizer, padding_free=padding_free),
-        )
-    )
-    # Float32, two layers: rounding of another order of summation.
-    torch.testing.assert_close(ours, old_losses(tmp_path), rtol=2e-4, atol=2e-4)
-    assert len(ours) == 4
+def test_alone_in_transformers_trainer_the_loss_is_the_old_one(tmp_path, padding_free, old_losses):
+    ours = losses_in_transformers(tmp_path, collator_of(ANSWER, padding_free=padding_free))
+    torch.testing.assert_close(ours, old_losses, **CLOSE)
 
 
 # --- with PackedSFTTrainer ------------------------------------------------------------------------
@@ -230,54 +210,42 @@ def formatting_prompts_func(example):
     return [f"### Question: {question}\n ### Answer: {answer}" for question, answer in pairs]
 
 
-def one_text(example):
-    return f"### Question: {example['instruction']}\n ### Answer: {example['output']}"
-
-
-def trainer_of(folder, collator, rows=ROWS, *, stream=False, formatting_func=None, **changes):
-    dataset = Dataset.from_list(rows)
+def trainer_of(folder, collator, rows=ROWS, *, formatting_func=formatting_prompts_func, **changes):
+    """The tokenizer is that of the collator."""
     return PackedSFTTrainer(
         tiny_model("llama"),
-        train_dataset=dataset.to_iterable_dataset() if stream else dataset,
-        args=arguments(folder, **changes),
-        formatting_func=formatting_func or formatting_prompts_func,
+        SFTConfig(str(folder), **SETTINGS | changes),
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
+        formatting_func=formatting_func,
         data_collator=collator,
     )
 
 
-def test_the_sfttrainer_sample_of_the_post_trains_as_the_padded_run_did(tmp_path):
+def test_the_sfttrainer_sample_of_the_post_trains_as_the_padded_run_did(tmp_path, old_losses):
     tokenizer = tiny_tokenizer()
     response_template_ids = tokenizer.encode("\n ### Answer:", add_special_tokens=False)[2:]
-    collator = DataCollatorForCompletionOnlyLM(
-        response_template_ids, tokenizer=tokenizer, padding_free=True
-    )
+    collator = collator_of(response_template_ids, tokenizer=tokenizer, padding_free=True)
     trainer = trainer_of(tmp_path, collator)
     assert type(trainer.data_collator) is PackedCollator
     steps = [batch["cu_seq_lens_q"].numel() - 1 for batch in trainer.get_train_dataloader()]
     assert steps == [8, 8, 8, 8]  # documents of an optimizer step: those of the padded run
-    torch.testing.assert_close(losses(trainer), old_losses(tmp_path), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(losses(trainer), old_losses, **CLOSE)
     assert (collator.num_unfound, collator.num_seen) == (0, 32)
-
-
-def test_the_comparison_of_losses_sees_other_labels(tmp_path):
-    """The control of the test above: prompts trained as well make another loss."""
-    collator = collator_of("### Question:", tokenizer=tiny_tokenizer())
-    ours, old = losses(trainer_of(tmp_path, collator)), old_losses(tmp_path)
-    assert all(abs(one - other) > 1e-2 for one, other in zip(ours, old, strict=True))
+    # The control: prompts trained as well make another loss.
+    others = losses(trainer_of(tmp_path, collator_of("### Question:")))
+    assert all(abs(one - old) > 1e-2 for one, old in zip(others, old_losses, strict=True))
 
 
 def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_context(tmp_path):
-    tokenizer = merging_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token
-    collator = DataCollatorForCompletionOnlyLM("### Answer:", tokenizer=tokenizer)
-    trainer = trainer_of(tmp_path, collator)
+    tokenizer = merging_tokenizer(pad="<eos>")
+    trainer = trainer_of(tmp_path, collator_of("### Answer:", tokenizer=tokenizer))
     assert trainer.processing_class is tokenizer
     assert len(trainer.train_dataset) == len(ROWS)
     for row in trainer.train_dataset:
-        trained = [label for label in row["labels"] if label != -100]
-        assert trained[-1] == tokenizer.eos_token_id
-        assert row["output"].endswith(tokenizer.decode(trained[:-1]).strip())
-        assert len(tokenizer.decode(trained[:-1])) >= len(row["output"]) - 4
+        *trained, last = [label for label in row["labels"] if label != -100]
+        assert last == tokenizer.eos_token_id
+        assert row["output"].endswith(tokenizer.decode(trained).strip())
+        assert len(tokenizer.decode(trained)) >= len(row["output"]) - 4
     assert len(losses(trainer)) == 4
 
 
@@ -285,56 +253,42 @@ def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_contex
 def test_labels_are_found_before_documents_are_cut(tmp_path, stream):
     """Cut at the start, a document has lost its template, and its answer is still trained."""
     cut = {"max_length": 4, "truncation_mode": "keep_end", "max_steps": 4}
-    trainer = trainer_of(tmp_path, collator_of(ANSWER), stream=stream, **cut)
+    rows = Dataset.from_list(ROWS)
+    rows = rows.to_iterable_dataset() if stream else rows
+    trainer = trainer_of(tmp_path, collator_of(ANSWER), rows, **cut)
     labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
     assert (labels != -100).sum() == 3 * len(ROWS)  # all but the first token of each
 
 
 def test_rows_with_labels_and_packed_rows_are_labeled_by_the_template(tmp_path):
-    packed = {
-        "input_ids": [50, 10, 11, 60, 10, 11, 61],
-        "labels": [50, 10, 11, 60, 10, 11, 61],
-        "seq_lengths": [4, 3],
-    }
-    collator = collator_of()
+    ids = [50, 10, 11, 60, 10, 11, 61]
+    packed, collator = {"input_ids": ids, "labels": ids, "seq_lengths": [4, 3]}, collator_of()
     trainer = trainer_of(tmp_path, collator, [packed] * 8)
     assert trainer.train_dataset[0]["labels"] == [-100, -100, -100, 60, -100, -100, 61]
     assert collator.num_seen == 16
 
 
 def test_evaluation_sees_the_same_labels(tmp_path):
-    collator = collator_of(ANSWER)
-    trainer = trainer_of(tmp_path, collator)
-    metrics = trainer.evaluate(Dataset.from_list(ROWS[:8]))
-    total = count = 0
-    for row in ROWS[:8]:
-        ids = tiny_tokenizer()(one_text(row) + "<eos>", return_tensors="pt")["input_ids"]
-        labels = torch.from_numpy(collator.labels_of(ids[0]))
-        number = int((labels[1:] != -100).sum())
+    trainer, losses = trainer_of(tmp_path, collator_of(ANSWER)), []
+    for text in texts()[:8]:
         with torch.no_grad():
-            loss = float(tiny_model("llama")(ids, labels=labels[None]).loss)
-        total, count = total + loss * number, count + number
-    assert metrics["eval_loss"] == pytest.approx(total / count, rel=1e-4)
+            batch = old_collate([{"input_ids": tiny_tokenizer()(text)["input_ids"]}])
+            loss = float(tiny_model("llama")(**batch).loss)
+        losses += [loss] * int((batch["labels"][:, 1:] != -100).sum())
+    metrics = trainer.evaluate(Dataset.from_list(ROWS[:8]))
+    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
 def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, caplog):
-    rows = [*ROWS[:15], {"instruction": "Lost?", "output": "Lost."}]
-
     def formatted(example):
-        text = one_text(example)
+        [text] = formatting_prompts_func({name: [value] for name, value in example.items()})
         return text.replace("Answer", "Reply") if example["output"] == "Lost." else text
 
-    collator = collator_of(ANSWER)
+    rows, collator = [*ROWS[:15], {"instruction": "Lost?", "output": "Lost."}], collator_of(ANSWER)
     with caplog.at_level(logging.WARNING):
         trainer = trainer_of(tmp_path, collator, rows, formatting_func=formatted)
-    sentences = [m for record in caplog.records if "response_te" in (m := record.getMessage())]
-    assert [sentence.partition(", so")[0] for sentence in sentences] == [
-        "[RANK 0] train dataset: 1 of 16 documents (6.2%) have no response_template ' ### Answer:'"
-    ]
-    assert (collator.num_unfound, collator.num_seen) == (1, 16)
-    assert len(trainer.train_dataset) == 15
-
-
-def test_where_no_document_has_the_template_the_error_names_it(tmp_path):
+    said = "1 of 16 documents (6.2%) have no response_template ' ### Answer:'"
+    assert [said in record.getMessage() for record in caplog.records].count(True) == 1
+    assert (collator.num_unfound, collator.num_seen, len(trainer.train_dataset)) == (1, 16, 15)
     with pytest.raises(ValueError, match=r"trained token left: 32 of 32 .*'### Reply:'.*Question"):
         trainer_of(tmp_path, collator_of("### Reply:"))

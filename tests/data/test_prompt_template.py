@@ -5,16 +5,25 @@ import pytest
 from trl_packing.data.row_format import NAMED, PromptTemplate
 
 # tatsu-lab/stanford_alpaca's train.py, word by word
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
-ALPACA = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
-)
+ALPACA_WITH_INPUT = """\
+Below is an instruction that describes a task, paired with an input that provides further context. \
+Write a response that appropriately completes the request.
+
+### Instruction:
+{instruction}
+
+### Input:
+{input}
+
+### Response:"""
+ALPACA = """\
+Below is an instruction that describes a task. \
+Write a response that appropriately completes the request.
+
+### Instruction:
+{instruction}
+
+### Response:"""
 
 
 def prompt_of(given: str, row: dict, query_field: str = "query") -> str:

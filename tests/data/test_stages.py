@@ -32,51 +32,42 @@ def columns_of(trainer):
     return [{name: row[name] for name in names if name in row} for row in trainer.train_dataset]
 
 
-def chat(*messages: dict) -> dict:
-    return {"messages": [{"role": "user", "content": "Why?"}, *messages]}
-
-
-def said(text: str, **flags) -> dict:
-    return {"role": "assistant", "content": text, **flags}
+def chat(*answers: tuple[str, dict]) -> dict:
+    said = [{"role": "assistant", "content": text, **flags} for text, flags in answers]
+    return {"messages": [{"role": "user", "content": "Why?"}, *said]}
 
 
 # --- weights of messages --------------------------------------------------------------------------
 
 
-def loss_of_first_step(trainer) -> float:
+def first_loss(folder, first_answers: list[dict], streamed=False, **settings) -> float:
+    """The loss of a step on two answers, of which the first has these flags in turn."""
+    rows = [chat(("So.", flags), ("Because.", {})) for flags in first_answers] * 4
+    given = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
+    trainer = trainer_for(folder, given, **settings)
     trainer.train()
     return trainer.state.log_history[0]["loss"]
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_weight_of_zero_trains_as_if_the_message_were_not(tmp_path, packing):
-    losses = [
-        loss_of_first_step(
-            trainer_for(
-                tmp_path,
-                [chat(said("So.", **{name: value}), said("Because.")) for value in values] * 4,
-                packing=packing,
-            )
-        )
-        for name, values in (("weight", (0.0, 1.0)), ("train", (False, True)))
-    ]
-    assert losses[0] == losses[1]
+    weights, flags = ([{name: 0}, {name: 1}] for name in ("weight", "train"))
+    flags = [{"train": bool(each["train"])} for each in flags]
+    found = [first_loss(tmp_path, each, packing=packing) for each in (weights, flags)]
+    assert found[0] == found[1]
 
 
 def test_the_weight_of_a_message_weighs_its_tokens_in_a_stream_too(tmp_path):
-    rows = [[chat(said("So.", weight=w), said("Because."))] * 8 for w in (0.25, 1.0, 0.0)]
-    stream = IterableDataset.from_generator(lambda: iter(rows[0]))
-    weighted, plain, other, streamed = (
-        loss_of_first_step(trainer_for(tmp_path, each)) for each in (*rows, stream)
-    )
+    weighted, plain, other = (first_loss(tmp_path, [{"weight": w}] * 2) for w in (0.25, 1.0, 0.0))
     # The mean over tokens moves from the loss of both answers toward that of the second alone.
     assert min(plain, other) < weighted < max(plain, other)
+    streamed = first_loss(tmp_path, [{"weight": 0.25}] * 2, streamed=True)
     assert streamed == pytest.approx(weighted, rel=TWO_RUNS)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_weights_are_cut_with_their_tokens(tmp_path, packing):
-    rows = [chat(said("one two three four five", weight=0.5))] * 4
+    rows = [chat(("one two three four five", {"weight": 0.5}))] * 4
     settings = {"packing": packing, "overflow": "truncate_prompt"}
     cut, full = (
         trainer_for(tmp_path, rows, max_length=size, **settings).train_dataset[0]
@@ -111,31 +102,17 @@ def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
         trainer_for(tmp_path, rows_of("nothing"), tokenizer=tokenizer, response_template=ANSWER)
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"train_on": "assistant", "assistant_only_loss": True}, "assistant_only_loss"),
-        ({"train_on": "all", "response_template": "#"}, "both say what is trained"),
-        ({"response_template": "#"}, "has 'labels' and response_template='#' is set"),
-        ({"prompt_template": "nothing"}, "is no file, names no template"),
-    ],
-)
-def test_settings_that_contradict_are_refused(tmp_path, settings, sentence):
-    row = {"text": "So."} if "labels" not in sentence else {"input_ids": [5, 6], "labels": [5, 6]}
-    with pytest.raises(ValueError, match=sentence):
-        trainer_for(tmp_path, [row], **settings)
-
-
-def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog):
+@pytest.mark.parametrize("renders", [True, False])
+def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, renders):
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
-    tokenizer, rows = tiny_tokenizer(chat=True), [chat(said("So.")) | {"tools": [tool]}]
-    lacks = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
-    for template, warns in ((tokenizer.chat_template, False), (lacks, True)):
-        tokenizer.chat_template = template
-        with caplog.at_level(logging.WARNING):
-            trainer_for(tmp_path, rows, tokenizer=tokenizer)
-        sentence = "has tools, but the chat template renders no tool calls"
-        assert (sentence in caplog.text) == warns
+    tokenizer = tiny_tokenizer(chat=True)
+    if not renders:
+        lacks = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+        tokenizer.chat_template = lacks
+    with caplog.at_level(logging.WARNING):
+        trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
+    warns = "has tools, but the chat template renders no tool calls" in caplog.text
+    assert warns == (not renders)
 
 
 @pytest.mark.parametrize(
@@ -175,48 +152,40 @@ def test_a_column_of_packed_rows_is_refused_where_it_would_stay(tmp_path):
 # --- rows that were padded ------------------------------------------------------------------------
 
 EOS = tiny_tokenizer().eos_token_id
-FILLERS = {"labels": -100, "loss_weights": 0.0}
 
 
-def plain(columns=()):
+def rows_of(columns=(), left=None, width=12):
+    """Rows of eight lengths; filled up to `width`, `left` of the padding in front, if it is set."""
     rows = []
     for length in (5, 9, 3, 9, 7, 4, 6, 8):
+        front = min(left or 0, width - length)
+        behind = 0 if left is None else width - length - front
         ids = [10 + length] * (length - 1) + [EOS]
         values = {
+            "input_ids": ids,
+            "attention_mask": [1] * length,
             "labels": [-100, *ids[1:]],
             "completion_mask": [0, 0] + [1] * (length - 2),
             "loss_weights": [0.5] * length,
         }
-        rows.append({"input_ids": ids} | {name: values[name] for name in columns})
+        names = ("input_ids", *columns, *(() if left is None else ("attention_mask",)))
+        rows.append({n: fill(n, front) + values[n] + fill(n, behind) for n in names})
     return rows
 
 
-def padded(columns=(), left=0, width=12):
-    """The same rows, filled up to `width`, `left` of the padding in front."""
-    rows = []
-    for row in plain(columns):
-        size = len(row["input_ids"])
-        front = min(left, width - size)
-        rows.append(
-            {
-                name: [FILLERS.get(name, 0)] * front
-                + values
-                + [FILLERS.get(name, 0)] * (width - size - front)
-                for name, values in (row | {"attention_mask": [1] * size}).items()
-            }
-        )
-    return rows
+def fill(name, number):
+    return [{"labels": -100, "loss_weights": 0.0}.get(name, 0)] * number
 
 
 @pytest.mark.parametrize("columns", [(), ("labels",), ("completion_mask", "loss_weights")])
 @pytest.mark.parametrize("left", [0, 3, 99], ids=["behind", "around", "in front"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_padded_rows_are_the_documents_without_padding(tmp_path, caplog, columns, left, streamed):
-    rows = padded(columns, left)
+    rows = rows_of(columns, left)
     given = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
     with caplog.at_level(logging.WARNING):
         ours = trainer_for(tmp_path / "padded", given)
-        assert columns_of(ours) == columns_of(trainer_for(tmp_path / "bare", plain(columns)))
+        assert columns_of(ours) == columns_of(trainer_for(tmp_path / "bare", rows_of(columns)))
     kind = "stream" if streamed else "dataset"
     said = f"8 of 8 rows of the train {kind} were padded beforehand: 45 padding tokens"
     assert said in caplog.text
@@ -224,18 +193,18 @@ def test_padded_rows_are_the_documents_without_padding(tmp_path, caplog, columns
 
 
 def test_only_padding_that_is_marked_is_cut(tmp_path, caplog):
-    bare = columns_of(trainer_for(tmp_path / "bare", plain()))
-    unmarked = [{"input_ids": row["input_ids"]} for row in padded()]
+    bare, padded = columns_of(trainer_for(tmp_path / "bare", rows_of())), rows_of(left=0)
+    unmarked = [{"input_ids": row["input_ids"]} for row in padded]
     assert columns_of(trainer_for(tmp_path, unmarked)) != bare, "the control"
     caplog.clear()
-    masked = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in plain()]
+    masked = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows_of()]
     assert columns_of(trainer_for(tmp_path, masked)) == bare
     assert "padded" not in caplog.text
     empty = {"input_ids": [0] * 12, "attention_mask": [0] * 12}
-    trainer = trainer_for(tmp_path, [empty, *padded(), empty])
+    trainer = trainer_for(tmp_path, [empty, *padded, empty])
     assert columns_of(trainer) == bare
     assert "2 documents without a trained token: dropped (2 of them" in str(trainer.packing_report)
-    found, expected = (trainer.evaluate(Dataset.from_list(rows)) for rows in (padded(), plain()))
+    found, expected = (trainer.evaluate(Dataset.from_list(x)) for x in (padded, rows_of()))
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=TWO_RUNS)
 
 
@@ -261,22 +230,16 @@ def test_a_mask_that_is_no_padding_names_its_row(tmp_path, mask, sentence, strea
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_packed_rows_become_their_documents_in_order(stream):
-    rows = [
-        {
-            "input_ids": [11, 12, 13, 21, 22],
-            "labels": [-100, 12, 13, -100, 22],
-            "loss_weights": [0.0, 1.0, 0.5, 0.0, 2.0],
-            "seq_lengths": [3, 2],
-            "source": "web",
-        },
-        {"input_ids": [31], "labels": [31], "loss_weights": [1.0], "seq_lengths": [1]},
+    documents = [
+        {"input_ids": [31], "labels": [31], "loss_weights": [1.0], "source": "code"},
+        {"input_ids": [11, 12, 13], "labels": [-100, 12, 13], "loss_weights": [0.0, 1.0, 0.5]},
+        {"input_ids": [21, 22], "labels": [-100, 22], "loss_weights": [0.0, 2.0]},
     ]
-    rows[1]["source"] = "code"
-    dataset = Dataset.from_list(rows * 2).select([1, 2])
-    found = list(unpack_rows(dataset.to_iterable_dataset() if stream else dataset))
-    assert [document["input_ids"] for document in found] == [[31], [11, 12, 13], [21, 22]]
-    assert [document["labels"] for document in found] == [[31], [-100, 12, 13], [-100, 22]]
-    assert [document["loss_weights"] for document in found] == [[1.0], [0.0, 1.0, 0.5], [0.0, 2.0]]
-    assert [document["source"] for document in found] == ["code", "web", "web"]
+    joined = {name: documents[1][name] + documents[2][name] for name in documents[1]}
+    packed = [joined | {"seq_lengths": [3, 2], "source": "web"}]
+    packed += [documents[0] | {"seq_lengths": [1]}]
+    dataset = Dataset.from_list(packed * 2).select([1, 2])
+    found = unpack_rows(dataset.to_iterable_dataset() if stream else dataset)
+    assert list(found) == [documents[0], *(d | {"source": "web"} for d in documents[1:])]
     unlabelled = unpack_rows(dataset.remove_columns("labels"))
     assert unlabelled["labels"][:] == unlabelled["input_ids"][:]

@@ -1,5 +1,7 @@
 """Facts about document boundaries, against a loop over documents that is obviously right."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,67 +29,44 @@ def slow_row(lengths: list[int], num_tokens: int) -> tuple[list[int], list[int]]
     return [owners[:t].count(owner) for t, owner in enumerate(owners)], owners
 
 
-@given(ROW)
-def test_a_row_has_the_positions_and_ids_of_its_documents(lengths):
-    row = torch.tensor(lengths)
-    position_ids, document_ids = slow_row(lengths, sum(lengths))
-    assert position_ids_from_lengths(row).tolist() == position_ids
-    assert document_ids_from_lengths(row).tolist() == document_ids
-
-
 @given(BATCH, st.integers(0, 3))
-def test_a_batch_has_the_positions_and_ids_of_each_row(lengths, padding):
+def test_positions_ids_and_boundaries_are_those_of_the_loop(lengths, padding):
     num_tokens = max(map(sum, lengths)) + padding
-    expected = [slow_row(row, num_tokens) for row in lengths]
-    batch = torch.tensor(lengths)
-    found = position_ids_from_lengths(batch, num_tokens=num_tokens)
-    assert found.tolist() == [position_ids for position_ids, _ in expected]
-    found = document_ids_from_lengths(batch, num_tokens=num_tokens)
-    assert found.tolist() == [document_ids for _, document_ids in expected]
-
-
-@given(ROW)
-def test_cu_seqlens_bound_each_document(lengths):
-    cu_seqlens = cu_seqlens_from_lengths(torch.tensor(lengths))
-    assert cu_seqlens.dtype == torch.int32
-    assert (cu_seqlens[0], cu_seqlens[-1]) == (0, sum(lengths))
-    assert cu_seqlens.diff().tolist() == lengths
-
-
-def test_dtypes_are_those_that_models_and_kernels_expect():
-    lengths = torch.tensor([2, 1], dtype=torch.int32)
-    assert cu_seqlens_from_lengths(lengths).dtype == torch.int32
-    assert position_ids_from_lengths(lengths).dtype == torch.int64
-    assert document_ids_from_lengths(lengths).dtype == torch.int64
-    assert lengths_from_eos(torch.tensor([1, 0], dtype=torch.int32), EOS).dtype == torch.int64
+    batch, row = torch.tensor(lengths), torch.tensor(lengths[0], dtype=torch.int32)
+    for function, at in ((position_ids_from_lengths, 0), (document_ids_from_lengths, 1)):
+        expected = [slow_row(row, num_tokens)[at] for row in lengths]
+        assert function(batch, num_tokens=num_tokens).tolist() == expected
+        assert function(row).dtype == torch.int64
+        assert function(row).tolist() == slow_row(lengths[0], sum(lengths[0]))[at]
+    cu_seqlens = cu_seqlens_from_lengths(batch[0])
+    assert cu_seqlens.dtype == cu_seqlens_from_lengths(row).dtype == torch.int32
+    assert cu_seqlens.tolist() == [0, *accumulate(lengths[0])]
 
 
 def test_no_documents_give_no_tokens():
     none = torch.tensor([], dtype=torch.int64)
     assert cu_seqlens_from_lengths(none).tolist() == [0]
-    assert position_ids_from_lengths(none).tolist() == []
-    assert document_ids_from_lengths(none).tolist() == []
-    assert lengths_from_eos(none, EOS).tolist() == []
+    for found in (position_ids_from_lengths(none), document_ids_from_lengths(none)):
+        assert found.tolist() == lengths_from_eos(none, EOS).tolist() == []
     assert lengths_from_eos(none.reshape(2, 0), EOS).shape == (2, 0)
     assert position_ids_from_lengths(none.reshape(0, 3)).shape == (0, 0)
     assert block_diagonal_mask(none).shape == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("input_ids", "lengths"),
+    ("input_ids", "eos", "lengths"),
     [
-        ([5, 6, 0, 7, 0], [3, 2]),
-        ([5, 6, 0, 7, 8], [3, 2]),  # a last document without EOS
-        ([5, 6, 7], [3]),
-        ([0, 5, 0], [1, 2]),  # EOS also used as BOS
-        ([5, 0, 0, 0, 0], [2, 3]),  # padded with EOS: the padding is one document of its own
-        ([5, 0, 0, 6, 0], [2, 1, 2]),
-        ([0], [1]),
-        ([0, 0, 0], [1, 2]),
+        ([5, 6, 0, 7, 8], EOS, [3, 2]),  # a last document without EOS
+        ([0, 5, 0], EOS, [1, 2]),  # EOS also used as BOS
+        ([5, 0, 0, 0, 0], EOS, [2, 3]),  # padded with EOS: the padding is a document of its own
+        ([5, 0, 0, 6, 0], EOS, [2, 1, 2]),
+        ([0, 0, 0], EOS, [1, 2]),
+        ([5, 8, 6, 9, 7], [8, 9], [2, 2, 1]),  # every EOS of a model
     ],
 )
-def test_an_eos_ends_its_document_and_a_run_of_them_is_one_more(input_ids, lengths):
-    assert lengths_from_eos(torch.tensor(input_ids), EOS).tolist() == lengths
+def test_an_eos_ends_its_document_and_a_run_of_them_is_one_more(input_ids, eos, lengths):
+    found = lengths_from_eos(torch.tensor(input_ids, dtype=torch.int32), eos)
+    assert (found.tolist(), found.dtype) == (lengths, torch.int64)
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=5))
@@ -97,10 +76,6 @@ def test_a_batch_has_the_lengths_of_each_row_filled_with_zeros(rows):
     expected = [lengths + [0] * (width - len(lengths)) for lengths in alone]
     assert lengths_from_eos(torch.tensor(rows), EOS).tolist() == expected
     assert all(sum(lengths) == 7 for lengths in expected)
-
-
-def test_every_eos_id_of_a_model_ends_a_document():
-    assert lengths_from_eos(torch.tensor([5, 8, 6, 9, 7]), [8, 9]).tolist() == [2, 2, 1]
 
 
 @settings(max_examples=50)
@@ -130,32 +105,26 @@ def test_a_token_sees_its_document_only_and_within_window(lengths, padding, caus
 
 
 def test_a_float_mask_is_zero_where_attention_is_allowed_and_the_lowest_number_elsewhere():
-    lengths = torch.tensor([[2, 1], [1, 0]])
-    allowed = block_diagonal_mask(lengths)
+    allowed = block_diagonal_mask(torch.tensor([[2, 1], [1, 0]]))
     for dtype in (torch.float32, torch.bfloat16):
-        mask = block_diagonal_mask(lengths, dtype=dtype)
-        assert mask.dtype == dtype
-        assert mask[allowed].eq(0).all()
-        assert mask[~allowed].eq(torch.finfo(dtype).min).all()
+        mask = block_diagonal_mask(torch.tensor([[2, 1], [1, 0]]), dtype=dtype)
+        expected = torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
+        torch.testing.assert_close(mask, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("function", "given", "options", "words"),
     [
-        (lambda: cu_seqlens_from_lengths(torch.tensor([1.0])), "integer tensor .* torch.float32"),
-        (lambda: position_ids_from_lengths(torch.tensor([True])), "torch.bool"),
-        (lambda: document_ids_from_lengths(torch.tensor([1, -2])), "not be negative, got -2"),
-        (lambda: position_ids_from_lengths(torch.tensor(3)), r"of shape \(\)"),
-        (lambda: position_ids_from_lengths(torch.ones(1, 1, 1).long()), r"of shape \(1, 1, 1\)"),
-        (
-            lambda: position_ids_from_lengths(torch.tensor([3, 2]), num_tokens=4),
-            "sum to 5 but num_tokens is 4",
-        ),
-        (lambda: lengths_from_eos(torch.tensor([1.0]), EOS), "input_ids must be an integer tensor"),
-        (lambda: block_diagonal_mask(torch.tensor([3]), window=0), "window must be at least 1"),
-        (lambda: block_diagonal_mask(torch.tensor([3]), dtype=torch.int32), "a float type"),
+        (cu_seqlens_from_lengths, [1.0], {}, "integer tensor .* torch.float32"),
+        (position_ids_from_lengths, [True], {}, "torch.bool"),
+        (document_ids_from_lengths, [1, -2], {}, "not be negative, got -2"),
+        (position_ids_from_lengths, [[[1]]], {}, r"of shape \(1, 1, 1\)"),
+        (position_ids_from_lengths, [3, 2], {"num_tokens": 4}, "sum to 5 but num_tokens is 4"),
+        (lengths_from_eos, [1.0], {"eos_token_id": EOS}, "input_ids must be an integer tensor"),
+        (block_diagonal_mask, [3], {"window": 0}, "window must be at least 1"),
+        (block_diagonal_mask, [3], {"dtype": torch.int32}, "a float type"),
     ],
 )
-def test_bad_input_is_refused_by_name(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_bad_input_is_refused_by_name(function, given, options, words):
+    with pytest.raises(ValueError, match=words):
+        function(torch.tensor(given), **options)

@@ -3,12 +3,13 @@
 import os
 import pickle
 import signal
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers.by_hand import trainer_for
+from harness import make_trainer
 from helpers.tiny import documents_of_lengths, tiny_model
 from torch.utils.data import DataLoader
 
@@ -30,42 +31,30 @@ def weighted(documents):
     return [d | {"loss_weights": [0.5] * len(d["input_ids"])} for d in documents]
 
 
-def loaders(trainer):
-    yield trainer.get_train_dataloader()
-    yield trainer.get_eval_dataloader()
-
-
 @pytest.mark.parametrize(
     ("documents", "options"),
     [
-        (DOCUMENTS, {}),
         (DOCUMENTS, {"packing": False}),
         (DOCUMENTS, {"pad_to_multiple_of": 8, "dataloader_num_workers": 1}),
         (DOCUMENTS, {"static_shapes": True}),
         (weighted(DOCUMENTS), {}),
     ],
-    ids=["packed", "padding-free", "workers", "static", "weighted"],
+    ids=["padding-free", "workers", "static", "weighted"],
 )
 def test_batches_of_every_loader_hold_tensors_only(documents, options, tmp_path):
     evaluated = Dataset.from_list(documents)
-    trainer = trainer_for(tiny_model("llama"), documents, tmp_path, evaluated=evaluated, **options)
+    trainer = make_trainer(tmp_path, documents, evaluated=evaluated, max_length=80, **options)
     trainer.model.eval()
-    for loader in loaders(trainer):
-        for batch in loader:
-            moved = {name: value.to("cpu") for name, value in batch.items()}
-            assert set(moved) - {"loss_weights"} == KEYS
-            lengths = batch["cu_seq_lens_q"].diff()
-            longest = {30, 80} if "static_shapes" in options else {int(lengths.max())}
-            assert batch.host.max_length in longest
-            weights = moved.pop("loss_weights", None)
-            assert (weights is not None) == ("loss_weights" in documents[0])
-            labels = moved.pop("labels")
-            logits = trainer.model(**moved).logits
-            expected = alone(batch)
-            torch.testing.assert_close(
-                logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5
-            )
-            assert labels.shape == logits.shape[:2]
+    for batch in chain(trainer.get_train_dataloader(), trainer.get_eval_dataloader()):
+        moved = {name: value.to("cpu") for name, value in batch.items()}
+        weights = moved.pop("loss_weights", None)
+        assert (set(moved), weights is not None) == (KEYS, "loss_weights" in documents[0])
+        longest = int(batch["cu_seq_lens_q"].diff().max())
+        assert batch.host.max_length in ({30, 80} if "static_shapes" in options else {longest})
+        labels, expected = moved.pop("labels"), alone(batch)
+        logits = trainer.model(**moved).logits
+        torch.testing.assert_close(logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
+        assert labels.shape == logits.shape[:2]
 
 
 def alone(batch):
@@ -89,20 +78,14 @@ def test_the_numbers_come_along_with_the_tensors(num_workers):
         assert cached_values(again["labels"]) is not None
 
 
-def test_without_a_row_the_longest_document_is_read_from_the_boundaries():
-    batch = PackedCollator(tensors_only=True)(DOCUMENTS)
-    plain = {name: value.clone() for name, value in batch.items()}
-    for given in (batch, plain, dict(batch)):
-        made = for_kernels(given)
-        assert made["max_length_q"] == made["max_length_k"] == 30
-        assert made["use_cache"] is False
-
-
-def test_a_batch_that_is_gone_is_not_remembered():
+def test_a_batch_is_read_for_kernels_with_or_without_its_row_and_forgotten_when_it_is_gone():
     before = len(rows_alive())
     batch = PackedCollator(tensors_only=True)(DOCUMENTS)
     assert len(rows_alive()) == before + 1
-    del batch
+    for given in (batch, {name: value.clone() for name, value in batch.items()}, dict(batch)):
+        made = for_kernels(given)
+        assert (made["max_length_q"], made["max_length_k"], made["use_cache"]) == (30, 30, False)
+    del batch, given, made
     assert len(rows_alive()) == before
 
 
