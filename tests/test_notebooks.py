@@ -122,10 +122,7 @@ def test_a_notebook_runs_top_to_bottom_offline(path, tmp_path):
     expected = {
         ANATOMY: ["Here it is: "],
         SWAP: ["step   SFTTrainer   PackedSFTTrainer", "checked      isolated: "],
-        PROOF: [
-            "packed, boundaries lost (control)",
-            "padded batches compute 2.82 times the tokens",
-        ],
+        PROOF: ["packed, boundaries lost (control)", "padded batches compute 2.82 times"],
     }
     assert [words for words in expected[path] if words not in printed] == []
     if path != SWAP:  # its outputs are those of SmolLM2 and GSM8K

@@ -20,19 +20,11 @@ def test_images_train_as_in_trl(tmp_path, monkeypatch, is_packed):
 
     def run(cls):
         model, processor = tiny_vlm("llava")
-        trainer = trainer_for(
-            tmp_path,
-            tiny_dataset("images", 6),
-            cls=cls,
-            model=model,
-            processing_class=processor,
-            per_device_train_batch_size=3,
-            max_length=None,
-            optim="sgd",
-            gradient_checkpointing=False,
-            train_sampling_strategy="sequential",
-            arguments={"eval_dataset": tiny_dataset("images", 3)},
-        )
+        options = {"per_device_train_batch_size": 3, "max_length": None, "optim": "sgd"}
+        options |= {"gradient_checkpointing": False, "train_sampling_strategy": "sequential"}
+        arguments = {"eval_dataset": tiny_dataset("images", 3)}
+        options |= {"model": model, "processing_class": processor, "arguments": arguments}
+        trainer = trainer_for(tmp_path, tiny_dataset("images", 6), cls=cls, **options)
         trainer.train()
         return trainer
 

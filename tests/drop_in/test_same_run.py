@@ -88,13 +88,9 @@ def test_unpacked_run_with_this_option_equals_trl(tmp_path, changes):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulation):
-    ours, theirs = both(
-        tmp_path,
-        dataset=tiny_iterable("prompt_completion", 22),
-        num_train_epochs=3.0,
-        max_steps=4,
-        gradient_accumulation_steps=accumulation,
-    )
+    options = {"num_train_epochs": 3.0, "max_steps": 4}
+    options |= {"gradient_accumulation_steps": accumulation}
+    ours, theirs = both(tmp_path, dataset=tiny_iterable("prompt_completion", 22), **options)
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens"))
 
 
@@ -155,19 +151,13 @@ def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, pack
     modules = ["q_proj", "v_proj"]
     adapter = {"task_type": "CAUSAL_LM", "alora_invocation_tokens": invocation}
 
+    settings = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 10.0}
+    settings |= {"gradient_checkpointing": False, "model": "qwen2"}
+
     def run(cls, **changes):
-        return sgd_run(
-            tmp_path,
-            cls,
-            dataset=Dataset.from_dict({"text": rows}),
-            model="qwen2",
-            per_device_train_batch_size=8,
-            num_train_epochs=3,
-            learning_rate=10.0,
-            gradient_checkpointing=False,
-            arguments={"peft_config": LoraConfig(target_modules=modules, **adapter)},
-            **changes,
-        )
+        arguments = {"peft_config": LoraConfig(target_modules=modules, **adapter)}
+        dataset = Dataset.from_dict({"text": rows})
+        return sgd_run(tmp_path, cls, dataset=dataset, arguments=arguments, **settings | changes)
 
     options = {"packing": True, "max_length": 512} if packing else {}
     theirs, ours = run(SFTTrainer), run(PackedSFTTrainer, **options)

@@ -53,14 +53,13 @@ OPTIONS = [
     {"gradient_checkpointing_kwargs": {"selective": True}},
     {"accelerator_config": {"even_batches": False}},
     {"packing_strategy": "wrapped", "max_length": 24},
-    pytest.param(
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}, marks=pytest.mark.slow
-    ),
     pytest.param({"use_cpu": False, "activation_offloading": True}, marks=pytest.mark.gpu),
 ]
+SLOW = [
+    {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+]
+OPTIONS += [pytest.param(changes, marks=pytest.mark.slow) for changes in SLOW]
 
 
 @both_modes
@@ -77,9 +76,8 @@ def test_option_trains(tmp_path, changes, packing):
 @pytest.mark.parametrize("form", [*TEXT_FORMS, "packed"])
 def test_every_form_trains_and_evaluates(tmp_path, form, packing):
     """As a data set, and some as a stream that does not know its columns."""
-    trainer = trainer_for(
-        tmp_path, form, packing=packing, arguments={"eval_dataset": tiny_dataset(form, 5)}
-    )
+    arguments = {"eval_dataset": tiny_dataset(form, 5)}
+    trainer = trainer_for(tmp_path, form, packing=packing, arguments=arguments)
     train_moves_all(trainer)
     assert math.isfinite(trainer.evaluate()["eval_loss"])
     if form in ("language_modeling", "conversational_prompt_completion", "tokenized_labels"):
@@ -92,15 +90,10 @@ def test_every_form_trains_and_evaluates(tmp_path, form, packing):
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_text_trains_a_vision_model(tmp_path, name, packing):
     model, processing_class = tiny_vlm(name)
-    trainer = trainer_for(
-        tmp_path,
-        tiny_dataset("conversational_language_modeling"),
-        model=model,
-        processing_class=processing_class,
-        packing=packing,
-        max_length=64,
-        gradient_checkpointing=False,
-    )
+    rows = tiny_dataset("conversational_language_modeling")
+    options = {"packing": packing, "max_length": 64, "gradient_checkpointing": False}
+    options |= {"model": model, "processing_class": processing_class}
+    trainer = trainer_for(tmp_path, rows, **options)
     before = parameters(trainer)
     trainer.train()
     still = unchanged(before, trainer)
@@ -142,9 +135,8 @@ def test_an_adapter_is_trained_alone(tmp_path, kind, packing):
 
 
 def test_constructor_takes_the_arguments_of_sft_trainer():
-    ours, theirs = (
-        inspect.signature(c.__init__).parameters for c in (PackedSFTTrainer, SFTTrainer)
-    )
+    both = (PackedSFTTrainer, SFTTrainer)
+    ours, theirs = (inspect.signature(each.__init__).parameters for each in both)
     named = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]
     assert [(p.name, p.default) for p in named] == [(p.name, p.default) for p in theirs.values()]
     assert all(p.annotation is not p.empty for p in named[1:])
@@ -225,16 +217,11 @@ def test_eos_pad_and_template_reach_the_model_and_the_checkpoint(tmp_path):
     model, path = tiny_model("llama"), tmp_path / "template.jinja"
     path.write_text(CHATML, encoding="utf-8")
     model.generation_config.eos_token_id = [2, 4]
-    trainer = trainer_for(
-        tmp_path / "out",
-        tiny_dataset("conversational_language_modeling"),
-        model=model,
-        processing_class=tiny_tokenizer(pad="<|other|>"),
-        eos_token="<|im_start|>",
-        chat_template_path=str(path),
-        save_strategy="steps",
-        save_steps=2,
-    )
+    rows = tiny_dataset("conversational_language_modeling")
+    options = {"eos_token": "<|im_start|>", "chat_template_path": str(path)}
+    options |= {"save_strategy": "steps", "save_steps": 2, "model": model}
+    tokenizer = tiny_tokenizer(pad="<|other|>")
+    trainer = trainer_for(tmp_path / "out", rows, processing_class=tokenizer, **options)
     assert trainer.model.config.eos_token_id == trainer.processing_class.eos_token_id == 3
     assert trainer.model.generation_config.eos_token_id == [3, 2, 4]
     assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 5
@@ -258,10 +245,8 @@ def test_rows_as_they_are_and_transforms_train_where_preparation_is_skipped(tmp_
     with pytest.raises(ValueError, match="Add a 'labels' column"):
         trainer.evaluate(tiny_dataset("tokenized_assistant_masks", 4))
     rows = tiny_dataset("language_modeling").with_transform(tokenize)
-    trainer, before = (
-        trainer_for(tmp_path, rows, remove_unused_columns=False, **options),
-        sum(calls),
-    )
+    trainer = trainer_for(tmp_path, rows, remove_unused_columns=False, **options)
+    before = sum(calls)
     train_moves_all(trainer)
     assert sum(calls) > before
 
@@ -278,17 +263,11 @@ def test_every_kind_of_eval_dataset(tmp_path, kind, packing):
     make = tiny_iterable if kind == "streams" else tiny_dataset
 
     def given():
-        return (
-            WRAPS[kind]({"a": make(rows=5), "b": make(rows=6)}) if kind != "one" else make(rows=5)
-        )
+        rows = {"a": make(rows=5), "b": make(rows=6)}
+        return rows["a"] if kind == "one" else WRAPS[kind](rows)
 
-    trainer = trainer_for(
-        tmp_path,
-        packing=packing,
-        eval_strategy="steps",
-        eval_steps=1,
-        arguments={"eval_dataset": given()},
-    )
+    options = {"packing": packing, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_for(tmp_path, arguments={"eval_dataset": given()}, **options)
     trainer.train()
     keys = ["eval_loss"] if kind == "one" else ["eval_a_loss", "eval_b_loss"]
     assert all(len(logged(trainer, key)) == 2 for key in keys)
@@ -305,17 +284,13 @@ def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing
     rows, model, seen = documents_of_lengths([5, 17, 3, 9], prompt=2), tiny_model("llama"), []
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
-    trainer = trainer_for(
-        tmp_path,
-        model=model,
-        packing=packing,
-        per_device_eval_batch_size=3,
-        include_for_metrics=["inputs", "loss"],
-        arguments={
-            "eval_dataset": Dataset.from_list(rows),
-            "compute_metrics": lambda found: seen.append(found) or {"mine": 0.5},
-        },
-    )
+    options = {"per_device_eval_batch_size": 3, "include_for_metrics": ["inputs", "loss"]}
+    arguments = {
+        "eval_dataset": Dataset.from_list(rows),
+        "compute_metrics": lambda found: seen.append(found) or {"mine": 0.5},
+    }
+    options |= {"model": model, "packing": packing, "arguments": arguments}
+    trainer = trainer_for(tmp_path, **options)
     assert trainer.evaluate()["eval_mine"] == 0.5
     predicted = trainer.predict(Dataset.from_list(rows))
     assert math.isfinite(predicted.metrics["test_loss"])
@@ -357,19 +332,17 @@ def test_options_of_metrics(tmp_path, name, packing):
 @both_modes
 def test_a_checkpoint_holds_what_trl_writes_and_generates(tmp_path, packing):
     options = {"packing": packing, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    ours, _ = (
-        sgd_run(tmp_path / cls.__name__, cls, **options) for cls in (PackedSFTTrainer, SFTTrainer)
-    )
-    mine, others = tmp_path / PackedSFTTrainer.__name__, tmp_path / SFTTrainer.__name__
+    mine, others = (tmp_path / cls.__name__ for cls in (PackedSFTTrainer, SFTTrainer))
+    ours = sgd_run(mine, PackedSFTTrainer, **options)
+    sgd_run(others, SFTTrainer, **options)
     files = [{p.relative_to(f) for p in f.rglob("*")} for f in (mine, others)]
     assert files[1] <= files[0]
     configs = [json.loads((f / "checkpoint-2/config.json").read_text()) for f in (mine, others)]
     assert configs[0] == configs[1]
     saved = transformers.AutoModelForCausalLM.from_pretrained(mine / "checkpoint-2")
     assert all(torch.equal(p, ours.model.get_parameter(n)) for n, p in saved.named_parameters())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        mine / "checkpoint-2", padding_side="left"
-    )
+    load = transformers.AutoTokenizer.from_pretrained
+    tokenizer = load(mine / "checkpoint-2", padding_side="left")
     prompts = [question for question, _ in QUESTIONS_AND_ANSWERS[:3]]
     batch = tokenizer(prompts, return_tensors="pt", padding=True)
     live, loaded = (
@@ -382,13 +355,8 @@ def test_a_checkpoint_holds_what_trl_writes_and_generates(tmp_path, packing):
 @both_modes
 def test_the_best_model_is_loaded_and_a_trainer_trains_again(tmp_path, packing):
     steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    trainer = trainer_for(
-        tmp_path,
-        packing=packing,
-        load_best_model_at_end=True,
-        arguments={"eval_dataset": tiny_dataset(rows=5)},
-        **steps,
-    )
+    steps |= {"load_best_model_at_end": True, "arguments": {"eval_dataset": tiny_dataset(rows=5)}}
+    trainer = trainer_for(tmp_path, packing=packing, **steps)
     train_moves_all(trainer)
     best = min(logged(trainer, "eval_loss"))
     assert trainer.state.best_metric == pytest.approx(best, rel=TWO_RUNS)

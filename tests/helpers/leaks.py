@@ -32,10 +32,10 @@ def with_fused_head(model):
     return model
 
 
-def longrope(threshold=64):
-    """Phi-3, which takes other frequencies once any position of the batch passes the threshold."""
+def longrope():
+    """Phi-3, which takes other frequencies once any position of the batch passes 64."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4}
-    rope |= {"long_factor": [4.0] * 4, "original_max_position_embeddings": threshold}
+    rope |= {"long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     config = AutoConfig.for_model(
@@ -45,7 +45,7 @@ def longrope(threshold=64):
         vocab_size=VOCAB_SIZE,
         pad_token_id=0,
         max_position_embeddings=512,
-        original_max_position_embeddings=threshold,
+        original_max_position_embeddings=64,
         rope_parameters=rope,
     )
     model = AutoModelForCausalLM.from_config(config)
@@ -53,10 +53,10 @@ def longrope(threshold=64):
     return model.eval()
 
 
-def dynamic_ntk(threshold=64):
-    """Llama whose frequencies follow the longest position of the batch beyond the threshold."""
+def dynamic_ntk():
+    """Llama whose frequencies follow the longest position of the batch beyond 64."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    return packed_model("llama", max_position_embeddings=threshold, rope_parameters=rope)
+    return packed_model("llama", max_position_embeddings=64, rope_parameters=rope)
 
 
 class OneDocument(PackedCollator):

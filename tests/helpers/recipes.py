@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing import PackedSFTConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes"
@@ -33,18 +33,6 @@ def module(recipe: str) -> ModuleType:
 def commands_of(name: str) -> list[str]:
     """Return the recipes that the comment at the top of a YAML file runs it with."""
     return re.findall(rf"recipes/(\w+)\.py --config recipes/{name}", (FOLDER / name).read_text())
-
-
-def trainers_of(monkeypatch: Any) -> list[PackedSFTTrainer]:
-    """Return a list that will hold each trainer that trains."""
-    trainers, train = [], PackedSFTTrainer.train
-
-    def watched(self: PackedSFTTrainer, *arguments: Any, **options: Any) -> Any:
-        trainers.append(self)
-        return train(self, *arguments, **options)
-
-    monkeypatch.setattr(PackedSFTTrainer, "train", watched)
-    return trainers
 
 
 def parse(recipe: str, arguments: list[str]) -> tuple[Any, PackedSFTConfig]:

@@ -246,12 +246,11 @@ def save_tiny_model(
     name: str = "qwen2",
     *,
     chat: bool | str = True,
-    seed: int = 0,
     **overrides: Any,
 ) -> str:
     """Save model and tokenizer below `path` and return the folder: a model id without a hub."""
     folder = Path(path) / f"tiny-{name}"
-    tiny_model(name, seed=seed, **overrides).save_pretrained(folder)
+    tiny_model(name, **overrides).save_pretrained(folder)
     tiny_tokenizer(chat).save_pretrained(folder)
     return str(folder)
 

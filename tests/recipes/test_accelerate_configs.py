@@ -44,14 +44,16 @@ def run(name: str, folder: Path, launcher: list[str], arguments: list[str]) -> s
         rows = [{"prompt": f"What is {i}?", "completion": f" {i} and {i}."} for i in range(24)]
         data.write_text("\n".join(map(json.dumps, rows)))
         save_tiny_model(folder, "qwen2", chat=False)
-    launch = f"-m accelerate.commands.launch --config_file {CONFIGS / name}.yaml"
-    recipe = (
-        f"{RECIPES / 'sft_packed.py'} --model_name_or_path tiny-qwen2 --dataset_name {data}"
-        " --output_dir out --max_steps 3 --max_length 64 --per_device_train_batch_size 1"
-        " --logging_steps 1 --report_to none --learning_rate 0.01 --optim sgd --save_strategy no"
-    )
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(CONFIGS / f"{name}.yaml"), *launcher]
+    command += [str(RECIPES / "sft_packed.py"), "--model_name_or_path", "tiny-qwen2"]
+    command += ["--dataset_name", str(data), "--output_dir", "out", "--max_steps", "3"]
+    command += ["--max_length", "64", "--per_device_train_batch_size", "1"]
+    command += ["--logging_steps", "1", "--report_to", "none"]
+    command += ["--learning_rate", "0.01", "--optim", "sgd", "--save_strategy", "no"]
+    command += arguments
     done = subprocess.run(
-        [sys.executable, *launch.split(), *launcher, *recipe.split(), *arguments],
+        command,
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)},
         stdout=subprocess.PIPE,

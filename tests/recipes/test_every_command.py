@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
-from helpers.recipes import FOLDER, ROOT, YAMLS, commands_of, module, trainers_of
+from helpers.recipes import FOLDER, ROOT, YAMLS, commands_of, module
 from helpers.tiny import save_tiny_model, tiny_rows
 
+from trl_packing import PackedSFTTrainer
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
@@ -31,6 +32,10 @@ def pairs(*names: str) -> list[dict[str, Any]]:
     return [dict(zip(names, (row["question"], row["answer"]), strict=True)) for row in rows]
 
 
+def looks() -> list[dict[str, Any]]:
+    return list(module("demo_pictures").demo_rows(16))
+
+
 # Rows with the columns of the data sets on the hub.
 HUB = {
     "openai/gsm8k": lambda: pairs("question", "answer"),
@@ -40,7 +45,7 @@ HUB = {
     ],
     "hkust-nlp/dart-math-uniform": lambda: pairs("query", "response"),
     "llamafactory/glaive_toolcall_en": lambda: tiny_rows("tools", 24),
-    "trl-lib/llava-instruct-mix": lambda: list(module("demo_pictures").demo_rows(16)),
+    "trl-lib/llava-instruct-mix": looks,
 }
 
 
@@ -98,7 +103,13 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
     for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.prepared"):
         monkeypatch.setattr(f"{name}.load_dataset", hub)
     monkeypatch.chdir(ROOT)
-    trained = trainers_of(monkeypatch)
+    trained = []
+    train = PackedSFTTrainer.train
+    monkeypatch.setattr(
+        PackedSFTTrainer,
+        "train",
+        lambda self, *a, **k: trained.append(self) or train(self, *a, **k),
+    )
     words = [*shlex.split(options), "--max_steps", "2", "--output_dir", str(tmp_path)]
     words += ["--model_name_or_path", models["vision" if recipe == "vision" else "text"]]
     is_shown = recipe not in (*COMPARISONS, "streaming")  # its script reads the hub itself

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness import TWO_RUNS
-from helpers.recipes import FOLDER, RECIPES, assert_prints, module, trainers_of
+from helpers.recipes import FOLDER, RECIPES, assert_prints, module
 from helpers.tiny import save_tiny_model, tiny_rows
 from safetensors.torch import load_file
 
@@ -30,19 +30,19 @@ def model(tmp_path_factory) -> str:
 def rows_of(recipe: str) -> list[dict[str, Any]]:
     chats = tiny_rows("conversational_language_modeling", 64)
     pairs = tiny_rows("question_answer", 48)
-    form = "### Instruction:\n{question}\n\n### Response:\n{answer}"
-    made = {
-        "evaluation": [r | {"source": "gsm8k" if i % 3 else "alpaca"} for i, r in enumerate(chats)],
-        "streaming": chats,
-        "tool_calling": tiny_rows("tools", 24),
-        "chat_data": [
-            {"instruction": r["question"], "output": r["answer"], "input": ""} for r in pairs
-        ],
-        "response_template": [
-            {"text": form.format(**r), "number": str(i)} for i, r in enumerate(pairs)
-        ],
-    }
-    return made.get(recipe, pairs)
+    if recipe == "evaluation":
+        return [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
+    if recipe == "streaming":
+        return chats
+    if recipe == "tool_calling":
+        return tiny_rows("tools", 24)
+    if recipe == "chat_data":
+        names = {"question": "instruction", "answer": "output"}
+        return [{names[k]: v for k, v in row.items()} | {"input": ""} for row in pairs]
+    if recipe == "response_template":
+        form = "### Instruction:\n{question}\n\n### Response:\n{answer}"
+        return [{"text": form.format(**row), "number": str(i)} for i, row in enumerate(pairs)]
+    return pairs
 
 
 def options(recipe: str, model: str, folder: Path) -> list[str]:
@@ -55,14 +55,16 @@ def options(recipe: str, model: str, folder: Path) -> list[str]:
     for name, part in parts.items():
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (data / f"{name}.jsonl").write_text(lines)
-    words = (
-        f"--config {FOLDER / RECIPES.get(recipe, recipe)}.yaml --model_name_or_path {model}"
-        f" --dataset_name {data} --dataset_config default --dataset_train_split train"
-        f" --output_dir {folder / 'out'} --max_length 512 --max_steps 10 --logging_steps 5"
-        " --gradient_accumulation_steps 1 --learning_rate 1e-3 --lr_scheduler_type constant"
-        " --warmup_steps 0"
-    )
-    return [*words.split(), *(["--dataset_test_split", "test"] * (recipe == "evaluation"))]
+    words = ["--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")]
+    words += ["--model_name_or_path", model, "--dataset_name", str(data)]
+    words += ["--dataset_config", "default", "--dataset_train_split", "train"]
+    words += ["--dataset_test_split", "test"] if recipe == "evaluation" else []
+    return [
+        *words,
+        *("--output_dir", str(folder / "out"), "--max_length", "512"),
+        *("--max_steps", "10", "--gradient_accumulation_steps", "1", "--logging_steps", "5"),
+        *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--warmup_steps", "0"),
+    ]
 
 
 def run(recipe: str, model: str, folder: Path, *further: str) -> PackedSFTTrainer:
@@ -93,7 +95,10 @@ def test_weights_or_an_adapter_are_trained(
 ):
     if "--load_in_4bit" in further:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    trainers = trainers_of(monkeypatch)
+    trainers, train = [], PackedSFTTrainer.train
+    monkeypatch.setattr(
+        PackedSFTTrainer, "train", lambda self, *a: trainers.append(self) or train(self, *a)
+    )
     module("sft_packed").main([*options(name, model, tmp_path), *further])
     (trainer,) = trainers
     assert_prints(f"{name}.yaml", capsys.readouterr().out)

@@ -12,14 +12,11 @@ from helpers.browser import HOSTILE, open_page
 from helpers.prepared import call_for, chats
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.vision import tiny_processor, tiny_vision_model, vision_trainer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from trl_packing import PackedCollator
 from trl_packing.cli import main
 from trl_packing.tools.preview.previewed_run import PreviewedRun, trace_documents
-from trl_packing.tools.preview.show import token_texts
 from trl_packing.tools.rows import (
     CUT,
     NO_STOP_TOKEN,
@@ -243,16 +240,6 @@ def test_the_page_is_bounded_and_says_what_is_left_out():
     assert [(row["stop"] - row["start"], len(row["ids"])) for row in one] == [(8, 5)]
 
 
-@settings(max_examples=60)
-@given(text=st.text(max_size=30))
-def test_the_texts_of_tokens_add_up_to_the_document(text):
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer(text)["input_ids"]
-    texts = token_texts(ids, tokenizer)
-    assert len(texts) == len(ids)
-    assert "".join(texts) == tokenizer.decode(ids)
-
-
 # --- images ---------------------------------------------------------------------------------------
 
 
@@ -342,7 +329,6 @@ def test_rows_filters_and_tokens_are_explored(tmp_path, width, capsys):
         assert page.text("h1").startswith(f"Packed rows · {words[3]}")
         assert page.text("section:last-of-type pre").startswith("trl-packing inspect --model ")
         assert "hf_123" not in page.text()
-        assert "instead of" in page.text("#row-summary")
         assert page.evaluate("document.querySelectorAll('#tree g').length") == len(row["segments"])
         page.hover(f".token[data-token='{shared['start']}']")
         assert f"{len(shared['documents'])} documents: " in page.text("#tip")
@@ -355,8 +341,6 @@ def test_rows_filters_and_tokens_are_explored(tmp_path, width, capsys):
             assert str(fact) in page.text("#tip")
         page.evaluate(press % "Escape")
         assert page.evaluate("document.getElementById('tip').hidden")
-        page.click(".strip[data-row='1']")
-        assert page.text("#row-name") == "Micro-batch 2"
         rows = page.evaluate(visible)
         page.click("#filters button:not(:first-child):not(:disabled)")
         assert 0 < page.evaluate(visible) <= rows

@@ -193,15 +193,11 @@ def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
     }
 
     def run(name, of, accumulation=1):
-        steps = {"max_length": 256, "gradient_accumulation_steps": accumulation}
-        return Run(
-            str(tmp_path / name / of),
-            "PackedSFTTrainer",
-            data[of],
-            settings=kinds[name] | steps | ({"train_on": "every_turn"} if of == "turns" else {}),
-            shards=2 if name == "stream" else None,
-            chat_template=THINKS,
-        )
+        settings = kinds[name] | {"max_length": 256, "gradient_accumulation_steps": accumulation}
+        settings |= {"train_on": "every_turn"} if of == "turns" else {}
+        options = {"shards": 2 if name == "stream" else None, "chat_template": THINKS}
+        folder = str(tmp_path / name / of)
+        return Run(folder, "PackedSFTTrainer", data[of], settings=settings, **options)
 
     runs = {f"{name} {of}": run(name, of) for name in kinds for of in data}
     of_ranks = {name: joined(found) for name, found in on_ranks(runs, tmp_path / "ranks").items()}

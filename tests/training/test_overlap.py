@@ -3,7 +3,8 @@
 import pytest
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset
-from helpers.by_hand import assert_same_step, by_hand, one_step, weighted
+from harness import alone, assert_exact, run
+from helpers.by_hand import weighted
 from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
 from helpers.tiny import documents_of_lengths, tiny_model
 
@@ -60,24 +61,21 @@ RUNS = {
 def test_a_step_is_that_of_the_pieces_one_at_a_time(name, tmp_path):
     options = dict(RUNS[name])
     documents = [d | {"loss_weight": 1.0 + n} for n, d in enumerate(weighted(tiny_documents()))]
+    weighting = options.get("loss_weighting", "token")
     pieces = pieces_by_hand(documents, 24)
     rows = Dataset.from_list(documents)
     rows = rows.to_iterable_dataset() if options.pop("stream", False) else rows
     model = tiny_model("llama")
-    options |= OVERLAP | {
-        "max_length": 24,
-        "loss_weighting": options.get("loss_weighting", "token"),
-    }
-    options.setdefault("per_device_train_batch_size", 40)
-    found = one_step(model, rows, tmp_path, **options)
-    assert_same_step(found, by_hand(model, pieces, weighting=options["loss_weighting"]))
+    options = OVERLAP | {"max_length": 24, "per_device_train_batch_size": 40} | options
+    found = run(model, rows, tmp_path, **options)
+    assert_exact(found, alone(model, pieces, weighting=weighting))
     # The control: contexts that are trained again are another step.
     again = pieces_by_hand(documents, 24, masked=False)
     with pytest.raises(AssertionError):
-        assert_same_step(found, by_hand(model, again, weighting=options["loss_weighting"]))
+        assert_exact(found, alone(model, again, weighting=weighting))
 
 
-# --- resuming, ranks ------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 LONG = documents_of_lengths([5 + (i * 23) % 71 for i in range(24)])
 KINDS = {
@@ -87,17 +85,11 @@ KINDS = {
 }
 
 
-def run_of(folder, kind, accumulation=1, **settings):
-    return Run(
-        str(folder / kind),
-        "PackedSFTTrainer",
-        LONG,
-        settings=OVERLAP
-        | KINDS[kind]
-        | {"max_length": 24, "gradient_accumulation_steps": accumulation}
-        | settings,
-        shards=2 if kind == "a stream" else None,
-    )
+def run_of(folder, kind, accumulation=1):
+    settings = OVERLAP | KINDS[kind] | {"max_length": 24}
+    settings |= {"gradient_accumulation_steps": accumulation}
+    shards = 2 if kind == "a stream" else None
+    return Run(str(folder / kind), "PackedSFTTrainer", LONG, settings=settings, shards=shards)
 
 
 @pytest.mark.slow
@@ -112,6 +104,3 @@ def test_two_ranks_train_the_pieces_that_one_trains(tmp_path):
             assert documents == expected
         assert documents <= expected
         assert len(found["losses"]) > 7
-
-
-# --- real data ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.training.report import as_text
+from trl_packing.training.report import PackingReport, as_text
 
 
 def trainer_for(folder, rows, **settings):
@@ -164,16 +164,24 @@ def test_the_report_is_on_the_batch_size_that_was_found(tmp_path, packing, capsy
 
 # --- layout ---------------------------------------------------------------------------------------
 
+REPORT = PackingReport(
+    ranks=2,
+    accumulation=4,
+    micro_batch="4 bins",
+    attention="document-wise SDPA (cpu, float32)",
+    capacity=1024,
+    documents=1_150,
+    tokens=560_000,
+    trained_tokens=380_000,
+    bins=548,
+    micro_batches_per_epoch=138,
+    steps_per_epoch=18,
+    documents_per_step=1_150 / 18,
+    padded_documents_per_step=32,
+    given_in_steps={"max_steps": 100, "warmup_steps": 10, "eval_steps": 25},
+    preparation=PreparationCounts(notes=("a note " * 30,)),
+)
 HOSTILE = "</td><script>alert(1)</script> \x1b[2J\u202e <img src=x onerror=alert(2)>"
-
-
-@pytest.fixture
-def report(tmp_path):
-    """A report with every line that a report can have, and a long note."""
-    steps = {"max_steps": 100, "warmup_steps": 10, "eval_strategy": "steps", "eval_steps": 25}
-    trainer = trainer_for(tmp_path, 50, evaluated=documents(3), **steps)
-    notes = PreparationCounts(notes=("a note " * 30,))
-    return replace(trainer.packing_report, preparation=notes)
 
 
 def columns_of(text: str) -> int:
@@ -184,14 +192,14 @@ def columns_of(text: str) -> int:
 
 
 @pytest.mark.parametrize(("columns", "most"), [(72, 72), (240, 100), (9, 50), (None, 100)])
-def test_the_report_fits_its_terminal(report, monkeypatch, columns, most):
+def test_the_report_fits_its_terminal(monkeypatch, columns, most):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))
-    text = str(report)
+    text = str(REPORT)
     assert columns_of(text) <= most
     words = " ".join(text.split())
-    assert all(" ".join(line.split()) in words for _, line in report.lines()), "nothing is left out"
+    assert all(" ".join(line.split()) in words for _, line in REPORT.lines()), "nothing is left out"
     assert columns_of(as_text([("model", "x" * 300)], 60)) == 60, "long words are broken"
 
 
@@ -199,15 +207,15 @@ def tags_of(html: str) -> set[str]:
     return set(re.findall(r"<(\w+)", html))
 
 
-def test_hostile_text_is_shown_and_does_nothing(report):
-    hostile = replace(report, attention=HOSTILE, preparation=PreparationCounts(notes=(HOSTILE,)))
-    html = hostile._repr_html_()
+def test_hostile_text_is_shown_and_does_nothing():
+    report = replace(REPORT, attention=HOSTILE, preparation=PreparationCounts(notes=(HOSTILE,)))
+    html = report._repr_html_()
     assert tags_of(html) == {"table", "caption", "tr", "th", "td"}
     assert "&lt;script&gt;alert(1)" in html
-    for text in (html, str(hostile)):
+    for text in (html, str(report)):
         assert not {"\x1b", "\u202e"} & {*text}
         assert r"\x1b[2J\u202e" in text
-    for label, text in report.lines()[:4]:
+    for label, text in REPORT.lines()[:4]:
         assert f"{label}</th>" in html
         assert f"{text}</td>" in html
     assert "script" in tags_of(f"<td>{HOSTILE}</td>"), "the test sees no script"

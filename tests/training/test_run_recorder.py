@@ -1,7 +1,6 @@
 """A run writes its record and its page while it trains; nothing that it trains depends on them."""
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig
-from trl_packing.training import run_recorder
 from trl_packing.training.run_page import FILE, NOTHING, UNKNOWN, RunRecord, Totals
 from trl_packing.training.run_recorder import RunRecorder, all_settings, changed_settings
 
@@ -178,30 +176,6 @@ def test_no_fault_of_the_page_stops_a_run(tmp_path, monkeypatch, caplog, name):
     assert "No space left" in said[0]
     assert made.state.global_step == 4
     assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
-
-
-def test_a_part_of_a_file_is_never_left_or_seen(tmp_path, monkeypatch):
-    path = tmp_path / "run.html"
-    path.write_text("old")
-
-    def fails(source, target):
-        assert (Path(source).read_text(), path.read_text()) == ("new", "old")
-        raise OSError("full")
-
-    monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="full"):
-        run_recorder.replace_file(path, "new")
-    assert files(tmp_path) == ["run.html"]
-    assert path.read_text() == "old"
-
-
-def test_writes_are_bounded(tmp_path, monkeypatch):
-    """A long run that logs every step writes at its beginning and its end alone."""
-    written = []
-    monkeypatch.setattr(run_recorder, "replace_file", lambda path, text: written.append(path.name))
-    monkeypatch.setattr(RunRecorder, "least_seconds", 1000.0)
-    trainer(tmp_path, max_steps=6).train()
-    assert written == ["run.json", "run.html"] * 2
 
 
 def test_a_run_that_fails_leaves_its_curves(tmp_path):

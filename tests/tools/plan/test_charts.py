@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from trl_packing.tools.plan.charts import histogram, ticks
+from trl_packing.tools.plan.charts import histogram
 
 BAR = re.compile(r"([\d.,]+)(?: to ([\d.,]+))?: ([\d,]+) ")
 
@@ -34,11 +34,3 @@ def test_a_long_tail_gets_a_logarithmic_axis_with_every_value():
         (900, True),
         (1, False),
     ]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 997), (-3.2, 5), (1e-7, 2e-7), (5, 1e9)])
-def test_ticks_are_round_few_and_inside(low, high):
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 7
-    assert all(low <= tick <= high for tick in found)
-    assert np.ptp(np.diff(found)) < 1e-9 * (high - low)  # float64

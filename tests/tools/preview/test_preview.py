@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from datasets import Dataset
+from harness import QUIET
 from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
@@ -65,9 +66,7 @@ def flags_of(options: dict) -> list[str]:
 
 
 def trainer_of(folder, model, rows, options: dict) -> PackedSFTTrainer:
-    args = PackedSFTConfig(
-        str(folder / "out"), report_to="none", use_cpu=True, bf16=False, **options
-    )
+    args = PackedSFTConfig(str(folder / "out"), **QUIET | options)
     return PackedSFTTrainer(str(model), args, train_dataset=rows)
 
 
@@ -96,44 +95,36 @@ def chat_model(tmp_path_factory):
 def template_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("template") / "mine.jinja"
     file.write_text(TEMPLATE)
-    return file
+    return str(file)
 
 
-@pytest.fixture(scope="module")
-def template_folder(tmp_path_factory):
-    """A tokenizer with another template and an additional token, to be cloned."""
-    folder = tmp_path_factory.mktemp("source")
+def template_folder(folder) -> str:
+    """Save a tokenizer with another template and an additional token, to be cloned."""
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
     tokenizer.eos_token = "<|turn|>"
     tokenizer.chat_template = TEMPLATE.replace("<|other|>", "<|turn|>")
     tokenizer.save_pretrained(folder)
-    return folder
+    return str(folder)
 
 
 @pytest.mark.parametrize(
     "name", ["template file", "template of a tokenizer", "eos", "pad", "append_eos", "skip"]
 )
-def test_the_preview_honors_what_the_trainer_honors(
-    tmp_path, chat_model, template_file, template_folder, name
-):
+def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, template_file, name):
     texts = Dataset.from_list([{"text": "So."}, {"text": "Not so."}])
     chats = Dataset.from_list([chat_row("So."), chat_row("Not so.")])
     tokens = tiny_tokenizer()("So.<|other|>")["input_ids"]
+    cloned = {"chat_template_path": template_folder(tmp_path / "cloned"), "train_on": "assistant"}
+    skips = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 3, "packing": False}
     rows, options = {
-        "template file": (chats, {"chat_template_path": str(template_file)}),
-        "template of a tokenizer": (
-            chats,
-            {"chat_template_path": str(template_folder), "train_on": "assistant"},
-        ),
+        "template file": (chats, {"chat_template_path": template_file}),
+        "template of a tokenizer": (chats, cloned),
         "eos": (texts, {"eos_token": "<|other|>"}),
         "pad": (texts, {"pad_token": "<|other|>"}),
         # The document ends where generation stops, so nothing is appended.
         "append_eos": (Dataset.from_list([{"input_ids": tokens}] * 2), {"append_eos": True}),
-        "skip": (
-            Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * 2),
-            {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 3, "packing": False},
-        ),
+        "skip": (Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * 2), skips),
     }[name]
     trainer = trainer_of(tmp_path, chat_model, rows, options)
     tokenizer, flags = tokenizer_of(chat_model), flags_of(options)
@@ -147,7 +138,7 @@ def test_the_preview_honors_what_the_trainer_honors(
 def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_file):
     rows = Dataset.from_list([chat_row("word " * n) for n in range(1, 30)])
     for options in (
-        {"chat_template_path": str(template_file), "max_length": 128},
+        {"chat_template_path": template_file, "max_length": 128},
         {"static_shapes": True, "pad_to_multiple_of": 48, "max_length": 256},
         {"eos_token": "<|other|>", "max_length": 256, "train_on": "assistant"},
     ):
@@ -163,12 +154,8 @@ def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
     rows = Dataset.from_list([chat_row("So.", train=True), chat_row("Not so.", train=None)])
     found = list(inspect(rows, tokenizer_of(chat_model), rows=[0, 1]))
     assert found == trained_documents(trainer_of(tmp_path, chat_model, rows, {}))
-    mixed = Dataset.from_list(
-        [
-            {"text": "So."} | dict.fromkeys(["prompt", "completion"]),
-            {"text": None, "prompt": "Why?", "completion": "So."},
-        ]
-    )
+    other = {"text": None, "prompt": "Why?", "completion": "So."}
+    mixed = Dataset.from_list([{"text": "So.", "prompt": None, "completion": None}, other])
     _, second = inspect(mixed, tiny_tokenizer(), rows=[0, 1])
     assert "row 1 · not trained: " in second
 
