@@ -4,10 +4,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
-from harness import make_trainer
+from harness import TWO_RUNS, make_trainer
 from helpers.combinations import fast
-from helpers.distributed.train import Scenario, run
+from helpers.distributed.same_steps import documents_of
+from helpers.distributed.train import Scenario, run, run_on_ranks
 
 from trl_packing import PackedBatchSampler
 from trl_packing.documents.arrow import ArrowDocuments
@@ -40,9 +42,8 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("numbers", [LENGTHS, DIFFICULTY], ids=["length", "column"])
+@pytest.mark.parametrize(("numbers", "descending"), [(LENGTHS, True), (DIFFICULTY, False)])
 def test_steps_ascend_or_descend(numbers, mode, descending):
     made = sampler(numbers, descending=descending, **MODES[mode])
     steps = steps_of(made)
@@ -51,8 +52,6 @@ def test_steps_ascend_or_descend(numbers, mode, descending):
     rank = np.corrcoef(means, np.arange(len(means)))[0, 1]
     assert (-rank if descending else rank) > 0.9
     # No document comes before one of an earlier stage, but within one step.
-    worst = [made.stages[step].max() - made.stages[step].min() for step in steps[:-1]]
-    assert max(worst) <= 2
     for before, after in pairwise(steps):
         assert made.stages[before].max() <= made.stages[after].min()
     # The control: an epoch without stages does not.
@@ -138,37 +137,45 @@ def test_a_minus_begins_with_the_largest(tmp_path):
 
 # --- runs -----------------------------------------------------------------------------------------
 
-
-def test_a_stream_has_no_curriculum(tmp_path):
-    arguments = {"stream": True, "max_steps": 2, "options": {"curriculum": "length"}}
-    result = run(Scenario(str(tmp_path), [3, 9, 4], **arguments))
-    assert "needs to know all documents before the first step" in result["error"]
-
-
-# --- real data ------------------------------------------------------------------------------------
-
-
-RUNS = {
-    "packed": {"accumulation": 2},
-    "documents_per_step": {"accumulation": 2, "options": {"documents_per_step": 6}},
-}
 DOCUMENTS = [3 + (i * 7) % 29 for i in range(90)]
+RUNS = {"packed": {}, "documents_per_step": {"documents_per_step": 6}}
+
+
+def scenario(folder, kind, accumulation=2, **arguments) -> Scenario:
+    options = {"curriculum": "length", **RUNS[kind]}
+    return Scenario(str(folder), DOCUMENTS, accumulation=accumulation, options=options, **arguments)
+
+
+def trained_steps(*ranks):
+    """Return the documents of each step of all ranks, by their tokens."""
+    found = {}
+    for result in ranks:
+        for step, inputs in zip(result["trained_in"], result["inputs"], strict=True):
+            found.setdefault(step, []).extend(documents_of(inputs))
+    return [sorted(found[step]) for step in sorted(found)]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_curriculum_of_one(tmp_path):
+    made = {kind: scenario(tmp_path / kind, kind, accumulation=1) for kind in RUNS}
+    for kind, ranks in run_on_ranks(made, tmp_path / "ranks").items():
+        alone = run(scenario(tmp_path / f"{kind}, alone", kind))
+        assert trained_steps(*ranks) == trained_steps(alone)
+        assert len(trained_steps(alone)) > 5
+        for name, value in alone["parameters"].items():
+            found = ranks[0]["parameters"][name]
+            torch.testing.assert_close(found, value, rtol=1e-4, atol=TWO_RUNS)
 
 
 @pytest.mark.parametrize("kind", fast(RUNS, ("packed",)))
 def test_a_run_is_ordered_and_resumes_to_the_bit(kind, tmp_path):
-    options = {"curriculum": "length", **RUNS[kind].get("options", {})}
-    arguments = {**RUNS[kind], "epochs": 2, "save_steps": 5, "options": options}
-    whole = run(Scenario(str(tmp_path), DOCUMENTS, **arguments))
-    resumed = run(
-        Scenario(str(tmp_path), DOCUMENTS, resume=str(tmp_path / "checkpoint-5"), **arguments)
-    )
+    whole = run(scenario(tmp_path, kind, epochs=2, save_steps=5))
+    resume = str(tmp_path / "checkpoint-5")
+    resumed = run(scenario(tmp_path, kind, epochs=2, save_steps=5, resume=resume))
     count = len(resumed["batches"])
     assert 0 < count < len(whole["batches"])
     assert resumed["batches"] == whole["batches"][-count:]
-    longest = [
-        max(int(inputs["position_ids"].max()) + 1 for inputs in whole["inputs"][i : i + 2])
-        for i in range(0, len(whole["inputs"]) // 2, 2)
-    ]
+    steps = trained_steps(whole)
+    longest = [max(map(len, step)) for step in steps[: len(steps) // 2]]  # of the first epoch
     half = len(longest) // 2
     assert np.mean(longest[:half]) + 5 < np.mean(longest[half:])

@@ -64,11 +64,9 @@ def some_untrained() -> list[dict]:
     rows = [dict(row) for row in ROWS]
     for at in range(0, len(rows), 9):
         rows[at] = {"input_ids": [7 + at], "labels": [7 + at]}
-    for at in range(3, len(rows), 9):
-        first = rows[at]["input_ids"]
-        rows[at] = {"input_ids": first, "labels": [first[0]] + [-100] * (len(first) - 1)}
-    for at in range(6, len(rows), 9):
-        rows[at] = rows[at] | {"labels": [-100] * len(rows[at]["input_ids"])}
+    for at in (*range(3, len(rows), 9), *range(6, len(rows), 9)):
+        ids = rows[at]["input_ids"]
+        rows[at]["labels"] = [-100 if at % 9 == 6 else ids[0]] + [-100] * (len(ids) - 1)
     return rows
 
 
@@ -114,14 +112,9 @@ def test_a_resumed_run_holds_the_documents_of_the_padded_run(tmp_path, step):
 # --- the order alone, against the samplers of accelerate and transformers -------------------------
 
 
-def order_of(strategy, epoch, seed=5, documents_per_rank=8):
-    return document_order(
-        strategy,
-        np.asarray(LENGTHS),
-        seed=seed,
-        epoch=epoch,
-        documents_per_rank=documents_per_rank,
-    ).tolist()
+def order_of(strategy, epoch):
+    lengths = np.asarray(LENGTHS)
+    return document_order(strategy, lengths, seed=5, epoch=epoch, documents_per_rank=8).tolist()
 
 
 def test_the_random_order_is_that_of_accelerate():
@@ -140,82 +133,58 @@ def test_the_order_by_length_is_that_of_transformers():
         assert order_of("group_by_length", epoch) == list(sampler)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_is_the_same_on_any_number_of_ranks(ranks, accumulation):
+def test_steps_of_documents_follow_the_order():
+    """On any number of ranks: test_sampler."""
+    sampler = PackedBatchSampler(LENGTHS, documents_per_step=12, accumulation=2, seed=5)
     for epoch in range(2):
-        samplers = [
-            PackedBatchSampler(
-                LENGTHS,
-                documents_per_step=12,
-                num_ranks=ranks,
-                rank=rank,
-                accumulation=accumulation,
-                seed=5,
-            )
-            for rank in range(ranks)
-        ]
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)
         order = order_of("random", epoch)
-        for number, groups in enumerate(steps_in(samplers[0])):
-            step = sorted(document for group in groups for document in group)
-            assert step == sorted(order[12 * number : 12 * number + 12])
-        seen = [document for s in samplers for group in s for document in group]
-        assert sorted(seen) == [*range(len(LENGTHS))]
+        for number, groups in enumerate(steps_in(sampler)):
+            step = [document for group in groups for document in group]
+            assert sorted(step) == sorted(order[12 * number : 12 * number + 12])
 
 
 # --- two ranks ------------------------------------------------------------------------------------
 
-RANKS = 2
+# Documents, and settings.
 ON_RANKS = {
-    "a full epoch": {"rows": ROWS[:40], "settings": TWO_EPOCHS},
-    "accumulated": {
-        "rows": ROWS[:32],
-        "settings": TWO_EPOCHS | {"gradient_accumulation_steps": 2},
-    },
-    "a last step that is filled up": {"rows": ROWS[:37], "settings": TWO_EPOCHS},
-    "incomplete batches dropped": {
-        "rows": ROWS,
-        "settings": TWO_EPOCHS | {"dataloader_drop_last": True},
-    },
-    "grouped by length": {
-        "rows": ROWS[:40],
-        "settings": TWO_EPOCHS | {"train_sampling_strategy": "group_by_length"},
-    },
+    "a full epoch": (40, {}),
+    "accumulated": (32, {"gradient_accumulation_steps": 2}),
+    "a last step that is filled up": (37, {}),
+    "incomplete batches dropped": (41, {"dataloader_drop_last": True}),
+    "grouped by length": (40, {"train_sampling_strategy": "group_by_length"}),
 }
 
 
 @pytest.fixture(scope="module")
 def runs_of_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("ranks")
-    runs = {
-        f"{trainer}: {name}": Run(str(folder / trainer / name), trainer, **arguments)
-        for name, arguments in ON_RANKS.items()
-        for trainer in TRAINERS
-    }
-    save = {"save_strategy": "steps", "save_steps": 7}
+    runs = {}
     for trainer in TRAINERS:
+        for name, (number, settings) in ON_RANKS.items():
+            where = str(folder / trainer / name)
+            runs[f"{trainer}: {name}"] = Run(where, trainer, ROWS[:number], TWO_EPOCHS | settings)
+        saving = TWO_EPOCHS | {"save_strategy": "steps", "save_steps": 7}
         for name, step in (("saving", None), ("resumed", 7)):
-            runs[f"{trainer}: {name}"] = Run(
-                str(folder / trainer / "saved"), trainer, ROWS[:40], TWO_EPOCHS | save, resume=step
-            )
-    return on_ranks(runs, folder / "results", RANKS)
+            where = str(folder / trainer / "saved")
+            runs[f"{trainer}: {name}"] = Run(where, trainer, ROWS[:40], saving, resume=step)
+    return {name: joined(found) for name, found in on_ranks(runs, folder / "results", 2).items()}
+
+
+def of_both(runs, name) -> list[dict]:
+    return [runs[f"{trainer}: {name}"] for trainer in TRAINERS]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(n for n in ON_RANKS if "filled up" not in n), "resumed"])
 def test_two_ranks_train_the_steps_of_two_padded_ranks(runs_of_two_ranks, name):
-    assert_same_steps(*(joined(runs_of_two_ranks[f"{trainer}: {name}"]) for trainer in TRAINERS))
+    assert_same_steps(*of_both(runs_of_two_ranks, name))
 
 
 @pytest.mark.slow
 def test_two_ranks_do_not_repeat_the_documents_that_fill_up_a_padded_step(runs_of_two_ranks):
     """37 documents in steps of 8: accelerate repeats three in the fifth, and ours trains five."""
-    theirs, ours = (
-        joined(runs_of_two_ranks[f"{trainer}: a last step that is filled up"])
-        for trainer in TRAINERS
-    )
+    theirs, ours = of_both(runs_of_two_ranks, "a last step that is filled up")
     for step, documents in theirs["documents"].items():
         expected = documents
         if step % 5 == 4:

@@ -56,35 +56,29 @@ def test_documents_drawn_independently_are_not_as_often_as_their_share():
         assert_as_often_as_its_share(np.bincount(drawn, minlength=90), draw, 1)
 
 
-def test_remainders_go_on_where_the_epoch_before_stopped():
-    draw = draw_of([(9, 3)], seed=4)
-    epochs = [set(draw.documents(epoch).tolist()) for epoch in range(3)]
-    assert set.union(*epochs) == set(range(9))
-    assert epochs[0] != set(draw_of([(9, 3)], seed=5).documents(0).tolist()), "a seed changes them"
+@pytest.mark.parametrize(
+    ("weights", "sizes", "units", "temperature", "expected"),
+    [
+        ([1, 1], [100, 300], [100, 300], 1, [200, 200]),
+        ([0, 1], [100, 300], [100, 300], 1, [0, 400]),
+        ([3, 1], [100, 300], [5000, 3000], 1, [120, 200]),  # 6,000 and 2,000 tokens
+        ([1000, 10], [1000, 10], [1000, 10], 1, [1000, 10]),
+        ([1000, 10], [1000, 10], [1000, 10], 2, [round(10100 / 11), round(1010 / 11)]),
+        ([1000, 10], [1000, 10], [1000, 10], 1e9, [505, 505]),
+        # neither overflow nor draw nothing
+        ([1e308, 1e308], [1000, 500], [1000, 500], 1, [750, 750]),
+        ([1000, 500], [1000, 500], [1000, 500], 0.001, [1500, 1]),
+    ],
+)
+def test_weights_and_temperatures_divide_what_sources_hold(
+    weights, sizes, units, temperature, expected
+):
+    drawn = drawn_by_weight(weights, np.array(sizes), np.array(units), temperature)
+    assert drawn.tolist() == expected
 
 
-def test_weights_are_shares_of_what_the_sources_hold_together():
-    sizes = np.array([100, 300])
-    assert drawn_by_weight([1, 1], sizes, sizes).tolist() == [200, 200]
-    assert drawn_by_weight([0, 1], sizes, sizes).tolist() == [0, 400]
-    tokens = np.array([5000, 3000])  # 50 and 10 a document
-    drawn = drawn_by_weight([3, 1], sizes, tokens)
-    assert (drawn * tokens / sizes).tolist() == [6000, 2000]
-
-
-def test_a_temperature_of_1_draws_every_document_once_and_a_high_one_evens_sources_out():
-    sizes = np.array([1000, 10])
-    assert drawn_by_weight([1000, 10], sizes, sizes, 1.0).tolist() == [1000, 10]
-    of_square_root = drawn_by_weight([1000, 10], sizes, sizes, 2.0)
-    assert of_square_root.tolist() == [round(1010 * 10 / 11), round(1010 / 11)]
-    assert drawn_by_weight([1000, 10], sizes, sizes, 1e9).tolist() == [505, 505]
-
-
-def test_extreme_weights_temperatures_and_epochs_neither_overflow_nor_draw_nothing():
-    sizes = np.array([1000, 500])
-    assert drawn_by_weight([1e308, 1e308], sizes, sizes).tolist() == [750, 750]
-    assert drawn_by_weight([1000, 500], sizes, sizes, 0.001).tolist() == [1500, 1]
-    drawn = drawn_by_epochs(np.array([1e300, 1.0]), sizes)
+def test_extreme_epochs_do_not_overflow():
+    drawn = drawn_by_epochs(np.array([1e300, 1.0]), np.array([1000, 500]))
     assert drawn[0] > 1e15
     assert drawn[1] == 500
 
@@ -99,33 +93,24 @@ LAYOUTS = {
 }
 
 
-def lengths_of(number: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(1, CAPACITY + 1, number)
-
-
-def samplers(ranks, accumulation, layout, draw, epochs=4):
-    lengths = lengths_of(len(draw.source_ids))
-    options = {"accumulation": accumulation, "draw": draw, "epochs": epochs, **LAYOUTS[layout]}
-    return [
-        PackedBatchSampler(lengths, num_ranks=ranks, rank=rank, **options) for rank in range(ranks)
-    ]
-
-
 MIXED = draw_of([(40, 100), (100, 33), (7, 0), (20, 20)], seed=3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_together_train_exactly_what_the_epoch_draws(layout):
-    for ranks, accumulation in ((1, 4), (2, 2), (4, 1)):
-        of_ranks = samplers(ranks, accumulation, layout, MIXED)
-        for epoch in range(4):
-            batches = []
-            for sampler in of_ranks:
-                sampler.set_epoch(epoch)
-                batches.append(list(sampler))
-                assert len(batches[-1]) == len(sampler) == len(of_ranks[0])
-            seen = sorted(d for batches in batches for batch in batches for d in batch)
-            assert seen == MIXED.documents(epoch).tolist()
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (4, 1)])
+def test_all_ranks_together_train_exactly_what_the_epoch_draws(layout, ranks, accumulation):
+    lengths = np.random.default_rng(0).integers(1, CAPACITY + 1, len(MIXED.source_ids))
+    options = {"accumulation": accumulation, "draw": MIXED, "epochs": 4, **LAYOUTS[layout]}
+    samplers = [
+        PackedBatchSampler(lengths, num_ranks=ranks, rank=rank, **options) for rank in range(ranks)
+    ]
+    for epoch in range(4):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        batches = [list(sampler) for sampler in samplers]
+        assert {*map(len, batches)} == {*map(len, samplers)} == {len(batches[0])}
+        seen = sorted(d for of_rank in batches for batch in of_rank for d in batch)
+        assert seen == MIXED.documents(epoch).tolist()
 
 
 def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
@@ -145,22 +130,14 @@ def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
 # --- fair steps -----------------------------------------------------------------------------------
 
 
-def two_sources(draw_counts=(3000, 2000)):
-    """Return lengths and the draw of two sources of other lengths: long answers and short ones."""
-    rng = np.random.default_rng(1)
-    lengths = np.concatenate([rng.lognormal(6.2, 0.6, 1500), rng.lognormal(4.5, 0.6, 6000)]).astype(
-        int
-    )
-    return lengths.clip(8, 2048), draw_of([(1500, draw_counts[0]), (6000, draw_counts[1])])
-
-
 def test_a_step_of_documents_holds_each_source_in_proportion():
     """Within two documents of 64, and no document comes twice in a step."""
-    lengths, draw = two_sources()
+    rng = np.random.default_rng(1)
+    long, short = rng.lognormal(6.2, 0.6, 1500), rng.lognormal(4.5, 0.6, 6000)
+    lengths = np.concatenate([long, short]).astype(int).clip(8, 2048)
+    draw = draw_of([(1500, 3000), (6000, 2000)])
     sampler = PackedBatchSampler(lengths, documents_per_step=64, accumulation=4, draw=draw)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for step in list(steps_in(sampler))[:-1]:
-            documents = np.concatenate(step)
-            assert abs((draw.source_ids[documents] == 0).sum() - 64 * 0.6) <= 2
-            assert len(np.unique(documents)) == 64
+    for step in list(steps_in(sampler))[:-1]:
+        documents = np.concatenate(step)
+        assert abs((draw.source_ids[documents] == 0).sum() - 64 * 0.6) <= 2
+        assert len(np.unique(documents)) == 64

@@ -3,9 +3,7 @@
 import numpy as np
 
 from trl_packing import PackedBatchSampler
-from trl_packing.packing.balance import (
-    COSTLY_FROM,
-)
+from trl_packing.packing.balance import COSTLY_FROM
 from trl_packing.packing.bins import pack
 from trl_packing.packing.draw import MixtureDraw
 from trl_packing.packing.epoch import arranged_bins
@@ -32,15 +30,15 @@ def shares_of_steps(steps, lengths, sources) -> np.ndarray:
     return np.array([of_step / of_step.sum() for of_step in tokens])
 
 
-def packed(lengths, sources, *, fair: bool, ranks=2, accumulation=4, attention_cost=1e-4):
-    """Return the micro-batches of an epoch of bins, (micro-batches), without the last step."""
+def packed(lengths, sources, *, fair: bool):
+    """Return the micro-batches of an epoch of bins on two ranks, without the last step."""
     plan = pack(lengths, CAPACITY, seed=(0, 0))
     squares = np.add.reduceat(lengths.astype(np.int64)[plan.indices] ** 2, plan.offsets[:-1])
-    costs = plan.tokens + attention_cost * squares
+    costs = plan.tokens + 1e-4 * squares
     full, _ = arranged_bins(
         plan,
         costs.astype(np.int64),
-        slots=ranks * accumulation,
+        slots=8,
         bins_per_batch=1,
         window=64,
         rng=np.random.default_rng(0),
@@ -52,12 +50,6 @@ def packed(lengths, sources, *, fair: bool, ranks=2, accumulation=4, attention_c
 
 def in_steps(batches, slots: int = 8) -> list[np.ndarray]:
     return [np.concatenate(batches[at : at + slots]) for at in range(0, len(batches), slots)]
-
-
-# --- the rule -------------------------------------------------------------------------------------
-
-
-# --- steps of bins --------------------------------------------------------------------------------
 
 
 def test_steps_of_bins_hold_a_fair_share_of_every_source():
@@ -100,9 +92,6 @@ def test_every_document_is_equally_likely_in_every_step():
     expected = full.mean()
     chi_square = ((full - expected) ** 2 / expected).sum()
     assert chi_square < 3 * len(full), (full, chi_square)
-
-
-# --- steps of documents ---------------------------------------------------------------------------
 
 
 def test_steps_of_documents_hold_a_fair_share_of_tokens():

@@ -41,24 +41,16 @@ def all_ranks(lengths, num_ranks, epoch=0, **options) -> list[list[list[int]]]:
 
 def assert_exactly_once(ranks, num_documents):
     """Every document in exactly one micro-batch; all ranks have equally many micro-batches."""
-    seen = sorted(
-        document for micro_batches in ranks for batch in micro_batches for document in batch
-    )
+    seen = sorted(d for micro_batches in ranks for batch in micro_batches for d in batch)
     assert seen == list(range(num_documents))
     assert len({len(micro_batches) for micro_batches in ranks}) == 1
 
 
 def steps(ranks, accumulation) -> list[set[int]]:
     """Return the documents of each optimizer step."""
-    return [
-        {
-            d
-            for micro_batches in ranks
-            for batch in micro_batches[at : at + accumulation]
-            for d in batch
-        }
-        for at in range(0, len(ranks[0]), accumulation)
-    ]
+    slots = [{d for of_rank in ranks for d in of_rank[at]} for at in range(len(ranks[0]))]
+    starts = range(0, len(slots), accumulation)
+    return [set.union(*slots[at : at + accumulation]) for at in starts]
 
 
 def chat_lengths(number: int, capacity: int) -> np.ndarray:
@@ -129,14 +121,13 @@ def test_the_trainer_packs_wrapped_pieces_into_full_rows(tmp_path):
     lengths=lengths_of_documents,
     epoch=st.integers(0, 2),
     options=st.one_of(
-        st.fixed_dictionaries(
-            {
-                "capacity": st.just(CAPACITY),
-                "bins_per_batch": st.integers(1, 3),
-                "strategy": layouts["strategy"],
-            }
+        st.builds(
+            dict,
+            capacity=st.just(CAPACITY),
+            bins_per_batch=st.integers(1, 3),
+            strategy=layouts["strategy"],
         ),
-        st.fixed_dictionaries({"documents_per_step": st.integers(4, 20)}),
+        st.builds(dict, documents_per_step=st.integers(4, 20)),
     ),
 )
 def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
@@ -147,20 +138,18 @@ def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
     assert one == two == four
 
 
-def test_a_tail_of_one_bin_is_shared_by_the_ranks():
-    """Five bins of four documents on four ranks: the fifth is dealt out, a document each."""
-    ranks = all_ranks([8] * 20, 4, capacity=CAPACITY)
-    assert [[len(batch) for batch in micro_batches] for micro_batches in ranks] == [[4, 1]] * 4
-
-
-def test_a_tail_of_single_documents_ends_in_empty_micro_batches():
-    ranks = all_ranks([CAPACITY] * 5, 4, capacity=CAPACITY)
-    assert [[len(batch) for batch in micro_batches] for micro_batches in ranks] == [
-        [1, 1],
-        [1, 0],
-        [1, 0],
-        [1, 0],
-    ]
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        # Five bins of four documents: the fifth is dealt out, a document each.
+        ([8] * 20, [[4, 1]] * 4),
+        # Bins of one document: micro-batches without documents fill the step.
+        ([CAPACITY] * 5, [[1, 1], [1, 0], [1, 0], [1, 0]]),
+    ],
+)
+def test_a_tail_is_shared_by_the_ranks(lengths, sizes):
+    ranks = all_ranks(lengths, 4, capacity=CAPACITY)
+    assert [[len(batch) for batch in batches] for batches in ranks] == sizes
 
 
 # --- a step is a number of documents --------------------------------------------------------------
@@ -247,15 +236,9 @@ def test_drop_last_leaves_out_what_does_not_fill_a_micro_batch(
 @pytest.mark.parametrize(
     "options", [{"capacity": CAPACITY}, {"documents_per_step": 8}, {"rows": True}]
 )
-def test_more_ranks_than_documents_is_an_error(options):
+def test_only_an_evaluation_may_leave_ranks_without_documents(options):
     with pytest.raises(ValueError, match="3 documents cannot keep 4 ranks busy"):
         PackedBatchSampler([5, 6, 7], num_ranks=4, **options)
-
-
-@pytest.mark.parametrize(
-    "options", [{"capacity": CAPACITY}, {"documents_per_step": 8}, {"rows": True}]
-)
-def test_evaluation_may_leave_ranks_without_documents(options):
     ranks = all_ranks([5], 4, allow_idle_ranks=True, shuffle=False, **options)
     assert ranks == [[[0]], [[]], [[]], [[]]]
 

@@ -153,6 +153,11 @@ def _documents_an_epoch(
     is_drawn = np.array(["weight" in shares.get(name, {}) for name in names])
     if temperature is not None:  # the sources without epochs are drawn by their sizes
         weights, is_drawn = units, np.array([name not in shares for name in names])
+        if not is_drawn.any():
+            raise ValueError(
+                f"mixture_temperature={temperature} has no effect: mixture has epochs for every "
+                "source; leave one of them out"
+            )
     counts[is_drawn] = 0
     if weights[is_drawn].any():
         drawn = sizes[is_drawn], units[is_drawn], temperature or 1.0
