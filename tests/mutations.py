@@ -43,8 +43,8 @@ TESTS = {
         "tests/loss/test_lm_head.py",
     ],
     "epoch": [
-        *("tests/packing/test_sampler.py", "tests/packing/test_epoch.py"),
-        *("tests/packing/test_bins.py", "tests/packing/test_document_order.py"),
+        *("tests/packing/test_sampler.py", "tests/packing/test_bins.py"),
+        "tests/packing/test_document_order.py",
     ],
     "resume": ["tests/training/test_resuming.py", "tests/training/test_resume.py"],
     "streams": ["tests/training/test_stream_reader.py", "tests/training/test_stream_loader.py"],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers.trees import Tree, dense, outcome, random_tree, tensors_of
+from helpers.trees import Tree, assert_equals_dense, random_tree, tensors_of
 
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention import prefix_keys
@@ -21,24 +21,6 @@ OPTIONS = {
 }
 
 
-def assert_equals_dense(tree, tensors, keys=None, attention=document_attention, **options):
-    sinks = options.pop("sinks", None)
-    upstream = torch.randn(len(tensors[0]), 4, tensors[2].shape[-1])
-
-    def packed(q, k, v, sinks):
-        given = KernelOptions(0.4, sinks=sinks, **options)
-        return attention(q, k, v, tree.cu_seqlens, given, keys=keys or tree.keys)
-
-    def reference(q, k, v, sinks):
-        return dense(tree, q, k, v, 0.4, sinks=sinks, **options)
-
-    ours = outcome(packed, tensors, upstream, sinks)
-    expected = outcome(reference, [x.double() for x in tensors], upstream.double(), sinks)
-    for got, wanted in zip(ours, expected, strict=True):
-        size = 1 + wanted.abs().max().item()
-        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-5 * size)
-
-
 @pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_attention_over_paths_equals_dense_attention(options, block, monkeypatch):
@@ -46,21 +28,23 @@ def test_attention_over_paths_equals_dense_attention(options, block, monkeypatch
     rng = np.random.default_rng(0)
     for _ in range(12):
         tree = random_tree(rng, int(rng.integers(1, 12)))
-        assert_equals_dense(tree, tensors_of(tree.starts[-1]), **options)
+        tensors = tensors_of(tree.starts[-1])
+        assert_equals_dense(document_attention, tree, tensors, **options)
 
 
 def test_the_comparison_sees_siblings_that_see_each_other():
     family = Tree([3, 2, 2], [-1, 0, 0])
     chain = Tree([3, 2, 2], [-1, 0, 1])
     tensors = tensors_of(7)
-    assert_equals_dense(family, tensors)
+    assert_equals_dense(document_attention, family, tensors)
     with pytest.raises(AssertionError):
-        assert_equals_dense(family, tensors, keys=chain.keys)
+        assert_equals_dense(document_attention, family, tensors, keys=chain.keys)
 
 
 def test_rows_need_not_be_in_depth_first_order():
     """A child may stand behind another subtree."""
-    assert_equals_dense(Tree([3, 2, 4, 2, 1], [-1, 0, -1, 0, 2]), tensors_of(12))
+    tree = Tree([3, 2, 4, 2, 1], [-1, 0, -1, 0, 2])
+    assert_equals_dense(document_attention, tree, tensors_of(12))
 
 
 def test_keys_that_do_not_fit_are_refused():
@@ -119,4 +103,4 @@ def test_other_devices_than_cpus_share_prefixes_by_sdpa(kv_heads, window, block,
     for _ in range(6):
         tree = random_tree(rng, int(rng.integers(1, 12)))
         tensors = tensors_of(tree.starts[-1], kv_heads=kv_heads)
-        assert_equals_dense(tree, tensors, attention=by_sdpa, window=window)
+        assert_equals_dense(by_sdpa, tree, tensors, window=window)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from helpers.dense import probabilities_of
+from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys
 
 
@@ -69,6 +70,24 @@ def dense(tree, query, key, value, scale, window=None, softcap=None, sinks=None)
     weights = probabilities_of(query, key, tree.visible(window), scale, softcap, sinks)
     group = query.shape[1] // value.shape[1]
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, 1))
+
+
+def assert_equals_dense(attention, tree, tensors, keys=None, sinks=None, **options):
+    """Compare output and gradients with dense attention in float64; `options` of the kernel."""
+    upstream = torch.randn(len(tensors[0]), 4, tensors[2].shape[-1])
+
+    def packed(q, k, v, sinks):
+        given = KernelOptions(0.4, sinks=sinks, **options)
+        return attention(q, k, v, tree.cu_seqlens, given, keys=keys or tree.keys)
+
+    def reference(q, k, v, sinks):
+        return dense(tree, q, k, v, 0.4, sinks=sinks, **options)
+
+    ours = outcome(packed, tensors, upstream, sinks)
+    expected = outcome(reference, [x.double() for x in tensors], upstream.double(), sinks)
+    for got, wanted in zip(ours, expected, strict=True):
+        size = 1 + wanted.abs().max().item()
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-5 * size)
 
 
 def outcome(attention, tensors, upstream, sinks):

@@ -1,9 +1,10 @@
 """Bins of documents with images hold neither more tokens nor more patches than their limits."""
 
-from itertools import chain, combinations
+from itertools import combinations
 
 import numpy as np
 import pytest
+from helpers.steps import steps_in
 
 from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler
 
@@ -61,12 +62,7 @@ def test_a_document_beyond_the_limit_shares_its_bin_with_no_other():
 @pytest.mark.parametrize("kind", [{}, {"documents_per_step": 32}])
 def test_ranks_and_accumulation_train_the_same_steps(kind):
     options = (*photographs(300), 5000)
-    one = sampler_of(*options, accumulation=4, **kind)
-    two = [sampler_of(*options, accumulation=2, num_ranks=2, rank=r, **kind) for r in range(2)]
-    merged = [list(chain(*pair)) for pair in zip(*map(list, two), strict=True)]
-    assert _in_steps(list(one), 4) == _in_steps(merged, 2)
-
-
-def _in_steps(batches, size):
-    """Return the documents of each step, in ascending order."""
-    return [sorted(chain(*batches[at : at + size])) for at in range(0, len(batches), size)]
+    one, two = (
+        sampler_of(*options, accumulation=4 // ranks, num_ranks=ranks, **kind) for ranks in (1, 2)
+    )
+    assert steps_in(one) == steps_in(two)

@@ -1,8 +1,5 @@
 """A prefix tree holds every document: its tokens on its path, its targets once, nothing else."""
 
-from itertools import accumulate, pairwise
-from operator import and_, eq
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,41 +40,6 @@ def test_each_target_is_predicted_behind_exactly_its_document(documents, min_sha
             assert row_ids[seen[row - 1]].tolist() == document[:depth].tolist()
     for row, keys in seen.items():
         assert tree.position_ids[keys].tolist() == list(range(len(keys))), row
-
-
-def plain_tree(documents, min_shared):
-    """Return key rows of each segment and targets of each document, path by path."""
-    order = sorted(range(len(documents)), key=lambda d: documents[d].tolist())
-    paths, path, targets, owned, depths, starts = [], [], [], {}, [], [0]
-    for number, d in enumerate(order):
-        document = documents[d].tolist()
-        before = documents[order[number - 1]].tolist() if number else []
-        common = sum(accumulate(map(eq, before, document), and_))
-        depth = common if common == len(before) else common - 1
-        depth = depth if depth >= min_shared else 0
-        own = list(range(starts[-1], starts[-1] + len(document) - depth))
-        repeats = int(bool(own) and 0 < depth < len(before))
-        path, targets = path[:depth] + own, targets[: depth + repeats] + own[repeats:]
-        owned[d] = targets
-        paths.append(path)
-        depths.append(depth)
-        starts.append(starts[-1] + len(own))
-    branches = {p[depth - 1] + 1 for p, depth in zip(paths, depths, strict=True) if depth}
-    keys = []
-    for first, last in pairwise(sorted(branches | set(starts))):
-        path = next(p for p in paths if p[-1] >= first and first in p)
-        keys.append(path[: path.index(last - 1) + 1])
-    return keys, [owned[d] for d in range(len(documents))]
-
-
-@settings(max_examples=300, deadline=None)
-@given(DOCUMENTS, st.sampled_from([1, 2, 5]))
-def test_rows_equal_those_built_path_by_path(documents, min_shared):
-    tree = build_prefix_tree(documents, min_shared=min_shared)
-    keys, targets = plain_tree(documents, min_shared)
-    assert tree.key_index.tolist() == [row for rows in keys for row in rows]
-    assert np.diff(tree.cu_seqlens_k).tolist() == [len(rows) for rows in keys]
-    assert tree.targets.tolist() == [row for rows in targets for row in rows]
 
 
 @settings(max_examples=200, deadline=None)

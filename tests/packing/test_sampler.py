@@ -5,6 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from harness import make_trainer
+from helpers.steps import assert_exactly_once
 from helpers.tiny import documents_of_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,13 +38,6 @@ def all_ranks(lengths, num_ranks, epoch=0, **options) -> list[list[list[int]]]:
         ranks.append(list(sampler))
         assert len(sampler) == len(ranks[-1])
     return ranks
-
-
-def assert_exactly_once(ranks, num_documents):
-    """Every document in exactly one micro-batch; all ranks have equally many micro-batches."""
-    seen = sorted(d for micro_batches in ranks for batch in micro_batches for d in batch)
-    assert seen == list(range(num_documents))
-    assert len({len(micro_batches) for micro_batches in ranks}) == 1
 
 
 def steps(ranks, accumulation) -> list[set[int]]:

@@ -6,8 +6,6 @@ untouched model by itself, and knows nothing of rows. Gradients of documents tha
 siblings, or lose their prefix, are apart by more than 0.1 (the negative controls).
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,7 @@ from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
 from harness import alone, assert_exact, bound_of, in_dtype, losses_of_tokens, make_trainer
 from helpers.by_hand import LOSSES
+from helpers.combinations import fast
 from helpers.one_step import ONE_STEP
 from helpers.shared_prefixes import (
     FAMILIES,
@@ -34,18 +33,13 @@ FAST = [("llama", False, "token"), ("deepseek_v3", True, "document")]
 ALL = [(n, lora, by) for n in FAMILIES for lora in (False, True) for by in ("token", "document")]
 
 
-def slow_but(fast, names) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 def assert_is_one_at_a_time(step, expected, *, shares=1.5):
     """The loss and gradients of the documents, in rows that computed fewer tokens."""
-    assert step.trainer._isolation.sharing.reason is None
     assert step.computed * shares < step.tokens, "too little was shared to show anything"
     assert_exact(step, expected)
 
 
-@pytest.mark.parametrize("case", slow_but(FAST, ALL), ids=str)
+@pytest.mark.parametrize("case", fast(ALL, FAST), ids=str)
 def test_families_train_each_document_as_alone(case, tmp_path):
     name, lora, weighting = case
     model, documents = build_model(name, lora=lora), forked_documents(weighted=True)
@@ -65,15 +59,14 @@ def answers(number, *, answer=20, trains_prompt=(), seed=0, labels_plus=0):
     With `labels_plus=1` they train other tokens than those of the document.
     """
     rng = np.random.default_rng(seed)
-    question, *others = (
-        rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, length).tolist()
-        for length in (40, *[answer] * number)
-    )
+    ids = rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, 40 + number * answer)
     rows = []
-    for i, other in enumerate(others):
-        prompt = question if i in trains_prompt else [IGNORE_INDEX] * 40
-        labels = prompt + [token + labels_plus for token in other]
-        rows.append({"input_ids": question + other, "labels": labels})
+    for i, other in enumerate(np.split(ids[40:], number)):
+        document = np.concatenate([ids[:40], other])
+        labels = document + np.where(np.arange(len(document)) < 40, 0, labels_plus)
+        if i not in trains_prompt:
+            labels[:40] = IGNORE_INDEX
+        rows.append({"input_ids": document.tolist(), "labels": labels.tolist()})
     return rows
 
 
@@ -94,8 +87,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("sharing", slow_but(("bin",), ("bin", "group")))
-@pytest.mark.parametrize("case", slow_but(("labels of their own in some",), CASES))
+@pytest.mark.parametrize("sharing", fast(("bin", "group"), ("bin",)))
+@pytest.mark.parametrize("case", fast(CASES, ("labels of their own in some",)))
 def test_unusual_documents_train_as_alone(case, sharing, tmp_path):
     (documents, shares), model = CASES[case], build_model("llama")
     step = one_shared_step(model, documents, tmp_path, prefix_sharing=sharing)
@@ -104,7 +97,7 @@ def test_unusual_documents_train_as_alone(case, sharing, tmp_path):
     assert (step.computed < step.tokens) == shares
 
 
-@pytest.mark.parametrize("most", slow_but((64,), (64, 3)))
+@pytest.mark.parametrize("most", fast((64, 3), (64,)))
 def test_a_group_that_is_larger_than_a_bin_is_cut_and_trains_as_alone(most, tmp_path):
     """Ten answers to a prompt compute 240 tokens; each bin of 128 repeats the prompt of 40."""
     documents = [row for seed in range(3) for row in answers(10, seed=seed)]
@@ -122,20 +115,14 @@ def test_a_group_that_is_larger_than_a_bin_is_cut_and_trains_as_alone(most, tmp_
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-def metrics_by_hand(model, documents, loss="nll", weighting="token"):
-    """Return each metric of documents alone in float64, and how far float32 is from it."""
-    rounded, exact = (
-        metrics_in(dtype, model, documents, loss, weighting)
-        for dtype in (torch.float32, torch.float64)
-    )
-    return {name: (value, abs(rounded[name] - value)) for name, value in exact.items()}
-
-
 @torch.no_grad()
-def metrics_in(dtype, model, documents, loss, weighting):
+def metrics_in(dtype, model, documents, loss="nll", weighting="token"):
     """Return loss, entropy and accuracy, and the loss of each source, of documents alone."""
     sums: dict[str, np.ndarray] = {}
-    entropies, hits, count = 0.0, 0, 0
+
+    def add(name, *parts):
+        sums[name] = sums.get(name, np.zeros(2)) + [float(part) for part in parts]
+
     for document in documents:
         ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
         trained = labels[1:] != IGNORE_INDEX
@@ -143,22 +130,16 @@ def metrics_in(dtype, model, documents, loss, weighting):
             logits = ready(input_ids=ids[None]).logits[0, :-1][trained]
         targets = labels[1:][trained]
         weights = torch.tensor(document["loss_weights"])[1:][trained]
-        n = float(weights.sum())
-        divisor = {"token": 1.0, "document": n, "sqrt": math.sqrt(n)}[weighting] or 1.0
+        divisor = {"token": 1.0, "document": float(weights.sum())}[weighting] or 1.0
         weights = weights.double() * document["loss_weight"] / divisor
         losses = losses_of_tokens(logits, targets, loss).double()
-        for name in ("", f"_{document['source']}"):
-            of_both = float((weights * losses).sum()), float(weights.sum())
-            sums[name] = sums.get(name, np.zeros(2)) + of_both
+        for name in ("eval_loss", f"eval_loss_{document['source']}"):
+            add(name, (weights * losses).sum(), weights.sum())
         log_probs = F.log_softmax(logits, -1)
-        entropies -= float((log_probs.exp() * log_probs).sum())
-        hits += int((logits.argmax(-1) == targets).sum())
-        count += len(targets)
-    return {
-        **{f"eval_loss{name}": loss / total for name, (loss, total) in sums.items()},
-        "eval_entropy": entropies / count,
-        "eval_mean_token_accuracy": hits / count,
-    }
+        add("eval_entropy", -(log_probs.exp() * log_probs).sum(), len(targets))
+        hits = (logits.argmax(-1) == targets).sum()
+        add("eval_mean_token_accuracy", hits, len(targets))
+    return {name: float(total / number) for name, (total, number) in sums.items()}
 
 
 EVALUATIONS = {
@@ -184,7 +165,7 @@ def evaluate(model, folder, documents, stream=False, **options):
         **ONE_STEP | {"prefix_sharing": "bin"} | settings | options,
     )
     trainer.evaluate()
-    assert trainer._isolation.sharing.reason is None
+    assert any("key_index" in batch for batch in trainer.get_eval_dataloader())
     return trainer.state.log_history[-1]
 
 
@@ -194,20 +175,25 @@ def weighted_documents():
     return [d | {"source": "abc"[number % 3]} for number, d in enumerate(documents)]
 
 
-def assert_same_metrics(found, expected, names=None):
-    for name in names or expected:
-        value, error = expected[name]
-        assert found[name] == pytest.approx(value, rel=0, abs=bound_of(value, error)), name
+def assert_same_metrics(found, model, documents, *options, names=None):
+    """Hold metrics to those of documents alone in float64, as far as float32 rounds them."""
+    rounded, exact = (
+        metrics_in(dtype, model, documents, *options) for dtype in (torch.float32, torch.float64)
+    )
+    for name in names or exact:
+        bound = bound_of(exact[name], abs(rounded[name] - exact[name]))
+        assert found[name] == pytest.approx(exact[name], rel=0, abs=bound), name
 
 
-@pytest.mark.parametrize("name", slow_but(("weights of documents",), EVALUATIONS))
+@pytest.mark.parametrize("name", fast(EVALUATIONS, ("weights of documents",)))
 def test_metrics_are_those_of_documents_alone(name, tmp_path):
     model, documents, options = build_model("qwen3"), weighted_documents(), EVALUATIONS[name]
     found = evaluate(model, tmp_path, documents, stream=name == "a stream", **options)
     loss = name if name in ("dft", "smoothed") else "nll"
-    expected = metrics_by_hand(model, documents, loss, options.get("loss_weighting", "token"))
-    names = {"smoothed": [n for n in expected if "loss" in n], "a stream": ["eval_loss"]}
-    assert_same_metrics(found, expected, names.get(name))
+    weighting = options.get("loss_weighting", "token")
+    losses = ["eval_loss", *(f"eval_loss_{source}" for source in "abc")]
+    names = {"smoothed": losses, "a stream": losses[:1]}.get(name)
+    assert_same_metrics(found, model, documents, loss, weighting, names=names)
 
 
 def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_path, monkeypatch):
@@ -223,7 +209,7 @@ def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_
     model, documents = build_model("llama"), weighted_documents()
     found = evaluate(model, tmp_path, documents)
     with pytest.raises(AssertionError):
-        assert_same_metrics(found, metrics_by_hand(model, documents))
+        assert_same_metrics(found, model, documents)
 
 
 # --- the negative controls ------------------------------------------------------------------------
@@ -245,7 +231,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("fault", slow_but(("siblings see each other",), SPOILED))
+@pytest.mark.parametrize("fault", fast(SPOILED, ("siblings see each other",)))
 def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, monkeypatch):
     make = prefix_tree.build_prefix_tree
 
@@ -256,7 +242,7 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
     monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
     model, documents = build_model("llama"), forked_documents()
     checked = one_shared_step(model, documents, tmp_path / "checked")
-    assert "LEAK" in checked.trainer._isolation.sharing.reason
+    assert "LEAK" in checked.trainer.packing_report.prefixes.reason
     assert checked.computed == checked.tokens
     expected = alone(model, documents)
     assert_exact(checked, expected)

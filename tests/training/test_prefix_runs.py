@@ -79,7 +79,6 @@ def computed(*ranks: dict) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME_STEPS)
 def test_two_ranks_that_share_train_as_one_that_does_not(name, two_ranks, tmp_path):
-    torch.manual_seed(0)
     alone = run(scenario(tmp_path, name, 2, "off"))
     for rank in two_ranks[name]:
         assert rank["shares"]
@@ -93,7 +92,6 @@ def test_two_ranks_that_share_train_as_one_that_does_not(name, two_ranks, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME_GROUPS)
 def test_two_ranks_train_the_groups_of_one(name, two_ranks, tmp_path):
-    torch.manual_seed(0)
     alone = run(scenario(tmp_path, name, 2, "group"))
     for rank in two_ranks[name]:
         assert rank["shares"]

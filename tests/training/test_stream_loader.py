@@ -2,10 +2,11 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from functools import partial
 
 import pytest
 from datasets import Dataset, IterableDataset
+from helpers.steps import assert_exactly_once
 from helpers.streams import CAPACITY, LENGTHS, SOURCES, documents, names, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,24 +21,6 @@ from trl_packing.training.stream_reader import StreamSettings
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-class InStep:
-    """Threads that agree as ranks do; one that stops answering is an error for the others."""
-
-    def __init__(self, num_ranks: int):
-        self.values = [0] * num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=600)
-
-    def of(self, rank: int):
-        def agree(value: int) -> int:
-            self.values[rank] = value
-            self.barrier.wait()
-            largest = max(self.values)
-            self.barrier.wait()
-            return largest
-
-        return agree
-
-
 def stream_of(source, *, capacity=CAPACITY, bins_per_batch=1, num_ranks=1, seed=0, **options):
     made = StreamSettings(
         capacity, bins_per_batch=bins_per_batch, num_ranks=num_ranks, seed=seed, window_bins=4
@@ -45,32 +28,34 @@ def stream_of(source, *, capacity=CAPACITY, bins_per_batch=1, num_ranks=1, seed=
     return StreamBatches(source, made, list, **options)
 
 
-def read(stream) -> list[list[int]]:
-    return [names(batch) for batch in stream]
+def read(source, **options) -> list[list[int]]:
+    return [names(batch) for batch in stream_of(source, **options)]
 
 
 def on_ranks(num_ranks, work):
-    """Return what `work(rank, agree)` returns on each rank, all at the same time."""
-    in_step = InStep(num_ranks)
+    """Return what `work` returns on each rank, all at the same time.
+
+    It gets `num_ranks`, `rank` and `agree`, which a rank that stops answering ends for the others.
+    """
+    values, barrier = [0] * num_ranks, threading.Barrier(num_ranks, timeout=600)
+
+    def agree(rank: int, value: int) -> int:
+        values[rank] = value
+        barrier.wait()
+        largest = max(values)
+        barrier.wait()
+        return largest
+
     with ThreadPoolExecutor(num_ranks) as pool:
-        futures = [pool.submit(work, rank, in_step.of(rank)) for rank in range(num_ranks)]
+        futures = [
+            pool.submit(work, num_ranks=num_ranks, rank=rank, agree=partial(agree, rank))
+            for rank in range(num_ranks)
+        ]
         return [future.result() for future in futures]
 
 
 def read_all(source, num_ranks, **options) -> list[list[list[int]]]:
-    return on_ranks(
-        num_ranks,
-        lambda rank, agree: read(
-            stream_of(source(), num_ranks=num_ranks, rank=rank, agree=agree, **options)
-        ),
-    )
-
-
-def assert_in_step(ranks, num_documents, accumulation=1):
-    """Every document in exactly one micro-batch, and whole steps, equally many on all ranks."""
-    assert sorted(d for batches in ranks for b in batches for d in b) == list(range(num_documents))
-    assert len({len(batches) for batches in ranks}) == 1
-    assert len(ranks[0]) % accumulation == 0
+    return on_ranks(num_ranks, lambda **rank: read(source(), **rank, **options))
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -95,21 +80,7 @@ def test_ranks_have_equally_many_micro_batches(
         accumulation=accumulation,
         capacity=capacity,
     )
-    assert_in_step(ranks, len(lengths), accumulation)
-
-
-@pytest.mark.parametrize("damage", ["dropped", "repeated", "moved"])
-def test_the_check_notices_a_damaged_epoch(damage):
-    ranks = read_all(lambda: documents([10] * 40), 2)
-    assert_in_step(ranks, 40)
-    if damage == "dropped":
-        ranks[1][3] = ranks[1][3][1:]
-    elif damage == "repeated":
-        ranks[0][2] = [*ranks[0][2], ranks[1][0][0]]
-    else:
-        ranks[0].append(ranks[1].pop())
-    with pytest.raises(AssertionError):
-        assert_in_step(ranks, 40)
+    assert_exactly_once(ranks, len(lengths), accumulation)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +97,7 @@ def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shard
         for rank in range(num_ranks)
     ]
     for stream in streams:
-        read(stream)
+        assert list(stream)
     counts = [stream.counts for stream in streams]
     expected = fit_and_count(data, overflow)[1]
     if num_ranks == 2 and num_shards == 1:  # both read all of it
@@ -136,27 +107,26 @@ def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shard
     assert streams[0].counts != PreparationCounts()
 
 
-def test_a_stream_without_documents_is_an_error():
-    source: IterableDataset = sharded([9], 1)
-    nothing = source.filter(lambda document: False)
-    for num_workers in (0, 1):
-        with pytest.raises(ValueError, match="the stream has no documents left to train on"):
-            read(stream_of(nothing, num_workers=num_workers))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_without_documents_is_an_error(num_workers):
+    nothing = sharded([9], 1).filter(lambda document: False)
+    with pytest.raises(ValueError, match="the stream has no documents left to train on"):
+        read(nothing, num_workers=num_workers)
 
 
 def test_a_rank_without_any_document_takes_part():
-    lengths = [CAPACITY, CAPACITY, 0, 0]
-    source = lambda: sharded(lengths, 2).filter(lambda row: row["input_ids"])  # noqa: E731
+    def source():
+        return sharded([CAPACITY, CAPACITY, 0, 0], 2).filter(lambda row: row["input_ids"])
+
     assert read_all(source, 2, seed=None) == [[[0], [1]], [[], []]]
 
 
 def test_a_rank_that_cannot_read_stops_the_others_with_a_sentence():
     lengths = [CAPACITY] * 4 + [CAPACITY + 1] * 4  # the second shard does not fit
 
-    def work(rank, agree):
-        stream = stream_of(sharded(lengths, 2), num_ranks=2, rank=rank, agree=agree)
+    def work(**rank):
         with pytest.raises((ValueError, RuntimeError)) as error:
-            read(stream)
+            read(sharded(lengths, 2), **rank)
         return str(error.value)
 
     messages = on_ranks(2, work)
@@ -173,12 +143,8 @@ class Run:
     def __init__(self, folder, source, accumulation=1, **options):
         self.folder, self.accumulation, self.global_step = folder, accumulation, 0
         self.rank = options.get("rank", 0)
-        self.stream = stream_of(
-            source,
-            accumulation=accumulation,
-            global_step=lambda: self.global_step,
-            **options,
-        )
+        options |= {"accumulation": accumulation, "global_step": lambda: self.global_step}
+        self.stream = stream_of(source, **options)
 
     def file(self, step: int) -> str:
         return str(self.folder / f"{step}_{self.rank}.json")
@@ -207,14 +173,13 @@ class Run:
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_run_goes_on_from_any_step(kind, num_ranks, tmp_path):
-    def work(rank, agree, after=0):
-        options = {"num_ranks": num_ranks, "rank": rank, "agree": agree}
-        run = Run(tmp_path, SOURCES[kind](), accumulation=2, bins_per_batch=2, **options)
+    def work(after=0, **rank):
+        run = Run(tmp_path, SOURCES[kind](), accumulation=2, bins_per_batch=2, **rank)
         return run.steps(1, after=after)
 
     whole = on_ranks(num_ranks, work)
     for after in range(1, len(whole[0]), 8):
-        rest = on_ranks(num_ranks, lambda rank, agree, after=after: work(rank, agree, after))
+        rest = on_ranks(num_ranks, partial(work, after))
         assert rest == [steps[after:] for steps in whole]
 
 
@@ -234,17 +199,15 @@ def test_the_number_of_workers_may_change(before, now, tmp_path):
 
 
 def test_without_a_position_of_each_rank_all_refuse(tmp_path):
-    def work(rank, agree, after=0):
-        run = Run(tmp_path, sharded(LENGTHS, 3), num_ranks=2, rank=rank, agree=agree)
-        return run.steps(2, after=after)
+    def work(after=0, **rank):
+        return Run(tmp_path, sharded(LENGTHS, 3), **rank).steps(2, after=after)
+
+    def resume(**rank):
+        with pytest.raises(ValueError, match=r"no position of the stream.*ignore_data_skip=True"):
+            work(after=4, **rank)
 
     on_ranks(2, work)
     (tmp_path / "4_0.json").unlink()
-
-    def resume(rank, agree):
-        with pytest.raises(ValueError, match=r"no position of the stream.*ignore_data_skip=True"):
-            work(rank, agree, after=4)
-
     on_ranks(2, resume)
 
 
@@ -264,20 +227,11 @@ def test_a_position_of_other_settings_is_refused(change, message, tmp_path):
         Run(tmp_path, source, **change).steps(0, after=3)
 
 
-# --- nothing to train -----------------------------------------------------------------------------
-
-
-def untrained(number=None):
-    """Documents whose labels are all masked, endless by default."""
-    rows = ({"input_ids": [7, 8, 9], "labels": [-100] * 3} for _ in iter(int, 1))
-    return rows if number is None else islice(rows, number)
-
-
-def fitted(make):
-    return fit_stream(IterableDataset.from_generator(make), Overflow("truncate", CAPACITY))
-
-
 def test_an_endless_stream_with_nothing_to_train_is_said_and_ends(caplog):
+    def untrained():
+        return ({"input_ids": [7, 8, 9], "labels": [-100] * 3} for _ in iter(int, 1))
+
+    stream = fit_stream(IterableDataset.from_generator(untrained), Overflow("truncate", CAPACITY))
     with pytest.raises(ValueError, match=r"last 50,000 documents .*response_template"):
-        next(iter(fitted(untrained)))
+        next(iter(stream))
     assert "last 1,000 documents of the stream have nothing to train" in caplog.text
