@@ -47,7 +47,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "tools": (
         "attention config data documents isolation packing trainer training versions vision",
-        "datasets numpy torch transformers trl yaml",
+        "datasets numpy pandas torch transformers trl yaml",
     ),
     "cli": ("data tools training", ""),
 }

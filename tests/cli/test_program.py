@@ -1,6 +1,5 @@
 """The program: help, typing errors, versions, colors, and exit statuses."""
 
-import dataclasses
 import io
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from helpers.attacks import harmful
 
 from trl_packing.cli import main
 from trl_packing.cli.output import uses_color
-from trl_packing.cli.program import OPTIONS, our_settings
-from trl_packing.config import PackingOptions
+from trl_packing.cli.program import OPTIONS
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
 LOADED = f"""
@@ -57,16 +55,6 @@ def test_help_has_examples_exit_statuses_and_fits_a_terminal(command, monkeypatc
     assert f"\n  trl-packing {command} " in out.partition("\nexamples:\n")[2]
     assert "\n  2  " in out.partition("\nexit status:\n")[2]
     assert {"--json", "--color"} <= set(out.split())
-
-
-def test_help_lists_all_of_our_settings_by_the_first_sentence_of_their_help():
-    ours = {f.name: f for f in dataclasses.fields(PackingOptions)}
-    listed = list(our_settings())
-    assert [name for name, *_ in listed] == [*ours]
-    for name, is_flag, text in listed:
-        assert is_flag == isinstance(ours[name].default, bool)
-        assert ours[name].metadata["help"].startswith(text)
-        assert len(text) > 20
 
 
 @pytest.mark.parametrize(

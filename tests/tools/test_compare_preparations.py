@@ -195,8 +195,8 @@ def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--against", "axolotl"], "name trl, a .jinja template or a .yaml file"),
-        (["--against", "none.yaml"], "none.yaml does not exist"),
+        (["--against", "axolotl"], "neither trl nor a .jinja template or a .yaml file in"),
+        (["--against", "none.yaml"], "name one of them"),
         (["--against", "trl", "--all"], "--all has no effect beside --against"),
     ],
 )

@@ -99,8 +99,7 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
     ("arguments", "message"),
     [
         (["{a}"], "alone has nothing to be compared with; name two runs"),
-        (["{a}", "{empty}"], "holds no run: neither run.json nor trainer_state.json"),
-        (["{a}", "{empty}/missing"], "does not exist"),
+        (["{a}", "{empty}"], "holds no run (run.json or trainer_state.json); name the output_dir"),
         (["{a}", "{broken}"], "cannot be read as a run"),
         (["{a}", "{a}", "--html", "{empty}/no/c.html"], "its folder does not exist"),
     ],

@@ -77,7 +77,6 @@ SETTINGS = {
     "split": (chats, {"max_length": 24, "overflow": "split", "pad_to_multiple_of": 16}),
     "documents per step": (chats, BINS | {"documents_per_step": 6}),
     "weights": (weighted, {"max_length": 32, "loss_weighting": "sqrt"}),
-    "static shapes": (chats, BINS | {"static_shapes": True}),
     "shared prefixes with weights": (
         lambda: answers().add_column("loss_weight", [0.5 + i for i in range(24)]),
         SHARED | {"per_device_train_batch_size": 2},

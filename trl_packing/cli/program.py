@@ -13,11 +13,9 @@ trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 import argparse
 import io
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from pathlib import Path
 from textwrap import dedent
 from typing import Any, NoReturn
 
@@ -110,17 +108,11 @@ class _Parser(argparse.ArgumentParser):
         run = self.add_argument_group(
             "the run",
             "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
-            "not train. Without it, the run is that of recipes/sft_packed.py.",
+            "not train. Without it, the run is that of recipes/sft_packed.py. All settings\n"
+            "work as in training, those of trl_packing too (docs/settings.md). Most needed:",
         )
         for names, metavar, text in RUN:
             run.add_argument(*names, metavar=metavar, help=text)
-        ours = self.add_argument_group(
-            "settings of trl_packing",
-            "All options of TRL and transformers work as in training, too.",
-        )
-        for setting, is_flag, text in our_settings():
-            metavar = "[BOOL]" if is_flag else "VALUE"
-            ours.add_argument(f"--{setting}", metavar=metavar, help=text.replace("%", "%%"))
         return super().format_help()
 
 
@@ -219,20 +211,3 @@ def _help_of(function: Any) -> tuple[str, str]:
     """Return the first line of a docstring, and the rest."""
     first, _, rest = dedent("    " + function.__doc__).strip().partition("\n\n")
     return first, rest
-
-
-def our_settings() -> Iterator[tuple[str, bool, str]]:
-    """Yield each setting of `PackingOptions`: its name, whether it is a flag, and its help.
-
-    They are read from the source, because importing it would take seconds.
-    """
-    import ast
-
-    source = (Path(trl_packing.__file__).parent / "config.py").read_text("utf-8")
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    for node in next(each for each in classes if each.name == "PackingOptions").body:
-        if isinstance(node, ast.AnnAssign) and node.value is not None:
-            texts = [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
-            text = max((text for text in texts if isinstance(text, str)), key=len)
-            first = re.split(r"(?<!e\.g)\.\s+(?=[A-Z'{])", text)[0].rstrip(".")
-            yield ast.unparse(node.target), ast.unparse(node.annotation) == "bool", first

@@ -165,14 +165,12 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
 
 def check_against(against: str) -> None:
     """Raise ValueError if `against` is neither ``"trl"`` nor a template or a .yaml file."""
-    if against == "trl":
-        return
-    if not against.endswith((".jinja", ".j2", ".yaml", ".yml")):
+    is_known = against.endswith((".jinja", ".j2", ".yaml", ".yml")) and Path(against).is_file()
+    if against != "trl" and not is_known:
         raise ValueError(
-            f"--against {against} is no preparation; name trl, a .jinja template or a .yaml file"
+            f"--against {against} is neither trl nor a .jinja template or a .yaml file in "
+            f"{Path.cwd()}; name one of them"
         )
-    if not Path(against).is_file():
-        raise ValueError(f"--against {against} does not exist (looked from {Path.cwd()})")
 
 
 def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:

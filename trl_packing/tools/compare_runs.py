@@ -13,8 +13,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import fill
 from typing import Any
+
+import pandas as pd
 
 from trl_packing.data.printable import escape_hidden
 from trl_packing.training.page import HtmlPage, render
@@ -25,15 +26,14 @@ from trl_packing.training.run_page import (
     Totals,
     charts_of,
     in_json,
-    in_words,
     is_eval_loss,
     is_number,
     storable,
     values_of_curves,
 )
 
-# `transformers.trainer.TRAINER_STATE_NAME` and `PREFIX_CHECKPOINT_DIR`, whose import takes seconds.
-STATE, CHECKPOINT = "trainer_state.json", "checkpoint"
+# `transformers.trainer.TRAINER_STATE_NAME`, whose import takes seconds.
+STATE = "trainer_state.json"
 
 _WIDEST_VALUE = 28  # characters of a setting in the text
 _OF_EACH_RUN = ("output_dir", "logging_dir", "run_name")
@@ -46,51 +46,42 @@ def load_run(given: str) -> RunRecord:
         ValueError: there is no run, or its file cannot be read.
     """
     path = Path(given)
-    if not path.exists():
-        raise ValueError(f"{given} does not exist (looked from {Path.cwd()})")
-    steps = {place: place.name.rpartition("-")[2] for place in path.glob(f"{CHECKPOINT}-*")}
-    numbered = [place for place, step in steps.items() if step.isdecimal()]
-    last_first = sorted(numbered, key=lambda place: -int(steps[place]))
+    checkpoints = path.glob("checkpoint-*")
+    last_first = sorted(checkpoints, key=lambda each: (len(each.name), each.name), reverse=True)
     files = [path, *(place / name for place in (path, *last_first) for name in (FILE, STATE))]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
-        raise ValueError(
-            f"{given} holds no run: neither {FILE} nor {STATE}, also not in a "
-            "checkpoint; name the output_dir of a run"
-        )
+        raise ValueError(f"{given} holds no run ({FILE} or {STATE}); name the output_dir of one")
     try:
         text = file.read_text(encoding="utf-8")
         found = json.loads(text)
         is_ours = isinstance(found, dict) and "format" in found
         record = RunRecord.from_json(text) if is_ours else _run_of_state(found)
-    except (OSError, ValueError) as problem:
-        raise ValueError(f"{file} cannot be read as a run: {problem}") from problem
+    except (OSError, ValueError, TypeError, KeyError) as problem:
+        raise ValueError(f"{file} cannot be read as a run: {problem!r}") from problem
     record.name = given
     return record
 
 
 def _run_of_state(state: Any) -> RunRecord:
     """Return the run of a `trainer_state.json`, which another trainer may have written."""
-    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
-        raise ValueError("it has no log_history")
-    log = [entry for entry in state["log_history"] if isinstance(entry, dict)]
-    numbers = [(e.get("step"), e.get("num_tokens", e.get("eval_num_tokens"))) for e in log]
-    tokens = {int(s): int(n) for s, n in numbers if is_number(s) and is_number(n)}
-    known = " there; tokens are its num_tokens" if tokens else ", nor are tokens"
-    notes = [f"read from {STATE}: documents, time, settings and versions are not recorded{known}"]
-    in_order = [tokens[step] for step in sorted(tokens)]
-    if in_order != sorted(in_order):
-        notes = ["num_tokens restarts within the log: TRL counts from 0 in a resumed run", *notes]
-        tokens = {}
+    log = state["log_history"]
+    tokens = {entry["step"]: entry["num_tokens"] for entry in log if "num_tokens" in entry}
+    known = "tokens are its num_tokens"
+    if not tokens or sorted(tokens.values()) != [tokens[step] for step in sorted(tokens)]:
+        # TRL counts from 0 in a resumed run.
+        tokens, known = {}, "its num_tokens are missing or restart, so tokens are unknown"
     return RunRecord(
         name="",
         path="another trainer, or a run without run.json",
         log=log,
-        totals={step: Totals(tokens=number) for step, number in tokens.items()},
+        totals={step: Totals(tokens=int(number)) for step, number in tokens.items()},
         status="finished" if any("train_runtime" in entry for entry in log[-2:]) else "unknown",
-        step=int(state.get("global_step", 0)),
-        max_steps=int(state.get("max_steps", 0)),
-        notes=notes,
+        step=state["global_step"],
+        max_steps=state["max_steps"],
+        notes=[
+            f"read from {STATE}: documents, time, settings and versions are not recorded; {known}"
+        ],
     )
 
 
@@ -127,36 +118,27 @@ class Comparison:
         Rows of numbers end with the difference of the last run from the first.
         """
         head = [*self.runs, "difference" if len(self.runs) == 2 else "last − first"]
-        yield (
-            ["at the end of each run", *head],
-            [_with_difference(*f) for f in self.figures.items()],
-        )
+        numbers = {"at the end of each run": self.figures}
         if self.at is not None:
-            where = f"after {self.at:,.0f} {self.over}, which all runs had"
-            yield [where, *head], [_with_difference(*row) for row in self.losses.items()]
-        for title, found in (
-            ("settings that differ", self.settings),
-            ("model, machine and versions that differ", self.versions),
-        ):
+            numbers[f"after {self.at:,.0f} {self.over}, which all runs had"] = self.losses
+        for title, figures in numbers.items():
+            rows = [[n, *map(_cell, v), _difference(v[0], v[-1])] for n, v in figures.items()]
+            yield [title, *head], rows
+        others = {"settings": self.settings, "model, machine and versions": self.versions}
+        for title, found in others.items():
             rows = [[n, *("–" if v is None else in_json(v) for v in vs)] for n, vs in found.items()]
-            yield [title, *self.runs], rows
+            yield [f"{title} that differ", *self.runs], rows
 
     def __str__(self) -> str:
         parts = []
         for head, rows in self.tables():
-            lines = [[escape_hidden(cell) for cell in row] for row in (head, *rows)]
-            lines = [[name, *map(_clipped, cells)] for name, *cells in lines]
-            first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-            aligned = [
-                "  ".join([name.ljust(first), *map(str.rjust, cells, others)]).rstrip()
-                for name, *cells in lines
+            (title, *runs), *lines = [
+                [escape_hidden(cell) for cell in row] for row in (head, *rows)
             ]
-            parts.append("\n".join(aligned) if rows else f"{head[0]}: none")
-        notes = [
-            fill(escape_hidden(note), 100, initial_indent="- ", subsequent_indent="  ")
-            for note in self.notes
-        ]
-        return "\n\n".join([*parts, *["\n".join(notes)] * bool(notes)])
+            cells, names = [line[1:] for line in lines], [line[0] for line in lines]
+            table = pd.DataFrame(cells, names, pd.Index(runs, name=title))
+            parts.append(table.to_string(max_colwidth=_WIDEST_VALUE) if rows else f"{title}: none")
+        return "\n\n".join([*parts, *(f"- {escape_hidden(note)}" for note in self.notes)])
 
 
 def compare(records: Sequence[RunRecord]) -> Comparison:
@@ -180,9 +162,7 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
         figures={name: [row[name] for row in rows] for name in rows[0]},
         over=over,
         at=at,
-        losses={}
-        if over is None
-        else {n: [_last_before(r, n, over, at) for r in records] for n in losses},
+        losses={n: [_last_before(r, n, over, at) for r in records] for n in losses * bool(over)},
         settings=_differing([record.settings for record in records]),
         versions=_differing([record.facts | record.versions for record in records]),
         notes=notes,
@@ -241,28 +221,18 @@ def _differing(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _with_difference(name: str, values: Sequence[Any]) -> list[str]:
-    """Return the row of a figure, with the difference of the last run from the first."""
-    first, last = values[0], values[-1]
-    difference = ""
-    if name != "status" and first is not None and last is not None:
-        sign = "+" if last > first else "−" if last < first else "±"
-        share = f" ({(last - first) / abs(first):+.1%})" if first and last != first else ""
-        difference = f"{sign}{_cell(name, abs(last - first))}{share}"
-    return [name, *(_cell(name, value) for value in values), difference]
+def _difference(first: Any, last: Any) -> str:
+    """Return the difference of two numbers in words, "" for anything else."""
+    if not (is_number(first) and is_number(last)):
+        return ""
+    sign = "+" if last > first else "−" if last < first else "±"
+    share = f" ({(last - first) / abs(first):+.1%})" if first and last != first else ""
+    return f"{sign}{_cell(abs(last - first))}{share}"
 
 
-def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "–"
-    if name == "training time":
-        return in_words(value)
-    if isinstance(value, float):
-        digits = {"tokens a second": 0, "documents a step": 1}.get(name, 4)
-        # Runs of the same documents differ by little; a difference is never written as 0.
-        return f"{value:,.{digits}f}" if not value or abs(value) >= 10**-digits else f"{value:.0e}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _clipped(value: str) -> str:
-    return value if len(value) <= _WIDEST_VALUE else value[: _WIDEST_VALUE - 1] + "…"
+def _cell(value: Any) -> str:
+    if value is None or not is_number(value):
+        return "–" if value is None else str(value)
+    # Runs of the same documents differ by little; a difference is never written as 0.
+    digits = ",.0f" if isinstance(value, int) else ",.4f" if not 0 < abs(value) < 1e-4 else ".0e"
+    return f"{value:{digits}}"

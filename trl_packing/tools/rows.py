@@ -189,7 +189,7 @@ class PackedEpoch:
                 "an epoch of a mixture draws some documents several times, which the page of rows "
                 "cannot show; leave mixture out to see the rows of all documents"
             )
-        collator, eos = collator_of(run, sampler), run.preparation.eos
+        collator, eos = collator_of(run), run.preparation.eos
         trains = documents.num_trained() > 0
         of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
         nothing = ~trains | (of_document == 0)

@@ -49,13 +49,7 @@ def rows_page(
         command: the command line that made it; "" leaves it out.
         max_rows: rows from the start of the epoch.
         max_tokens: tokens of all rows shown.
-
-    Raises:
-        ValueError: `max_rows` or `max_tokens` is below 1.
     """
-    for name, value in (("max_rows", max_rows), ("max_tokens", max_tokens)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
     texts: dict[str, int] = {}
     drawn: list[dict[str, Any]] = []
     left = max_tokens

@@ -401,23 +401,10 @@ def _figures(record: RunRecord) -> list[tuple[str, str]]:
     found = [(record.status, f"written {record.written}"), (f"{record.step:,}", steps)]
     found += [(f"{count:,}", name) for name, count in counts.items() if count is not None]
     if total.seconds is not None:
-        found.append((in_words(total.seconds), "of training"))
+        found.append((f"{total.seconds:,.1f} s", "of training"))
     found += [(f"{value:.4g}", name) for name, value in losses.items() if value is not None]
     found += [(record.verdict, "documents on this model")] * bool(record.verdict)
     return [*found, (record.path.partition(":")[0], "rows")]  # a note has the reason
-
-
-def in_words(seconds: float) -> str:
-    """Return a duration in words.
-
-    >>> [in_words(s) for s in (9.25, 75, 3725, 90_000)]
-    ['9.2 s', '1 min 15 s', '1 h 02 min', '25 h 00 min']
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02} min"
 
 
 def in_json(value: Any) -> str:

@@ -11,7 +11,7 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.browser import HOSTILE, open_page
 from helpers.combinations import combined
-from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
@@ -211,19 +211,6 @@ def test_the_page_of_a_policy_shows_what_is_cut(name):
     lost = re.findall(r"Too long: .*? (\d+) tokens? lost", page)
     assert len(lost) == 3
     assert any(map(int, lost)) == ("<del>" in page)
-
-
-def test_the_positions_of_the_model_are_named_if_a_document_is_longer(tmp_path):
-    model = tiny_model("llama")
-    model.config.max_position_embeddings = 700
-    model.save_pretrained(tmp_path)
-    said = []
-    for dataset in (texts(), completions()):
-        run = PreviewedRun.from_settings(dataset, tiny_tokenizer(chat=True), (), str(tmp_path))
-        plan = plan_run(run)
-        said.append("names 700 positions" in plan_page(plan))
-        assert said[-1] == (plan.lengths_before().max() > 700)
-    assert said == [True, False]
 
 
 def test_rows_that_stay_as_they_are_and_a_run_without_limit_have_a_page():

@@ -178,13 +178,6 @@ def _chart(
 
 def _said_of_max_lengths(plan: RunPlan) -> str:
     said = ["Peak tokens are those of the largest micro-batch, which decides the memory."]
-    longest = int(plan.lengths_before().max())
-    positions = plan.run.number_of_model("max_position_embeddings")
-    if positions is not None and longest > positions:
-        said.append(
-            f"The longest document has {longest:,} tokens, and the config of the model names "
-            f"{positions:,} positions."
-        )
     if plan.grouped:
         said.append("These plans bring no documents with a common prefix together.")
     if plan.epoch.patches is not None:

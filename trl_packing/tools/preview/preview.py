@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.packing.bins import find_strategy
-from trl_packing.packing.collator import PackedCollator, StaticShapes
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.preview.show import show_document
-from trl_packing.tools.training_command import config_of
 from trl_packing.training.report import PackingReport, report_of
 from trl_packing.training.sampling import Sampling
 
@@ -128,28 +126,21 @@ def report_on(
     return replace(report, prefixes=report.prefixes.beside_groups(groups))
 
 
-def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollator:
-    """Return the collator of a run with this sampler, without the pixels of its images.
+def collator_of(run: PreviewedRun) -> PackedCollator:
+    """Return the collator of a run, without the pixels of its images.
 
     Raises:
-        ValueError: `static_shapes` is set, and the model is not known.
+        ValueError: `static_shapes` is set.
     """
     args, options = run.args, PackingOptions.of(run.args)
     multiple = args.pad_to_multiple_of or getattr(run.collator, "pad_to_multiple_of", None)
     collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
     if isinstance(run.collator, PackedCollator):
         collator = run.collator
-    shapes = None
     if options.static_shapes:
-        if run.model is None:
-            raise ValueError("static_shapes=True depends on the model's config; name the model")
-        shapes = StaticShapes.for_model(
-            SimpleNamespace(config=config_of(run.model, args)),
-            capacity=args.max_length,
-            bins=args.per_device_train_batch_size,
-            most_documents=None if sampler.rows else sampler.most_documents(),
-            longest=None if sampler.rows else int(sampler.lengths.max()),
-            pad_to_multiple_of=multiple,
+        raise ValueError(
+            "static_shapes=True pads rows when training starts, so they cannot be drawn before; "
+            "leave it out to see their documents"
         )
     # As far as it is known without the model.
     is_ours = type(collator).__call__ is PackedCollator.__call__ and not run.images.packs
@@ -157,6 +148,5 @@ def collator_of(run: PreviewedRun, sampler: PackedBatchSampler) -> PackedCollato
     return collator.replaced(
         loss_weighting=options.loss_weighting,
         tensors_only=True,
-        shares_prefixes=may_share and is_ours and not options.static_shapes,
-        static_shapes=shapes,
+        shares_prefixes=may_share and is_ours,
     )
