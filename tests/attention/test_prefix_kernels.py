@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import TWO_RUNS, relative_error, run
 from helpers import flash_attn_double, varlen_double
+from helpers.shared_prefixes import forked_documents
 from helpers.tiny import tiny_model
 from helpers.trees import assert_equals_dense, random_tree, tensors_of
 from transformers.modeling_utils import AttentionInterface
@@ -29,28 +30,16 @@ def attention_functions(monkeypatch):
     monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
 
 
-def documents():
-    """Return two families of documents and one alone; a document may be the prefix of another."""
-    rng = np.random.default_rng(0)
-
-    def draw(length):
-        return rng.integers(6, 300, length)
-
-    prompt, system = draw(20), draw(17)
-    question = np.concatenate([system, draw(9)])
-    families = [np.concatenate([prompt, draw(n)]) for n in (3, 12, 1)]
-    deep = [np.concatenate([question, draw(n)]) for n in (5, 2)]
-    return [*families, np.concatenate([system, draw(4)]), *deep, draw(11), question]
+DOCUMENTS = [np.array(document["input_ids"]) for document in forked_documents()]
 
 
 def shared_row():
-    """Return the batch of `documents()` with shared prefixes, and the rows that predict tokens."""
-    found = documents()
-    batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in found])
+    """Return the batch of `DOCUMENTS` with shared prefixes, and the rows that predict tokens."""
+    batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in DOCUMENTS])
     batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights", "target_counts")}
-    assert batch["input_ids"].shape[1] < sum(map(len, found))
-    targets = build_prefix_tree(found, min_shared=16).targets
-    ends = np.cumsum([len(ids) for ids in found])[:-1]
+    assert batch["input_ids"].shape[1] < sum(map(len, DOCUMENTS))
+    targets = build_prefix_tree(DOCUMENTS, min_shared=16).targets
+    ends = np.cumsum([len(ids) for ids in DOCUMENTS])[:-1]
     return batch, [rows[1:] - 1 for rows in np.split(targets, ends)]
 
 
@@ -59,7 +48,7 @@ def assert_equals_documents_alone(model, reference, tolerance=10 * TOLERANCE):
     batch, rows = shared_row()
     logits = model(**batch).logits[0]
     total = expected_total = 0.0
-    for ids, at in zip(documents(), rows, strict=True):
+    for ids, at in zip(DOCUMENTS, rows, strict=True):
         alone = reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, :-1]
         torch.testing.assert_close(logits[at], alone, rtol=0, atol=tolerance)
         total = total + logits[at].square().mean()
@@ -150,7 +139,7 @@ def run_on_flash_attention(folder, mode, monkeypatch, backward=""):
     """Return the run of a step, and the boundaries of queries and keys of each call."""
     double = flash_attn_double.install(monkeypatch, 2, backward)
     model = tiny_model("mistral", attn_implementation="flash_attention_2")
-    rows = [{"input_ids": ids.tolist()} for ids in documents() * 3]
+    rows = [{"input_ids": ids.tolist()} for ids in DOCUMENTS]
     options = {"max_length": 128, "per_device_train_batch_size": 2, "prefix_sharing": mode}
     # The check of shared prefixes runs all the same.
     found = run(model, rows, folder, isolation_check="off", **options)
