@@ -60,9 +60,6 @@ FUNCTIONS = {
     "transformers.Trainer.get_tp_size": "self",
     "transformers.masking_utils.find_packed_sequence_indices": "position_ids",
     "transformers.integrations.neftune.neftune_post_forward_hook": "module, input, output",
-    "transformers.image_processing_utils.select_best_resolution": (
-        "original_size, possible_resolutions"
-    ),
     "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func": (
         "gate_logits, num_experts, top_k, attention_mask"
     ),

@@ -22,7 +22,7 @@ CUT = PreparationCounts(
             lost_eos=30,
             remedy="raise max_length or set overflow='split'",
         ),
-        Stage(50, "without a trained token: dropped", TokenCounts(50, 2_000), empty=2),
+        Stage(50, "without a trained token: dropped", TokenCounts(50, 2_000)),
     ),
     notes=("3 of 1,150 documents (0.3%) end in no stop token",),
 )
@@ -72,8 +72,7 @@ def test_the_report_in_words(monkeypatch):
         "checked      isolated: differs by 0, rounding allows 3e-3, a leak would be 20",
         "             30 documents longer than max_length=1024: cut at the end; lost 38,000",
         "             tokens, 20,000 trained, 30 stop tokens",
-        "             50 documents without a trained token: dropped (2 of them empty); lost 2,000",
-        "             tokens",
+        "             50 documents without a trained token: dropped; lost 2,000 tokens",
         "             lost in all: 40,000 tokens, 20,000 trained, 30 stop tokens",
         "             warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost",
         "             a stop token; raise max_length or set overflow='split'",
@@ -106,7 +105,7 @@ def adds_up(counts):
     ("stage", "said"),
     [
         (Stage(1, "dropped", TokenCounts(1, 1, 0, 1)), "1 document dropped; lost 1 token, 1 stop"),
-        (Stage(2, "cut", TokenCounts(-2, 0, 5), unit="piece"), "2 pieces cut; lost 0 tokens, 5 t"),
+        (Stage(2, "cut", TokenCounts(-2, 0, 5)), "2 documents cut; lost 0 tokens, 5 t"),
         (Stage(2, "split into pieces", TokenCounts(-2)), "2 documents split into pieces"),
     ],
 )
@@ -128,7 +127,7 @@ def test_counts_of_two_parts_add_up_step_by_step():
         TokenCounts(3, 44, 19, 1),
         (
             Stage(1, CUT.stages[0].why, TokenCounts(0, 4, 1, 1), lost_eos=1),
-            Stage(2, "another", TokenCounts(2, 2, 0, 0), empty=1),
+            Stage(2, "another", TokenCounts(2, 2, 0, 0)),
         ),
         ("a note",),
     )

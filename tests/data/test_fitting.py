@@ -93,7 +93,7 @@ BY_HAND = {
         Stage(
             1, "longer than max_length=4: split into pieces", TokenCounts(-1, 0, 1), remedy=RAISE
         ),
-        Stage(1, LEFT, TokenCounts(1, 4), unit="piece"),
+        Stage(1, LEFT, TokenCounts(1, 4)),
     ),
     # 20 21 22 23 | 23 24 25: the token before 24 is context, so 24 stays a target.
     "overlap": (
@@ -106,14 +106,14 @@ BY_HAND = {
             remedy=RAISE,
             repeated=1,
         ),
-        Stage(1, LEFT, TokenCounts(1, 4), unit="piece"),
+        Stage(1, LEFT, TokenCounts(1, 4)),
     ),
     # 10 11 12 20 | 21 22 23 24 | 25 30 31 32 | 33: 20, 25 and 33 stand alone in their pieces.
     "wrapped": (
         [FIRST, ("21 22 23 24", ". . . 24"), ("30 31 32", "30 31 32")],
         TokenCounts(3, 10, 5, 1),
         Stage(2, "cut where rows of max_length=4 end", TokenCounts(-3, 0, 2, 1), 1, RAISE),
-        Stage(3, LEFT, TokenCounts(3, 3), unit="piece"),
+        Stage(3, LEFT, TokenCounts(3, 3)),
     ),
 }
 

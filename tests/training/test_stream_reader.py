@@ -47,16 +47,6 @@ def test_bins_hold_every_document_once_and_no_more_than_capacity(
     assert all(sum(lengths[d] for d in batch) <= most for batch in batches)
 
 
-def test_rows_packed_before_stay_as_they_are():
-    rows = [
-        {"input_ids": [0] * 5, "seq_lengths": [3, 2]},
-        {"input_ids": [1] * 4, "seq_lengths": [4]},
-    ]
-    assert read(rows) == [[0], [1]]
-    loose = [{"input_ids": [0] * 5}, {"input_ids": [1] * 4}]
-    assert read(loose) == [[0, 1]], "the control"
-
-
 def test_a_document_beyond_capacity_is_an_error():
     stream = [*documents([3]), {"input_ids": [1] * 40}]
     with pytest.raises(ValueError, match=r"document 1 of the stream has 40 tokens .* is 32"):

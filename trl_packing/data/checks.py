@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from trl_packing.data.limits import NO_LIMITS, check_entries
-from trl_packing.documents.arrow import ArrowDocuments, stored_rows
+from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     MASK_COLUMNS,
@@ -23,12 +23,17 @@ from trl_packing.documents.labels import (
 
 
 def check_is_dataset(dataset: Any, name: str) -> None:
-    """Raise TypeError for an object without columns, such as a list of rows."""
+    """Raise TypeError for an object without columns, ValueError for a stream of packed rows."""
     if not hasattr(dataset, "column_names"):
         raise TypeError(
             f"the {name} dataset is a {type(dataset).__name__}; pass a Dataset or an "
             "IterableDataset (datasets.Dataset.from_list makes one of rows), or a dictionary of "
             "them"
+        )
+    if isinstance(dataset, IterableDataset) and is_packed(dataset):
+        raise ValueError(
+            f"rows of the {name} stream were packed before (they have {SEQ_LENGTHS}); pass the "
+            "documents, or the rows as a Dataset"
         )
 
 
@@ -93,7 +98,7 @@ def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
 
 
 def check_packed_rows(
-    rows: Dataset | IterableDataset, capacity: int | None, name: str, *, append_eos: bool = False
+    rows: Dataset, capacity: int | None, name: str, *, append_eos: bool = False
 ) -> None:
     """Raise ValueError if packed rows are longer than `capacity` or misstate their lengths.
 
@@ -105,8 +110,6 @@ def check_packed_rows(
             "seq_lengths), and their documents cannot grow; end the documents in EOS before they "
             "are packed, or leave append_eos=False"
         )
-    if isinstance(rows, IterableDataset):
-        return
     documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
     lengths, is_wrong = documents.lengths(), documents.lengths() != documents.sums(SEQ_LENGTHS)
     is_wrong[documents.rows_where(SEQ_LENGTHS, lambda stated: stated < 0)] = True

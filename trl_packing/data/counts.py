@@ -39,14 +39,12 @@ class Stage:
     """Losses of one stage of preparation: how many documents were affected, and why.
 
     Attributes:
-        affected: documents (or pieces, by `unit`) that the stage changed or dropped.
+        affected: documents, or pieces of them, that the stage changed or dropped.
         why: the reason, as a predicate of the affected documents.
         lost: counts before the stage minus counts after it. A piece counts as a document, so a
             stage that splits documents loses a negative number of them.
         lost_eos: documents that have fewer trained stop tokens than before.
         remedy: the setting that avoids the loss.
-        unit: of `affected`: "document", or "piece" of one.
-        empty: affected documents without any token.
         repeated: tokens that pieces repeat as context, without training them again.
     """
 
@@ -55,20 +53,17 @@ class Stage:
     lost: TokenCounts = field(default_factory=TokenCounts)
     lost_eos: int = 0
     remedy: str = ""
-    unit: str = "document"
-    empty: int = 0
     repeated: int = 0
 
     def __add__(self, other: "Stage") -> "Stage":
         """Return the losses of the same stage on other documents too."""
-        names = ("affected", "lost", "lost_eos", "empty", "repeated")
+        names = ("affected", "lost", "lost_eos", "repeated")
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def __str__(self) -> str:
-        empty = f" ({self.empty:,} of them empty)" * bool(self.empty)
         lost = f"; lost {self.lost}" * self.is_loss
         repeated = f"; {quantity(self.repeated, 'token')} repeated as context" * bool(self.repeated)
-        return f"{quantity(self.affected, self.unit)} {self.why}{empty}{repeated}{lost}"
+        return f"{quantity(self.affected, 'document')} {self.why}{repeated}{lost}"
 
     @property
     def is_loss(self) -> bool:
@@ -83,36 +78,25 @@ class Conversations:
     Attributes:
         number: conversations.
         documents: their trained turns.
-        silent: conversations without a trained turn.
-        first_silent: row of the first of them; None if there is none, and for a stream.
     """
 
     number: int = 0
     documents: int = 0
-    silent: int = 0
-    first_silent: int | None = None
 
     @classmethod
-    def of(cls, turns: np.ndarray, *, names_row: bool = True) -> "Conversations":
+    def of(cls, turns: np.ndarray) -> "Conversations":
         """Return the conversations whose documents have these values of the column `TURN`."""
-        starts = turns <= 0  # the first turn of a conversation, or a conversation without one
-        silent, first = turns < 0, None
-        if names_row and silent.any():
-            first = int(starts[: int(np.argmax(silent))].sum())
-        return cls(int(starts.sum()), int((~silent).sum()), int(silent.sum()), first)
+        # The first turn of a conversation, or a conversation without one.
+        return cls(int((turns <= 0).sum()), int((turns >= 0).sum()))
 
     def __add__(self, other: "Conversations") -> "Conversations":
-        names = ("number", "documents", "silent")
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        return Conversations(self.number + other.number, self.documents + other.documents)
 
     def __str__(self) -> str:
         if not self.number:
             return ""
-        first = "" if self.first_silent is None else f" (the first is row {self.first_silent})"
-        silent = f"; {self.silent:,} without a trained turn{first}: dropped" * bool(self.silent)
         documents = quantity(self.documents, "document")
-        made = f"{quantity(self.number, 'conversation')} → {documents}, one for each turn"
-        return made + silent
+        return f"{quantity(self.number, 'conversation')} → {documents}, one for each turn"
 
 
 @dataclass(frozen=True)

@@ -347,18 +347,8 @@ def fit(
             remedy="raise max_length or choose another overflow",
             repeated=int(pieces.contexts[kept].sum()),
         ),
-        Stage(
-            len(untrained),
-            "without a trained token: dropped",
-            cut.sums(never),
-            empty=int((lengths[untrained] == 0).sum()),
-        ),
-        Stage(
-            int(since_cut.sum()),
-            "with no trained token left: dropped",
-            cut.sums(since_cut),
-            unit="piece" if overflow.policy in _IN_PIECES else "document",
-        ),
+        Stage(len(untrained), "without a trained token: dropped", cut.sums(never)),
+        Stage(int(since_cut.sum()), "with no trained token left: dropped", cut.sums(since_cut)),
     )
     affected = tuple(stage for stage in stages if stage.affected)
     return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), affected)

@@ -143,15 +143,11 @@ class ResponseTemplate:
         names = f"response_template {self.response.text!r}"
         if self.instruction is not None:
             names += f" or no instruction_template {self.instruction.text!r}"
-        text, others = _decode(self.tokenizer, input_ids.tolist()), ""
-        if self.response.text in text:
-            others = (
-                ", whose text is there, but not its token ids: pass the ids that it has inside of "
-                "a document"
-            )
+        text = _decode(self.tokenizer, input_ids.tolist())
         return (
             f"{number:,} of {of:,} documents ({number / of:.1%}) have no {names}, so nothing in "
-            f"them is trained; one of them starts {quote(text[:200])}{others}"
+            f"them is trained; one of them starts {quote(text[:200])}; if the "
+            "text is there, pass the token ids that it has inside of a document"
         )
 
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from trl.data_utils import get_dataset_column_names
@@ -34,13 +32,13 @@ from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.messages import has_flags
 from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import label_tokenized
-from trl_packing.data.row_format import column_among, one_text_each
+from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
 from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.tokenize_rows import documents_from_rows
 from trl_packing.data.unpack import cut_padding
-from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     MASK_COLUMNS,
@@ -120,8 +118,6 @@ def whole_documents(
     _check(dataset, columns, rules, formatting_func, name)
     documents, padding = _tokenize(dataset, columns, rules, formatting_func, name)
     found = [padding]
-    if formatting_func is None and "input_ids" not in columns and isinstance(dataset, Dataset):
-        found.insert(0, _note_empty_completions(dataset, rules, name))
     if isinstance(documents, IterableDataset):
         return replace(whole, documents=documents, notes=_logged(found))
     if whole.are_packed:
@@ -148,8 +144,8 @@ def whole_documents(
         tokens = append_eos(tokens, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
         missing = note_missing_eos(tokens, rules.eos)
     if missing is not None:
-        logger.warning(f"{name} dataset: {missing[1]}")
-    notes = [missing and missing[0], *_logged(found), hint]
+        logger.warning(f"{name} dataset: {missing}")
+    notes = [missing, *_logged(found), hint]
     return replace(
         whole,
         documents=tokens.dataset,
@@ -329,24 +325,4 @@ def _hint_at_train_on(documents: ArrowDocuments, rules: Rules) -> str | None:
     return (
         "every token of the messages is trained, those of users too, as in TRL; "
         "train_on='assistant' trains the answers alone ('all' keeps this, without the hint)"
-    )
-
-
-def _note_empty_completions(dataset: Dataset, rules: Rules, name: str) -> str | None:
-    """Return a sentence on rows whose completion is an empty text, or None."""
-    column = "completion"
-    if rules.options.prompt_template is not None:
-        column = column_among(dataset.column_names, "response")
-    if column not in dataset.column_names:
-        return None
-    values = dataset.data.column(column)
-    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
-        return None
-    is_empty = pc.fill_null(pc.equal(values, ""), False).to_numpy()
-    number = int(is_empty[stored_rows(dataset)].sum())
-    if not number:
-        return None
-    return (
-        f"{number:,} of {len(dataset):,} rows of the {name} dataset have an empty {column!r}: "
-        "of these, only the end (EOS) is trained"
     )

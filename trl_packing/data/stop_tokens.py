@@ -89,8 +89,8 @@ def stop_token_ids(
 # --- the check ------------------------------------------------------------------------------------
 
 
-def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> tuple[str, str] | None:
-    """Return a sentence on documents that do not end in a trained stop token, and its details.
+def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
+    """Return a sentence on documents that do not end in a trained stop token.
 
     None if all do. Documents without a trained token are left out. None, too, if there is no stop
     token.
@@ -109,14 +109,10 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> tuple[str, str]
         if eos.appends
         else "set append_eos=True, or end them in one"
     )
-    note = (
+    return (
         f"{len(wrong):,} of {trained.sum():,} documents ({len(wrong) / trained.sum():.1%}) do not "
-        f"end in a trained stop token ({'one of ' * (len(stops) > 1)}{names}); {remedy}"
-    )
-    ending = eos.tokenizer.decode(documents[int(wrong[0])]["input_ids"][-20:].tolist())[-40:]
-    return note, (
-        f"{note}: the model may not learn to stop there (the first is document {wrong[0]}, ending "
-        f"{quote(ending)})"
+        f"end in a trained stop token ({'one of ' * (len(stops) > 1)}{names}); {remedy} (the first "
+        f"is document {wrong[0]})"
     )
 
 

@@ -21,7 +21,6 @@ from trl_packing.data.fitting import Overflow, cut_table, documents_of, fit
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.data.stop_tokens import EosRule, append_eos_to_table, eos_ids, note_missing_eos
 from trl_packing.documents.labels import (
-    SEQ_LENGTHS,
     TURN,
     check_same_columns,
     document_columns,
@@ -94,9 +93,9 @@ class StreamFit:
         pieces, counts = fit(documents, self.overflow, stop_ids, where=where, numbers=rows)
         missing = note_missing_eos(documents, eos) if eos and not self._counts.notes else None
         if missing is not None:
-            counts = replace(counts, notes=(f"of the documents read first, {missing[0]}",))
+            counts = replace(counts, notes=(f"of the documents read first, {missing}",))
         if TURN in batch:
-            turns = Conversations.of(np.asarray(batch[TURN]), names_row=False)
+            turns = Conversations.of(np.asarray(batch[TURN]))
             counts = replace(counts, conversations=turns)
         self._counts += counts
         self._note_untrained(len(rows), len(pieces.rows))
@@ -146,15 +145,3 @@ def steps_of(documents: Iterable[Document]) -> Iterator[Any]:
         yield (iterable := left.pop(0))
         inner = getattr(iterable, "ex_iterable", None)
         left[:0] = [inner] if inner is not None else getattr(iterable, "ex_iterables", [])
-
-
-def check_lengths(row: Document, number: int) -> None:
-    """Raise ValueError if a packed row misstates the lengths of its documents."""
-    lengths = row.get(SEQ_LENGTHS)
-    if lengths is not None and (
-        min(lengths, default=0) < 0 or sum(lengths) != len(row["input_ids"])
-    ):
-        raise ValueError(
-            f"row {number} of the stream holds {len(row['input_ids'])} tokens, but its seq_lengths "
-            f"are {list(lengths)}; they must name every token, and none can be negative"
-        )

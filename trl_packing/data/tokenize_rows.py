@@ -34,8 +34,8 @@ from trl_packing.documents.labels import (
     SOURCE,
     TOKEN_WEIGHTS,
     TURN,
+    and_others,
     check_unicode,
-    in_one_sentence,
 )
 
 logger = get_logger(__name__)
@@ -185,7 +185,7 @@ def _prepare_batch(
         if not bad:
             raise
         kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-        raise kind(in_one_sentence(bad)) from error
+        raise kind(bad[0] + and_others(bad)) from error
     if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
         logger.warning_once(
             "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "

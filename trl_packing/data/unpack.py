@@ -13,12 +13,11 @@ for each document.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
-from accelerate.logging import get_logger
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.fitting import Pieces, cut_documents, cut_table
@@ -32,10 +31,6 @@ from trl_packing.documents.labels import (
     and_others,
     token_columns,
 )
-
-logger = get_logger(__name__)
-
-AnyDataset = TypeVar("AnyDataset", datasets.Dataset, datasets.IterableDataset)
 
 _MASK = "attention_mask"
 _BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, _MASK)
@@ -55,56 +50,46 @@ def cut_padding(
     Packed rows and rows that are not tokenized do not change.
 
     Raises:
-        ValueError: naming the row, for an `attention_mask` that is 0 elsewhere than at the ends.
+        ValueError: naming the row, for an `attention_mask` that is 0 elsewhere than at the ends, or
+            in a stream (while it is read) anywhere.
     """
     columns = get_dataset_column_names(dataset)
     if not {"input_ids", _MASK} <= {*columns} or SEQ_LENGTHS in columns:
         return dataset, None
     if isinstance(dataset, datasets.IterableDataset):
-        cut = _CutStream(name)
-        return dataset.with_format(None).map(cut, batched=True, with_indices=True), None
+        options = {"batched": True, "with_indices": True, "fn_kwargs": {"name": name}}
+        return dataset.with_format(None).map(_check_not_padded, **options), None
     documents = ArrowDocuments(dataset, ("input_ids", _MASK))
     where = f"of the {name} dataset"
-    real, note = _real_tokens(documents, where, range(len(documents)))
+    real, note = _real_tokens(documents, where)
     words, by_token = f"Cutting padding {where}", [c for c in columns if c in _BY_TOKEN]
     return cut_documents(documents, real, by_token, num_proc=num_proc, desc=words), note
 
 
-class _CutStream:
-    """Cuts the padding of a stream, batch by batch; warns of the first with padding."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self.has_told = False
-
-    def __call__(
-        self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
-    ) -> dict[str, list[Any]]:
-        present = [column for column in _BY_TOKEN if column in batch]
-        table = pa.table({column: pa.array(batch[column]) for column in present})
-        documents = ArrowDocuments(datasets.Dataset(table), ("input_ids", _MASK))
-        real, note = _real_tokens(documents, f"of the {self.name} stream", rows)
-        if note is None:
-            return {name: list(values) for name, values in batch.items()}
-        if not self.has_told:
-            self.has_told = True
-            logger.warning(f"of the rows read first, {note}")
-        return {**batch, **cut_table(table, real, present).to_pydict()}
+def _check_not_padded(
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], name: str
+) -> dict[str, Sequence[Any]]:
+    """Return a batch of a stream. Raise ValueError naming its first document with padding."""
+    for row, mask in zip(rows, batch[_MASK], strict=True):
+        if {*(mask or ())} - {1}:
+            raise ValueError(
+                f"document {row} of the {name} stream has an {_MASK} with other values than 1, and "
+                "only a Dataset is rid of padding; tokenize without padding, or pass a Dataset"
+            )
+    return dict(batch)
 
 
-def _real_tokens(
-    documents: ArrowDocuments, where: str, numbers: Sequence[int]
-) -> tuple[Pieces, str | None]:
+def _real_tokens(documents: ArrowDocuments, where: str) -> tuple[Pieces, str | None]:
     """Return the tokens of every row from the first to the last with mask 1, and a sentence.
 
     The sentence counts the padding; it is None if there is none.
     """
-    check_entries(documents, where, numbers)
+    check_entries(documents, where)
     starts, stops, ones = documents.by_document(_MASK, _ends_of_ones).T
     wrong = np.flatnonzero(stops - starts != ones)
     if len(wrong):
         raise ValueError(
-            f"document {numbers[wrong[0]]} {where} has an {_MASK} that is no padding: it has other "
+            f"document {wrong[0]} {where} has an {_MASK} that is no padding: it has other "
             "values than 0 and 1, or is 0 between tokens where it is 1; remove these tokens, or "
             f"give the lengths of several documents as seq_lengths instead{and_others(wrong)}"
         )
@@ -129,18 +114,9 @@ def _ends_of_ones(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 # --- packed rows ----------------------------------------------------------------------------------
 
 
-def unpack_rows(dataset: AnyDataset) -> AnyDataset:
+def unpack_rows(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return the documents of `dataset`, whose rows have `seq_lengths`, in order."""
-    if isinstance(dataset, datasets.Dataset):
-        unpacked = dataset.with_format("arrow").map(unpack_table, batched=True)
-        return unpacked.with_format(None)
-    columns = get_dataset_column_names(dataset)
-    return dataset.with_format(None).map(_unpack_batch, batched=True, remove_columns=columns)
-
-
-def _unpack_batch(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    table = pa.table({name: pa.array(values) for name, values in batch.items()})
-    return unpack_table(table).to_pydict()
+    return dataset.with_format("arrow").map(unpack_table, batched=True).with_format(None)
 
 
 def unpack_table(table: pa.Table) -> pa.Table:

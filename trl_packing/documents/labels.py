@@ -7,16 +7,8 @@
 
 The first token of a document is never a target: nothing precedes it in its document, and in a
 packed row the position before it belongs to another document.
-
-A data set has bad rows by the dozen; if each run named only one of them, each would cost a run. So
-errors are counted by kind, with one sentence for each:
-
-    row 4, 9 and 17     its 'completion' is int 5       row 4 …: its 'completion' is int 5 (2 such
-    row 9               its 'completion' is int 7       rows)
-    row 17              message 1 has no role           row 17 …: message 1 has no role
 """
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -117,27 +109,6 @@ def _check_one_each(name: str, values: Sized, input_ids: Sized) -> None:
 
 
 # --- bad rows -------------------------------------------------------------------------------------
-
-# Numbers and quotations: sentences on rows of one kind differ only in these.
-_VALUES = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
-_MOST_KINDS = 5
-
-
-def in_one_sentence(errors: Iterable[str]) -> str:
-    """Return one sentence for each kind of error, with the number of its rows.
-
-    Example:
-        >>> in_one_sentence(f"row {row}: it has {size} weights" for row, size in ((4, 7), (9, 8)))
-        'row 4: it has 7 weights (2 such rows)'
-    """
-    kinds: dict[str, list[str]] = {}
-    for error in errors:
-        kinds.setdefault(_VALUES.sub("", error), []).append(error)
-    found = sorted(kinds.values(), key=len, reverse=True)
-    sentences = [each[0] + and_others(each) for each in found[:_MOST_KINDS]]
-    if others := sum(map(len, found[_MOST_KINDS:])):
-        sentences.append(f"{others:,} rows for other reasons")
-    return "; also ".join(sentences)
 
 
 def and_others(rows: Sized) -> str:

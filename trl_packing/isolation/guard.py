@@ -40,7 +40,7 @@ from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
 from trl_packing.attention.state import all_reduce_max, announce_head
 from trl_packing.data.limits import limits_of
-from trl_packing.data.stream import NOTHING_TO_TRAIN, check_lengths
+from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.isolation.check import (
@@ -195,9 +195,8 @@ class IsolationGuard:
         if not first:
             raise ValueError(NOTHING_TO_TRAIN)
         for number, row in enumerate(first):
-            check_lengths(row, number)
             self.limits.check_document(row, f"document {number} of the stream")
-        found = [document for row in first for document in _documents_of_row(row)]
+        found = [np.asarray(row["input_ids"]) for row in first]
         longest = max(map(len, found))
         # Documents that are still to come may be as long as max_length allows.
         beyond = [c for c in length_constants(self.model) if longest <= c < (max_length or 0)]

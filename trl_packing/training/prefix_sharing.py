@@ -20,7 +20,7 @@ neither checks its model nor looks for prefixes in its rows.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from trl_packing.attention.state import find_randomness
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.isolation.check import attempt, check_prefixes
 from trl_packing.isolation.guard import worst_of_ranks
-from trl_packing.packing.prefix_groups import PrefixGroups
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
@@ -170,8 +169,6 @@ class PrefixSavings:
         is_whole: whether all micro-batches of the epoch were looked at.
         reason: why the run does not share; None if it does, or if it was not asked to.
         per_step: mean number of different prefixes in an optimizer step, if they were grouped.
-        saved_by_groups: share of the tokens that "group" would save at least, if that is clearly
-            more than this run does; only `trl-packing plan` looks for it.
     """
 
     sharing: str
@@ -180,7 +177,6 @@ class PrefixSavings:
     is_whole: bool = False
     reason: str | None = None
     per_step: float | None = None
-    saved_by_groups: float | None = None
 
     @property
     def saved(self) -> float:
@@ -209,19 +205,11 @@ class PrefixSavings:
         if self.is_shared:
             prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
             said.append(f"{fewer} computed{prefixes}")
-        if self.saved_by_groups is not None:
-            by_groups = times_fewer(self.tokens, round(self.tokens * (1 - self.saved_by_groups)))
-            said.append(f"prefix_sharing='group' would compute {by_groups} tokens")
-        elif self.sharing == "off" and self.saved >= _WORTH_A_LINE:
+        if self.sharing == "off" and self.saved >= _WORTH_A_LINE:
             said.append(f"prefix_sharing='bin' would compute {fewer}")
         elif not said and self.sharing != "off":
             said.append("nothing to share: documents of a row begin differently")
         return " · ".join(said)
-
-    def beside_groups(self, groups: PrefixGroups) -> "PrefixSavings":
-        """Return the same with what groups of the documents would save, if it is clearly more."""
-        saved = 1 - float(groups.tokens.sum() / groups.lengths.sum())
-        return replace(self, saved_by_groups=saved) if saved > self.saved + _WORTH_A_LINE else self
 
 
 def times_fewer(tokens: int, computed: int) -> str:

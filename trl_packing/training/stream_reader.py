@@ -26,8 +26,8 @@ from torch.utils.data import IterableDataset
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import NO_LIMITS, ModelLimits
-from trl_packing.data.stream import Document, check_lengths, steps_of, take_counts
-from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_WEIGHTS
+from trl_packing.data.stream import Document, steps_of, take_counts
+from trl_packing.documents.labels import TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight
 from trl_packing.packing.bins import pack
 from trl_packing.packing.collator import named_token_weights
@@ -158,17 +158,11 @@ class PackedStream(IterableDataset):
         )
 
     def _batches(self, window: "Window") -> list[list[Document]]:
-        """Return the micro-batches of a window; a row with `seq_lengths` already is a bin."""
+        """Return the micro-batches of a window."""
         settings, documents, capacity = self.settings, window.documents, self.settings.capacity
         lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
-        is_row = np.array([document.get(SEQ_LENGTHS) is not None for document in documents])
         groups = None
         if settings.prefix_group_size is not None:
-            if is_row.any():
-                raise ValueError(
-                    "prefix_sharing='group' cannot regroup rows that were packed before (they have "
-                    f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
-                )
             index = PrefixIndex.of_loaded(documents)
             groups = group_documents(index, lengths, capacity, settings.prefix_group_size)
         size = settings.bins_per_batch
@@ -180,10 +174,8 @@ class PackedStream(IterableDataset):
             seed = None
             if settings.seed is not None:
                 seed = [settings.seed, self.epoch, self.rank, window.number]
-            bins, loose = list(np.flatnonzero(is_row)[:, None]), np.flatnonzero(~is_row)
-            if len(loose):
-                pack_all = partial(pack, lengths[loose]) if groups is None else groups.pack
-                bins += [loose[packed] for packed in pack_all(capacity, settings.strategy, seed)]
+            pack_all = partial(pack, lengths) if groups is None else groups.pack
+            bins = list(pack_all(capacity, settings.strategy, seed))
             if seed is not None:
                 order = np.random.default_rng([*seed, 1]).permutation(len(bins))
                 bins = [bins[i] for i in order]
@@ -241,7 +233,6 @@ class DocumentSource:
         document_weight(document, which)
         if TOKEN_WEIGHTS in document:
             named_token_weights(document, length, which)
-        check_lengths(document, self.num_read)
         # A list of Python integers takes five times the memory, and the collator needs an array.
         document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in document.items()}
         self._limits.check_document(document, which)

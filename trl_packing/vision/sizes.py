@@ -18,13 +18,12 @@ one of these numbers; it must agree with the pixels of all trial images.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
-from transformers.image_processing_utils import select_best_resolution
 
 #: Height and width of an image, and how many images its row has, up to 2.
 Size = tuple[int, int, int]
@@ -98,9 +97,9 @@ class Placeholders:
         """
         new = sorted(set(map(self._key, sizes)) - self._known.keys())
         if self._amounts is not None:
-            amounts, factor = self._amounts
-            lengths = self._named("num_image_tokens", new)
-            for size, length, amount in zip(new, lengths, amounts(new), strict=True):
+            name, factor = self._amounts
+            numbers = self._named("num_image_tokens", new), self._named(name, new)
+            for size, length, amount in zip(new, *numbers, strict=True):
                 self._known[size] = Placeholder(self.feature_token, (length,), factor * amount)
             return
         for size in tqdm(new, desc="Measuring image sizes", disable=len(new) < _PROGRESS):
@@ -120,8 +119,8 @@ class Placeholders:
         return self._measured((height, width, 1)) != self._measured((height, width, 2))
 
     @cached_property
-    def _amounts(self) -> tuple[Callable[[Sequence[Size]], list[int]], int] | None:
-        """The numbers by size of which patches are a multiple, and the factor; None if unknown.
+    def _amounts(self) -> tuple[str, int] | None:
+        """The name of numbers of which patches are a multiple, and the factor; None if unknown.
 
         An image is then one run of tokens, as long as the processor says.
         """
@@ -135,18 +134,11 @@ class Placeholders:
         if [image[:2] for image in measured] != [(self.feature_token, (n,)) for n in lengths]:
             return None
         patches = [image.patches for image in measured]
-        ways: list[Callable[[Sequence[Size]], list[int]]] = [
-            *(partial(self._named, f"num_image_{name}") for name in ("patches", "tokens")),
-            *(self._by_image_processor, self._tiles),
-        ]
-        for amounts in ways:
-            try:
-                found = amounts(_TRIALS)
-            except Exception:  # as above
-                continue
+        for name in ("num_image_patches", "num_image_tokens"):
+            found = self._named(name, _TRIALS)
             factor = patches[0] // max(found[0], 1)
             if [factor * amount for amount in found] == patches:
-                return amounts, factor
+                return name, factor
         return None
 
     def _named(self, name: str, sizes: Sequence[Size]) -> list[int]:
@@ -155,17 +147,6 @@ class Placeholders:
         pairs = [[*size[:2]] for size in sizes]
         found = self.processor._get_num_multimodal_tokens(image_sizes=pairs)
         return [int(amount) for amount in found[name]]
-
-    def _by_image_processor(self, sizes: Sequence[Size]) -> list[int]:
-        count = self.processor.image_processor.get_number_of_image_patches
-        return [int(count(height, width, dict(self._options))) for height, width, _ in sizes]
-
-    def _tiles(self, sizes: Sequence[Size]) -> list[int]:
-        """Return the tiles of LLaVA-NeXT and its relatives: a grid, and the image as a whole."""
-        pinpoints = self.processor.image_processor.image_grid_pinpoints
-        side = min(min(pinpoint) for pinpoint in pinpoints)
-        best = [select_best_resolution(size[:2], pinpoints) for size in sizes]
-        return [1 + (height // side) * (width // side) for height, width in best]
 
     def _measured(self, size: Size) -> Placeholder:
         from PIL import Image as PillowImage

@@ -11,7 +11,6 @@ from helpers.tiny import documents_of_lengths, tiny_tokenizer
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.plan import plan_run
-from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
 
 
@@ -76,23 +75,6 @@ def test_strips_of_groups_show_no_free_room(sharing):
     shows_room = sharing == "bin"
     assert ('<div class="strips">' in page) == ('class="free"' in page) == shows_room
     assert ("also where it shares tokens" in page) != shows_room
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_the_plan_names_groups_where_they_save_clearly_more(name):
-    off = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "off"))
-    found = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "bin")).prefixes
-    grouped = preview_epoch(previewed(answers(), *STEPS[name], "--prefix_sharing", "group"))
-    words = re.fullmatch(
-        r"prefix_sharing='group' would compute ([\d.]+)× fewer tokens", str(off.prefixes)
-    )
-    shared = grouped.prefixes
-    assert float(words[1]) == pytest.approx(shared.tokens / shared.computed, rel=0.1)
-    assert str(found).endswith(f" · {words[0]}")
-    assert "would compute" not in str(shared)
-    alike = [{"input_ids": [*range(6, 46), 50 + n % 9, n % 40]} for n in range(120)]
-    every = preview_epoch(previewed(alike, *STEPS[name], "--prefix_sharing", "off")).prefixes
-    assert every.saved_by_groups is None, "the prefix of all is shared in any row"
 
 
 def test_where_nothing_can_be_shared_there_is_no_section():

@@ -1,7 +1,7 @@
 """Previews of a run: its rows as text, and the report and collator of its trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
-from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -110,7 +109,7 @@ def report_on(
     counts: PreparationCounts | None,
 ) -> PackingReport:
     """Return the report on the epoch of a sampler that `sampling` has made of these documents."""
-    report = report_of(
+    return report_of(
         sampling,
         documents,
         sampler,
@@ -119,11 +118,6 @@ def report_on(
         prefix_sharing=sampling.options.prefix_sharing,
         tokens_per_micro_batch=sampling.static_tokens,
     )
-    may_group = sampler.groups is None and find_strategy(run.args.packing_strategy).shuffles
-    if report.prefixes is None or sampler.rows or sampler.draw is not None or not may_group:
-        return report
-    groups = sampling.groups(documents)
-    return replace(report, prefixes=report.prefixes.beside_groups(groups))
 
 
 def collator_of(run: PreviewedRun) -> PackedCollator:
