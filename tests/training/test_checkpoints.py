@@ -37,6 +37,20 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("each_node", [False, True])
+def test_a_checkpoint_is_marked_while_it_is_written_and_not_after(tmp_path, monkeypatch, each_node):
+    """With `save_on_each_node`, the first rank of another node marks its own."""
+    trainer = trainer_for(tmp_path, save_on_each_node=each_node)
+    if each_node:
+        monkeypatch.setattr(type(trainer.accelerator), "is_main_process", property(lambda _: False))
+    seen, save = [], trainer._save_rng_state
+    trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
+    trainer.train()
+    assert seen
+    assert all(MARK in files for files in seen)
+    assert not list(tmp_path.glob(f"*/{MARK}"))
+
+
 def test_a_checkpoint_is_uploaded_when_it_is_whole(tmp_path, monkeypatch):
     """``hub_strategy="checkpoint"`` uploads its folder, which is resumed elsewhere."""
     uploaded = []
