@@ -202,11 +202,13 @@ def test_half_a_character_and_a_template_that_asks_for_too_much_name_their_row(t
         ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
         (LABELLED, {**LABELLED, "input_ids": [5, 6, 2**63]}, "2.* in 'input_ids'.* 64 bits"),
         (TOKENS, {**TOKENS, "input_ids": [5, 6, -(2**63) - 1]}, "has -9.* in 'input_ids'.* 64 b"),
+        (LABELLED, {**LABELLED, "labels": [1, 2]}, "of the stream has 3 input_ids but 2 entries"),
+        (WEIGHTED, {**WEIGHTED, "loss_weights": [1, None, 1]}, "'loss_weights' has a missing"),
     ],
 )
 def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
     rows = [other if i == 31 else usual for i in range(40)]
-    with pytest.raises(ValueError, match=f"row 31 .*{sentence}"):
+    with pytest.raises(ValueError, match=f"(row|document) 31 .*{sentence}"):
         trainer_for(tmp_path, stream_of(rows), max_steps=20).train()
 
 

@@ -36,10 +36,11 @@ from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conver
 from trl_packing.data.turns import trained_spans
 
 
-def find_message_spans(chat, conversation, wanted):
-    """The text, and the spans of each wanted message."""
-    text, spans = trained_spans(chat, conversation, {n: 1.0 + n for n in wanted})
-    return text, {n: [(a, b) for a, b, weight in spans if weight == 1.0 + n] for n in wanted}
+def message_spans(chat, messages, wanted) -> list[str]:
+    """The texts of the wanted messages, each of one span."""
+    text, spans = trained_spans(chat, Conversation(messages), dict.fromkeys(wanted, 1.0))
+    assert len(spans) == len(wanted)
+    return [text[start:stop] for start, stop, _ in spans]
 
 
 # --- the whole way --------------------------------------------------------------------------------
@@ -47,13 +48,12 @@ def find_message_spans(chat, conversation, wanted):
 
 def trained(chat: ChatTemplate, rows, train_on="assistant") -> list[list[str]]:
     """The decoded runs of trained tokens of every row."""
-    return [runs_of(chat.tokenizer, row) for row in prepared(chat, rows, train_on)]
-
-
-def runs_of(tokenizer, row) -> list[str]:
-    mask = row["labels"] != -100
-    runs = np.split(row["input_ids"], np.flatnonzero(np.diff(mask)) + 1)
-    return [tokenizer.decode(run) for run in (runs[0::2] if mask[0] else runs[1::2])]
+    found = []
+    for row in prepared(chat, rows, train_on):
+        mask = row["labels"] != -100
+        runs = np.split(row["input_ids"], np.flatnonzero(np.diff(mask)) + 1)
+        found.append([chat.tokenizer.decode(run) for run in (runs if mask[0] else runs[1:])[::2]])
+    return found
 
 
 def assert_turns(name: str, chat: ChatTemplate, conversations) -> None:
@@ -76,14 +76,30 @@ def test_trained_spans_are_the_contents_of_the_assistant_and_stop_tokens(name, d
     assert_turns(name, ChatTemplate(tokenizer_for(name)), rows)
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama 2", "alpaca", "zephyr"])
+def test_sentencepiece_tokens_are_trained_if_they_hold_what_the_assistant_says(name):
+    tokenizer = sentence_tokenizer()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": ["<|im_end|>"]}
+    tokenizer.add_special_tokens(special)
+    tokenizer.chat_template = source_of(name)
+    messages = [*THREE, turn("user", "naïve"), turn("assistant", " 東京 🦙, naïve.\n")]
+    text, trained = tokenizer.apply_chat_template(messages, tokenize=False), set()
+    for number in (1, 3, 5, 7):
+        written = FORMATS[name].written(messages[number]["content"], number == 7)
+        start = text.index(written, max(trained, default=0))
+        trained |= {*range(start, start + len(written))}
+    held = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    [row] = prepared(ChatTemplate(tokenizer), [messages])
+    assert (row["labels"] != -100).tolist() == [bool(trained & {*range(*at)}) for at in held]
+
+
 @pytest.mark.parametrize("name", ["chatml", "alpaca"])
 def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_it_is(name):
     tokenizer = sentence_tokenizer()
     tokenizer.chat_template = source_of(name).replace("eos_token", "'[END]'")
     stop = "<|im_end|>" if name == "chatml" else "[END]"
     messages = [*SENTENCES, turn("user", ""), turn("assistant", "")]
-    text, spans = find_message_spans(ChatTemplate(tokenizer), Conversation(messages), [1, 3])
-    assert [text[start:stop] for [(start, stop)] in spans.values()] == ["Hello" + stop, stop]
+    assert message_spans(ChatTemplate(tokenizer), messages, [1, 3]) == ["Hello" + stop, stop]
 
 
 # --- which turns ----------------------------------------------------------------------------------
@@ -109,12 +125,10 @@ def test_messages_say_whether_they_are_trained_and_how_much(name):
 
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8", "gemma4", "llama3"])
 def test_the_assistant_may_speak_first(name):
-    chat = ChatTemplate(tokenizer_for(name))
     messages = [turn("system", "x"), turn("assistant", "Welcome"), *SENTENCES]
-    text, spans = find_message_spans(chat, Conversation(messages), [1, 3])
-    [(start, stop)] = spans[1]
-    assert "Welcome<" in text[start:stop]
-    assert text[start:stop].count("<|im_start|>") == 0
+    first, _ = message_spans(ChatTemplate(tokenizer_for(name)), messages, [1, 3])
+    assert "Welcome<" in first
+    assert "<|im_start|>" not in first
 
 
 # --- {% generation %} -----------------------------------------------------------------------------
@@ -127,14 +141,8 @@ def test_marked_turns_are_those_of_trl_token_by_token(name, data):
     tokenizer = tokenizer_for(name)
     messages = data.draw(conversations(not name.startswith("gemma_")))
     assert_marked_as_by_trl(tokenizer, messages)
-
-
-def test_a_last_character_of_several_tokens_is_trained_whole():
-    """Its first token may begin with the character before, which TRL's mask takes alone."""
-    tokenizer = tokenizer_for("diffusion_gemma_training")
-    assert_marked_as_by_trl(
-        tokenizer, [{"role": "user", "content": ""}, {"role": "assistant", "content": "aÀ"}]
-    )
+    if name == "diffusion_gemma_training":  # a last character of several tokens
+        assert_marked_as_by_trl(tokenizer, [turn("user", ""), turn("assistant", "aÀ")])
 
 
 def assert_marked_as_by_trl(tokenizer, messages):
@@ -262,20 +270,19 @@ def shifted(chat, conversation, weights):
     return text, [(a + 1, b + 1, weight) for a, b, weight in spans]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_spans_one_character_off_are_noticed(name, monkeypatch):
+GROWING_FAILS = ("qwen3", "glm4moe", "gptoss", "phi3", "qwen3_5_think", "chatml")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [*((name, shifted) for name in FORMATS), *((name, growing_prefixes) for name in GROWING_FAILS)],
+)
+def test_other_spans_are_noticed(name, wrong, monkeypatch):
     chat = ChatTemplate(tokenizer_for(name))
     assert_turns(name, chat, [THREE])
-    monkeypatch.setattr(row_format, "trained_spans", shifted)
+    monkeypatch.setattr(row_format, "trained_spans", wrong)
     with pytest.raises(AssertionError):
         assert_turns(name, chat, [THREE])
-
-
-@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "phi3", "qwen3_5_think", "chatml"])
-def test_growing_prefixes_are_noticed(name, monkeypatch):
-    monkeypatch.setattr(row_format, "trained_spans", growing_prefixes)
-    with pytest.raises(AssertionError):
-        assert_turns(name, ChatTemplate(tokenizer_for(name)), [THREE])
 
 
 # --- rendered by the compiled template ------------------------------------------------------------
@@ -303,24 +310,13 @@ def test_plain_texts_render_as_apply_chat_template_does(template):
             with pytest.raises(type(error)):
                 ours.render(Conversation(messages), generation_prompt=prompt)
         else:
-            assert ours._renders_directly
             assert ours.render(Conversation(messages), generation_prompt=prompt) == expected
 
 
-def test_a_tokenizer_that_renders_otherwise_is_asked_itself():
-    chat = sentence_tokenizer()
-    chat.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
-    apply = chat.apply_chat_template
-    chat.apply_chat_template = lambda *args, **kwargs: apply(*args, **kwargs).upper()
-    ours = ChatTemplate(chat)
-    assert not ours._renders_directly
-    assert ours.render(Conversation([{"role": "user", "content": "hi"}])) == "HI|"
-
-
-@pytest.mark.parametrize("source", ["{{ 'x' * 10**10 }}", "{{ 'x' * 10000000000 }}"])
-def test_a_template_that_would_not_end_is_refused(tmp_path, source):
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template += source
-    rows = [{"messages": [{"role": "user", "content": "Hi"}]}]
-    with pytest.raises(ValueError, match="a number above 10,000,000, in line"):
-        make_trainer(tmp_path, rows, tokenizer=tokenizer)
+def test_a_template_that_would_not_end_is_refused(tmp_path):
+    rows = [{"messages": SENTENCES}]
+    for source in ("{{ 'x' * 10**10 }}", "{{ 'x' * 10000000000 }}"):
+        tokenizer = tiny_tokenizer(chat=True)
+        tokenizer.chat_template += source
+        with pytest.raises(ValueError, match="a number above 10,000,000, in line"):
+            make_trainer(tmp_path, rows, tokenizer=tokenizer)

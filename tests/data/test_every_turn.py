@@ -20,14 +20,14 @@ from helpers.chat_templates import (
     conversations,
     prepared,
     reasoned,
+    source_of,
     tokenizer_for,
     turn,
     with_template,
 )
+from helpers.merging import merging_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.row_format import RowFormat
@@ -286,31 +286,13 @@ def test_a_template_that_raises_at_a_prefix_names_the_row_and_the_message():
 # --- tokens that merge ----------------------------------------------------------------------------
 
 
-def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE in which several line breaks are one token."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["\n\n\n\n", "a\n\nb", "t\n\n", "t\n"] * 5, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<|im_end|>",
-        extra_special_tokens=["<|im_start|>"],
-        chat_template=tokenizer_for("chatml").chat_template,
-    )
-
-
-@pytest.mark.parametrize("content", ["\n\nSo.", "\n", "So."])
+@pytest.mark.parametrize("content", ["### So.", "So."])
 def test_tokens_do_not_merge_where_the_prompt_ends(content):
     tokenizer = merging_tokenizer()
+    tokenizer.chat_template = source_of("chatml")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     messages = [turn("user", "Hi"), turn("assistant", content)]
     assert turns_of(tokenizer, messages) == [content + "<|im_end|>"]
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
-    together = tokenizer(prompt + content)["input_ids"]
-    merges = together[: len(tokenizer(prompt)["input_ids"])] != tokenizer(prompt)["input_ids"]
-    assert merges == content.startswith("\n"), "the case is tried"
+    alone, together = tokenizer(prompt)["input_ids"], tokenizer(prompt + content)["input_ids"]
+    assert (together[: len(alone)] != alone) == content.startswith("#"), "the case is tried"

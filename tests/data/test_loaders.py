@@ -1,16 +1,15 @@
 """Rows through any loader give the same documents, labels and weights, or one sentence."""
 
-import csv
 import json
 
 import datasets
 import pyarrow as pa
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
-from helpers.prepared import settings
-from helpers.tiny import tiny_model, tiny_tokenizer
+from harness import make_trainer
+from helpers.tiny import tiny_tokenizer
 
-from trl_packing import PackedSFTTrainer, load_prepared
+from trl_packing import load_prepared
 from trl_packing.cli import main
 
 
@@ -42,20 +41,23 @@ ROWS = {
 def json_lines(rows, folder):
     path = folder / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+    return str(path)
+
+
+def loaded(kind, file, folder, **options):
+    options |= {"data_files": file, "split": "train", "cache_dir": str(folder)}
+    return load_dataset(kind, **options)
 
 
 def from_csv(rows, folder):
-    with (folder / "rows.csv").open("w") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows({name: json.dumps(row[name]) for name in row} for row in rows)
-    return load_dataset("csv", data_files=str(folder / "rows.csv"), split="train")
+    texts = [{name: json.dumps(row[name]) for name in row} for row in rows]
+    Dataset.from_list(texts).to_csv(folder / "rows.csv")
+    return loaded("csv", str(folder / "rows.csv"), folder)
 
 
 def from_parquet(rows, folder):
     Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
-    return load_dataset("parquet", data_files=str(folder / "rows.parquet"), split="train")
+    return loaded("parquet", str(folder / "rows.parquet"), folder)
 
 
 def from_disk(rows, folder):
@@ -64,8 +66,7 @@ def from_disk(rows, folder):
 
 
 def from_jsonl(rows, folder, **options):
-    file = str(json_lines(rows, folder))
-    return load_dataset("json", data_files=file, split="train", cache_dir=str(folder), **options)
+    return loaded("json", json_lines(rows, folder), folder, **options)
 
 
 def sliced(rows, folder):
@@ -91,34 +92,25 @@ LOADERS = {
     "generator": lambda rows, folder: Dataset.from_generator(lambda: iter(rows)),
     "stream": lambda rows, folder: from_jsonl(rows, folder, streaming=True),
     "stream of a table": lambda rows, folder: Dataset.from_list(rows).to_iterable_dataset(),
-    "stream of a generator": lambda rows, folder: IterableDataset.from_generator(
-        lambda: iter(rows)
-    ),
+    "stream of a generator": lambda rows, _: IterableDataset.from_generator(lambda: iter(rows)),
 }
 
 
-def documents(rows, **changes):
+def documents(rows, folder, **changes):
     """Return the ids, labels and weights of the documents that a run trains."""
-    args = settings(max_steps=1, max_length=512, **changes)
-    trainer = PackedSFTTrainer(
-        tiny_model(), args, train_dataset=rows, processing_class=tiny_tokenizer(chat=True)
-    )
-    return [
-        (list(row["input_ids"]), list(row["labels"]), weights_of(row))
-        for row in trainer.train_dataset
-    ]
+    options = {"tokenizer": tiny_tokenizer(chat=True), "max_steps": 1, "max_length": 512, **changes}
+    found = []
+    for row in make_trainer(folder, rows, **options).train_dataset:
+        weights = row.get("loss_weights") or [float(label != -100) for label in row["labels"]]
+        found.append((list(row["input_ids"]), list(row["labels"]), list(weights)))
+    return found
 
 
-def documents_or_sentence(rows, **changes):
+def documents_or_sentence(*args, **changes):
     try:
-        return documents(rows, **changes)
+        return documents(*args, **changes)
     except ValueError as error:
         return str(error)
-
-
-def weights_of(row):
-    trained = [label != -100 for label in row["labels"]]
-    return list(row.get("loss_weights") or map(float, trained))
 
 
 @pytest.mark.parametrize("train_on", [None, "assistant", "every_turn"])
@@ -126,11 +118,11 @@ def weights_of(row):
 def test_every_loader_gives_the_same_documents_or_one_sentence(tmp_path, rows, train_on):
     if train_on == "every_turn" and '"train": true' in json.dumps(rows):
         pytest.skip("it trains no user")
-    wanted = documents(Dataset.from_list(rows), train_on=train_on)
+    wanted = documents(rows, tmp_path, train_on=train_on)
     for name, load in LOADERS.items():
         folder = tmp_path / name
         folder.mkdir()
-        found = documents_or_sentence(load(rows, folder), train_on=train_on)
+        found = documents_or_sentence(load(rows, folder), tmp_path, train_on=train_on)
         if not isinstance(found, str):
             assert found == wanted, name
         elif name == "csv":
@@ -141,9 +133,9 @@ def test_every_loader_gives_the_same_documents_or_one_sentence(tmp_path, rows, t
             assert "first row" in found
 
 
-def test_flags_in_a_later_row_are_read_and_decide():
+def test_flags_in_a_later_row_are_read_and_decide(tmp_path):
     """Control: they change what is trained."""
-    flagged, plain = (documents(Dataset.from_list(ROWS[name])) for name in ("later", "plain"))
+    flagged, plain = (documents(ROWS[name], tmp_path) for name in ("later", "plain"))
     assert plain[0][1] == plain[0][0]
     assert flagged[0][1].count(-100) > len(flagged[0][0]) / 3
 
@@ -153,5 +145,5 @@ def test_prepared_rows_are_those_of_the_run(tmp_path, name):
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
     data, out = json_lines(ROWS[name], tmp_path), tmp_path / "out"
     arguments = ["--model", str(tmp_path / "model"), "--max_length", "512"]
-    assert main(["prepare", str(data), str(out), *arguments]) == 0
-    assert documents(load_prepared(out)) == documents(Dataset.from_list(ROWS[name]))
+    assert main(["prepare", data, str(out), *arguments]) == 0
+    assert documents(load_prepared(out), tmp_path) == documents(ROWS[name], tmp_path)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.vision import NAMES, noise, tiny_processor, tiny_vision_model, vision_trainer
+from helpers.vision import NAMES, noise, tiny_processor, tiny_vision_model
 from PIL import Image as PillowImage
 
 from trl_packing.vision.batch import ImageBatches
@@ -81,36 +81,26 @@ def test_an_image_as_large_as_a_bomb_names_its_row(monkeypatch):
 # --- videos and audio -----------------------------------------------------------------------------
 
 
-def rows(part=None, with_images=True, **columns):
+def rows(part=None, **columns):
     parts = [{"type": "text", "text": "a"}] + ([part] if part else [])
     plain = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     made = {"messages": [plain, [{"role": "user", "content": parts}]]}
-    return Dataset.from_dict(made | ({"images": [[], []]} if with_images else {}) | columns)
+    return Dataset.from_dict(made | columns)
 
 
-OTHER_MEDIA = {
-    "row 1 of the train dataset: a message has a part of type 'video'": {
-        "part": {"type": "video", "text": None}
-    },
-    "row 1 of the train dataset: a message has a part of type 'audio'": {
-        "part": {"type": "audio", "text": None}
-    },
-    "row 1 of the train dataset: a message has a part of type 'video_url'": {
-        "part": {"type": "video_url", "video": "a.mp4", "text": None}
-    },
-    "row 1 of the train dataset has 'videos'": {"videos": [[], ["a.mp4"]]},
-    "row 1 of the train dataset has 'audio'": {"audio": [None, "a.wav"]},
-}
-
-
-@pytest.mark.parametrize("with_images", [True, False])
-@pytest.mark.parametrize("message", OTHER_MEDIA)
-def test_videos_and_audio_are_refused_by_name(message, with_images, tmp_path):
-    processor = tiny_processor(NAME)
-    model = tiny_vision_model(NAME, processor)
-    with pytest.raises(ValueError, match=message):
-        vision_trainer(
-            model, processor, tmp_path, rows(with_images=with_images, **OTHER_MEDIA[message])
-        )
-    good = rows(with_images=with_images, videos=[[], []], audio=[None, None])
-    vision_trainer(model, processor, tmp_path, good)
+@pytest.mark.parametrize("columns", [{"images": [[], []]}, {}], ids=["images", "no images"])
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        *(
+            ({"part": {"type": name, "text": None}}, f": a message has a part of type '{name}'")
+            for name in ("video", "audio", "video_url")
+        ),
+        ({"videos": [[], ["a.mp4"]]}, " has 'videos'"),
+        ({"audio": [None, "a.wav"]}, " has 'audio'"),
+    ],
+)
+def test_videos_and_audio_are_refused_by_name(columns, others, message, trainer_of):
+    with pytest.raises(ValueError, match="row 1 of the train dataset" + message):
+        trainer_of(rows(**columns, **others))
+    trainer_of(rows(**columns, videos=[[], []], audio=[None, None]))

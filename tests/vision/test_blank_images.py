@@ -120,7 +120,6 @@ def test_a_step_without_images_leaves_the_tower_without_gradients():
 @pytest.mark.parametrize(
     ("world_size", "fsdp", "deepspeed", "find_unused", "expected"),
     [
-        (1, False, False, None, False),
         (1, False, True, None, False),
         (2, False, False, True, False),
         (2, False, False, False, True),
@@ -128,14 +127,16 @@ def test_a_step_without_images_leaves_the_tower_without_gradients():
         (2, False, True, True, True),
     ],
 )
+@pytest.mark.parametrize("balances", [False, True])
 def test_ranks_wait_where_all_of_them_gather_or_reduce(
-    world_size, fsdp, deepspeed, find_unused, expected
+    world_size, fsdp, deepspeed, find_unused, expected, balances
 ):
-    args = SimpleNamespace(world_size=world_size, ddp_find_unused_parameters=find_unused)
     trainer = SimpleNamespace(
-        args=args, is_fsdp_enabled=fsdp, is_deepspeed_enabled=deepspeed, aux_loss_enabled=False
+        args=SimpleNamespace(world_size=world_size, ddp_find_unused_parameters=find_unused),
+        is_fsdp_enabled=fsdp,
+        is_deepspeed_enabled=deepspeed,
+        aux_loss_enabled=balances,
     )
-    assert ranks_wait_for_tower(trainer) == expected
-    trainer.aux_loss_enabled = True
-    with pytest.raises(ValueError, match="set router_aux_loss_coef") if expected else nullcontext():
-        ranks_wait_for_tower(trainer)
+    refused = pytest.raises(ValueError, match="set router_aux_loss_coef")
+    with refused if balances and expected else nullcontext():
+        assert ranks_wait_for_tower(trainer) == expected

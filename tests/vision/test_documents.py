@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.vision import NAMES, image_dataset, noise, tiny_processor, tiny_vision_model
-from helpers.vision import vision_trainer as trainer_of
+from helpers.vision import (
+    NAMES,
+    image_dataset,
+    noise,
+    tiny_processor,
+    tiny_vision_model,
+    vision_trainer,
+)
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.vision.documents import keys_of
@@ -34,7 +40,7 @@ def test_placeholders_follow_from_sizes(name):
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "idefics3"])
 def test_documents_are_those_of_trls_collator(name, form, tmp_path):
     processor, dataset = tiny_processor(name), image_dataset(form=form)
-    trainer = trainer_of(tiny_vision_model(name, processor), processor, tmp_path, dataset)
+    trainer = vision_trainer(tiny_vision_model(name, processor), processor, tmp_path, dataset)
     completion_only = form == "prompt_completion"
     collate = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=completion_only)
     for row, document in zip(dataset, trainer.train_dataset, strict=True):
@@ -56,37 +62,27 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("message", BAD_ROWS)
-def test_a_bad_row_is_named(message, tmp_path):
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_vision_model("qwen2_5_vl", processor)
+def test_a_bad_row_is_named(message, trainer_of):
     with pytest.raises(ValueError, match=message):
-        trainer_of(model, processor, tmp_path, row(**BAD_ROWS[message]))
+        trainer_of(row(**BAD_ROWS[message]))
 
 
 # --- overflow -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "truncate_prompt", "split", "overlap", "drop"])
-def test_a_document_with_images_is_whole_or_dropped_and_counted(overflow, tmp_path):
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_vision_model("qwen2_5_vl", processor)
+def test_a_document_with_images_is_whole_or_dropped_and_counted(overflow, trainer_of):
+    def with_images(trainer):
+        return [d["input_ids"] for d in trainer.train_dataset if max(d["image_ids"]) > 0]
+
     rows = image_dataset(form="messages")
-    whole = trainer_of(model, processor, tmp_path, rows).train_dataset
-    has_images = [max(ids) > 0 for ids in whole["image_ids"]]
-    lengths = [len(ids) for ids in whole["input_ids"]]
-    capacity = sorted(n for n, has in zip(lengths, has_images, strict=True) if has)[2]
-    options = {"max_length": capacity, "overflow": overflow}
-    trainer = trainer_of(model, processor, tmp_path, rows, **options)
-    kept = [
-        ids
-        for ids, length, has in zip(whole["input_ids"], lengths, has_images, strict=True)
-        if has and length <= capacity
-    ]
-    found = [d["input_ids"] for d in trainer.train_dataset if max(d["image_ids"]) > 0]
-    assert found == kept
-    assert len(kept) < sum(has_images), "the control: some are too long"
-    counts = trainer._run_data.counts["train"]
-    dropped = sum(has_images) - len(kept)
+    whole = with_images(trainer_of(rows))
+    capacity = sorted(map(len, whole))[2]
+    trainer = trainer_of(rows, max_length=capacity, overflow=overflow)
+    kept = [ids for ids in whole if len(ids) <= capacity]
+    assert with_images(trainer) == kept
+    dropped = len(whole) - len(kept)
+    assert dropped > 0, "the control: some are too long"
     said = f"({dropped} documents with images dropped)" if overflow != "drop" else ": dropped"
-    assert said in str(counts)
+    assert said in " ".join(str(trainer.packing_report).split())
     trainer.train()

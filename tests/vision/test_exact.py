@@ -7,30 +7,22 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.vision.batch import ImageBatches
 
-LAYOUTS = {
-    "one micro-batch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-    "three of a bin": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
-    "padding-free": {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "packing": False,
-    },
-    "documents_per_step": {
-        "documents_per_step": 8,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-    },
-}
 
-_FAST = {"qwen2_5_vl", "llava", "gemma3"}
-_ONE = next(iter(LAYOUTS))
+def sized(size, accumulated, **more):
+    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulated}
+    return sizes | more
+
+
+LAYOUTS = {
+    "one micro-batch": sized(4, 1),
+    "three of a bin": sized(1, 4),
+    "padding-free": sized(4, 2, packing=False),
+    "documents_per_step": sized(2, 2, documents_per_step=8),
+}
+_FAST = [(name, "one micro-batch") for name in ("qwen2_5_vl", "llava", "gemma3")]
+_FAST += [("qwen2_5_vl", layout) for layout in LAYOUTS]
 CASES = [
-    pytest.param(
-        *(name, layout),
-        marks=[]
-        if name in _FAST and (layout == _ONE or name == "qwen2_5_vl")
-        else pytest.mark.slow,
-    )
+    pytest.param(name, layout, marks=[] if (name, layout) in _FAST else pytest.mark.slow)
     for name in NAMES
     for layout in LAYOUTS
 ]

@@ -64,24 +64,21 @@ def test_positions_without_the_row_of_text_leak_through_the_models_mask(monkeypa
     assert checked("documents").verdict == "isolated"  # its boundaries come from elsewhere
 
 
-def test_gemma3_runs_by_the_next_exact_backend(tmp_path):
-    processor = tiny_processor("gemma3")
-    model = tiny_vision_model("gemma3", processor)
-    _, _, trainer = packed(
-        model, processor, image_dataset(), tmp_path, **LAYOUTS["one micro-batch"]
-    )
-    assert trainer.attention.backend == "mask"
-    assert "leaks by" in trainer.attention.reason
-    assert "with images" in trainer.attention.reason
-
-
-def test_gemma3_does_not_run_without_the_check_that_finds_its_backend(tmp_path):
+@pytest.mark.parametrize("check", ["error", "off"])
+def test_gemma3_runs_by_the_next_exact_backend_or_not_without_the_check_that_finds_it(
+    check, tmp_path
+):
     """The backend of text is off by tens of percent with its images."""
     processor = tiny_processor("gemma3")
-    model = tiny_vision_model("gemma3", processor)
-    options = LAYOUTS["one micro-batch"] | {"isolation_check": "off"}
-    with pytest.raises(ValueError, match="isolation_check='off' with images on gemma3"):
-        packed(model, processor, image_dataset(), tmp_path, **options)
+    options = {**LAYOUTS["one micro-batch"], "isolation_check": check}
+    given = (tiny_vision_model("gemma3", processor), processor, image_dataset(), tmp_path)
+    if check == "off":
+        with pytest.raises(ValueError, match="isolation_check='off' with images on gemma3"):
+            packed(*given, **options)
+        return
+    attention = packed(*given, **options)[2].attention
+    assert attention.backend == "mask"
+    assert all(words in attention.reason for words in ("leaks by", "with images"))
 
 
 def test_a_tower_that_mixes_the_images_of_a_row_is_found():

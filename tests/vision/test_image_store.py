@@ -80,17 +80,13 @@ def test_images_are_those_that_datasets_decodes():
 
 
 def test_rows_of_several_data_sets_have_numbers_of_their_own(tmp_path):
-    path = tmp_path / "one.png"
+    path, texts = tmp_path / "one.png", {"text": ["a"] * 2}
     path.write_bytes(BYTES["PNG"])
     store = ImageStore()
-    store.take(Dataset.from_dict({"image": [str(path)] * 2, "text": ["a"] * 2}), "train")
-    numbered = store.take(
-        Dataset.from_dict({"image": [BYTES["gray"], None], "text": ["a"] * 2}), "eval"
-    )
+    store.take(Dataset.from_dict({"image": [str(path)] * 2, **texts}), "train")
+    numbered = store.take(Dataset.from_dict({"image": [BYTES["gray"], None], **texts}), "eval")
     assert numbered[IMAGE_ROW] == [2, 3]
-    assert store.sizes(1).tolist() == [[20, 30]]
-    assert store.sizes(2).tolist() == [[5, 6]]
-    assert store.sizes(3).tolist() == []
+    assert [store.sizes(row).tolist() for row in (1, 2, 3)] == [[[20, 30]], [[5, 6]], []]
     assert store.name_of(3) == "row 1 of the eval dataset"
 
 

@@ -5,11 +5,8 @@ import torch
 from architectures import tiny_processors, tiny_vision
 from datasets import Dataset
 from helpers.vision import image_dataset, noise
-from helpers.vision import vision_trainer as trainer_of
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from trl_packing.packing.sampler import ImageLoads
-from trl_packing.training.columns import documents_of
 from trl_packing.vision import support
 from trl_packing.vision.sizes import Placeholders, patch_size_of
 
@@ -29,19 +26,17 @@ class TowerPositions:
 
     def __init__(self, model):
         self.calls = []
-        of_pixels = [
-            module for name, module in model.named_modules() if _reads_pixels(name, module)
-        ]
+        of_pixels = [module for name, module in model.named_modules() if reads_pixels(name, module)]
         assert of_pixels
         for module in of_pixels:
-            module.register_forward_hook(self._count)
+            module.register_forward_hook(self.count)
 
-    def _count(self, module, _, output):
+    def count(self, module, _, output):
         width = getattr(module, "out_channels", None) or module.out_features
         self.calls.append(output.numel() // width)
 
 
-def _reads_pixels(name, module):
+def reads_pixels(name, module):
     if isinstance(module, torch.nn.Linear):
         return name.endswith("patch_embedder.input_proj")  # gemma4
     return isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)) and module.in_channels == 3
@@ -66,52 +61,29 @@ def test_patches_by_size_are_those_of_the_tower(name):
         assert placeholders.of((height, width, 1)).patches == sum(tower.calls)
 
 
-def loads_of(trainer) -> tuple[Dataset, ImageLoads]:
-    dataset = trainer.train_dataset
-    documents = documents_of(dataset, None)
-    return dataset, trainer._sampling.image_loads(documents)
-
-
 @pytest.mark.parametrize("options", [{}, {"overflow": "split", "max_length": 90}])
-def test_loads_of_documents_are_those_of_their_images(options, model, processor, tmp_path):
-    options = options | {"shuffle_dataset": True}
-    trainer = trainer_of(model, processor, tmp_path, image_dataset(), **options)
-    dataset, loads = loads_of(trainer)
+def test_the_report_counts_the_images_of_its_documents(options, trainer_of, processor):
+    trainer = trainer_of(shuffle_dataset=True, **options)
     feature = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    for number, document in enumerate(dataset):
-        tokens = document["input_ids"].count(feature)
-        assert loads.tokens[number] == tokens
-        assert loads.patches[number] == 4 * tokens  # 2 × 2 patches are one token
-        assert loads.images[number] == len({i for i in document["image_ids"] if i})
-    assert loads.images.sum() == (8 if not options.get("overflow") else loads.images.sum())
-
-
-def test_text_has_no_loads(model, processor, tmp_path):
-    rows = [{"prompt": "Hi", "completion": " there"}] * 4
-    trainer = trainer_of(model, processor, tmp_path, Dataset.from_list(rows))
-    assert loads_of(trainer)[1] is None
-    assert trainer.packing_report.images is None
-
-
-def test_the_report_counts_images(model, processor, tmp_path):
-    trainer = trainer_of(model, processor, tmp_path, image_dataset())
-    _, loads = loads_of(trainer)
+    tokens = sum(ids.count(feature) for ids in trainer.train_dataset["input_ids"])
+    images = [len({*ids} - {0}) for ids in trainer.train_dataset["image_ids"]]
     counts = trainer.packing_report.images
-    assert (counts.images, counts.documents) == (8, 6)
-    assert counts.tokens == loads.tokens.sum()
-    assert f"images       8 in 6 documents · {counts.tokens:,} tokens" in str(
-        trainer.packing_report
-    )
+    documents = len(images) - images.count(0)
+    assert (counts.images, counts.documents) == (sum(images), documents)
+    assert (counts.tokens, counts.patches) == (tokens, 4 * tokens)  # 2 × 2 patches are one token
+    assert counts.images == 8 or options
+    words = f"images       {counts.images} in {documents} document"
+    assert words in str(trainer.packing_report)
     assert '"images": {' in trainer.packing_report.to_json()
 
 
 @pytest.mark.slow
-def test_the_tower_never_computes_more_than_max_patches(model, processor, tmp_path):
+def test_the_tower_never_computes_more_than_max_patches(trainer_of):
     most = {}
     for limit in (200, None):
         options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 1}
         options |= {"max_length": 1000, "isolation_check": "off", "max_patches": limit}
-        trainer = trainer_of(model, processor, tmp_path, image_dataset(32), **options)
+        trainer = trainer_of(image_dataset(32), **options)
         tower = TowerPositions(trainer.model)
         trainer.train()
         most[limit] = max(tower.calls)
@@ -127,21 +99,18 @@ def test_the_tower_never_computes_more_than_max_patches(model, processor, tmp_pa
         ({"max_patches": 8}, "patches, but max_patches=8; raise max_patches"),
         ({"max_patches": 0}, "max_patches=0 must be at least 1"),
         ({"max_patches": 400, "packing": False}, "packing=False: max_patches limits bins"),
-        (
-            {"max_patches": 400, "documents_per_step": 4},
-            "documents_per_step=4: max_patches limits bins",
-        ),
+        ({"max_patches": 400, "documents_per_step": 4}, "documents_per_step=4: max_patches lim"),
     ],
 )
-def test_limits_that_cannot_hold_are_refused(options, message, model, processor, tmp_path):
+def test_limits_that_cannot_hold_are_refused(options, message, trainer_of):
     with pytest.raises(ValueError, match=message):
-        trainer_of(model, processor, tmp_path, image_dataset(), **options)
+        trainer_of(**options)
 
 
-def test_a_limit_of_patches_needs_images(model, processor, tmp_path):
+def test_a_limit_of_patches_needs_images(trainer_of):
     rows = Dataset.from_list([{"prompt": "Hi", "completion": " there"}] * 4)
+    assert trainer_of(rows).packing_report.images is None
     with pytest.raises(ValueError, match="max_patches=8 limits the images of a bin"):
-        trainer_of(model, processor, tmp_path, rows, max_patches=8)
-    stream = image_dataset().to_iterable_dataset()
+        trainer_of(rows, max_patches=8)
     with pytest.raises(ValueError, match="max_patches=8, but a data set is a stream"):
-        trainer_of(model, processor, tmp_path, stream, max_patches=8)
+        trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)

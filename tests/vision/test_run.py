@@ -6,7 +6,6 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from harness import TWO_RUNS, assert_exact
 from helpers.vision import image_dataset, noise
-from helpers.vision import vision_trainer as trainer_of
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
@@ -17,47 +16,56 @@ from trl_packing.vision.batch import ImageBatches
 
 
 @pytest.mark.slow
-def test_evaluation_loss_is_that_of_the_documents_alone(model, processor, tmp_path):
-    evaluated = image_dataset(6)
-    trainer = trainer_of(model, processor, tmp_path, eval_dataset=evaluated)
-    loss, _ = alone(model, processor, evaluated, completion_only_loss=True)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=TWO_RUNS)
-
-
-@pytest.mark.slow
-def test_padded_evaluation_gives_the_same_loss_and_sees_the_images(model, processor, tmp_path):
-    seen = {}
+@pytest.mark.parametrize("padded", [False, True])
+def test_evaluation_loss_is_that_of_the_documents_alone(padded, model, processor, trainer_of):
+    seen, evaluated = [], image_dataset(6)
 
     def keep(predictions):
-        seen["logits"] = predictions.predictions
+        seen.extend(predictions.predictions)
         return {}
 
-    evaluated = image_dataset(4)
-    trainer = trainer_of(model, processor, tmp_path, eval_dataset=evaluated, compute_metrics=keep)
+    trainer = trainer_of(eval_dataset=evaluated, compute_metrics=keep if padded else None)
     loss, _ = alone(model, processor, evaluated, completion_only_loss=True)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=TWO_RUNS)
-    assert len(seen["logits"]) == 4
+    assert len(seen) == 6 * padded
 
 
 @pytest.mark.slow
-def test_a_stream_of_texts_is_evaluated_beside_images(model, processor, tmp_path):
+def test_a_stream_of_texts_is_evaluated_beside_images(processor, trainer_of):
     ids = processor.tokenizer("a color and another color")["input_ids"]
     texts = Dataset.from_list([{"input_ids": ids, "labels": ids}] * 3)
-    streamed = trainer_of(model, processor, tmp_path, eval_dataset=texts.to_iterable_dataset())
-    loaded = trainer_of(model, processor, tmp_path, eval_dataset=texts)
-    assert streamed.evaluate()["eval_loss"] == pytest.approx(loaded.evaluate()["eval_loss"])
+    streamed, loaded = (
+        trainer_of(eval_dataset=rows).evaluate()["eval_loss"]
+        for rows in (texts.to_iterable_dataset(), texts)
+    )
+    assert streamed == pytest.approx(loaded)
 
 
 @pytest.mark.slow
 def test_workers_change_nothing(model, processor, tmp_path):
-    options = LAYOUTS["three of a bin"]
-    loss, gradients, _ = packed(model, processor, image_dataset(), tmp_path, **options)
-    with_workers = {"dataloader_num_workers": 2, "dataloader_persistent_workers": False}
-    found, others, _ = packed(
-        model, processor, image_dataset(), tmp_path, **options, **with_workers
-    )
-    assert found == loss
-    assert all(torch.equal(others[name], gradients[name]) for name in gradients)
+    found = [
+        packed(model, processor, image_dataset(), tmp_path, **LAYOUTS["three of a bin"], **workers)
+        for workers in (
+            {},
+            {"dataloader_num_workers": 2, "dataloader_persistent_workers": False},
+        )
+    ]
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], value) for name, value in found[0][1].items())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_in_the_same_weights(trainer_of):
+    options = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
+    options |= {"per_device_train_batch_size": 1, "max_patches": 400}
+    rows = image_dataset(16)
+    whole, rest, fresh = (trainer_of(rows, **options) for _ in range(3))
+    whole.train()
+    rest.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(whole.model.parameters(), fresh.model.parameters(), strict=True)
+    assert not all(torch.equal(one, other) for one, other in pairs), "the control"
 
 
 @pytest.mark.slow
@@ -69,16 +77,11 @@ def test_documents_per_step_and_weights_reach_the_loss(model, processor, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"append_eos": True},
-        {"static_shapes": True},
-        {"response_template": "Answer"},
-    ],
+    "options", [{"append_eos": True}, {"static_shapes": True}, {"response_template": "Answer"}]
 )
-def test_settings_that_images_cannot_serve_are_refused(options, model, processor, tmp_path):
+def test_settings_that_images_cannot_serve_are_refused(options, trainer_of):
     with pytest.raises(ValueError, match=next(iter(options))):
-        trainer_of(model, processor, tmp_path, **options)
+        trainer_of(**options)
 
 
 def with_payload():
@@ -106,10 +109,9 @@ TRLS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", TRLS)
-def test_runs_that_only_trl_can_serve_take_its_path(reason, model, processor, tmp_path):
+def test_runs_that_only_trl_can_serve_take_its_path(reason, trainer_of):
     changes = {name: make() for name, make in TRLS[reason].items()}
-    options = {"packing": PackedSFTConfig.packing} | changes
-    trainer = trainer_of(model, processor, tmp_path, **options)
+    trainer = trainer_of(**{"packing": PackedSFTConfig.packing} | changes)
     assert reason in trainer._trl_path
     assert isinstance(trainer.data_collator, DataCollatorForVisionLanguageModeling)
 
@@ -126,9 +128,7 @@ def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
 WAY_OUT = "SFTTrainer trains rows with images padded"
 
 
-def test_a_processor_that_contradicts_its_arithmetic_is_refused(
-    model, processor, tmp_path, monkeypatch
-):
+def test_a_processor_that_contradicts_its_arithmetic_is_refused(processor, trainer_of, monkeypatch):
     """It adds a token to every image that is not blank."""
     # `tiny_processor` makes a class each time: patch the method that it inherits.
     real = type(processor).__mro__[1]
@@ -141,18 +141,18 @@ def test_a_processor_that_contradicts_its_arithmetic_is_refused(
 
     monkeypatch.setattr(real, "replace_image_token", brighter)
     with pytest.raises(ValueError, match=rf"row 0 of the train .* by its image sizes.*{WAY_OUT}"):
-        trainer_of(model, processor, tmp_path)
+        trainer_of()
 
 
-def test_weights_that_trls_path_would_ignore_are_refused(model, processor, tmp_path, monkeypatch):
+def test_weights_that_trls_path_would_ignore_are_refused(trainer_of, monkeypatch):
     monkeypatch.setattr(support, "FAMILIES", ())
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
     with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
-        trainer_of(model, processor, tmp_path, dataset, packing=False)
+        trainer_of(dataset, packing=False)
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "documents"}])
-def test_no_exact_backend_is_refused(model, processor, tmp_path, monkeypatch, options):
+def test_no_exact_backend_is_refused(trainer_of, monkeypatch, options):
     """Rows of several documents have their images in the wrong order."""
     right = ImageBatches.tensors
 
@@ -164,7 +164,7 @@ def test_no_exact_backend_is_refused(model, processor, tmp_path, monkeypatch, op
 
     monkeypatch.setattr(ImageBatches, "tensors", swapped)
     with pytest.raises(RuntimeError, match=rf"LEAK.*{WAY_OUT}"):
-        trainer_of(model, processor, tmp_path, **options).train()
+        trainer_of(**options).train()
 
 
 # --- curriculum -----------------------------------------------------------------------------------
@@ -173,12 +173,12 @@ def test_no_exact_backend_is_refused(model, processor, tmp_path, monkeypatch, op
 @pytest.mark.parametrize(
     ("curriculum", "layout"), [("length", "bins"), ("hardness", "bins"), ("length", "documents")]
 )
-def test_documents_with_images_come_in_order(curriculum, layout, model, processor, tmp_path):
+def test_documents_with_images_come_in_order(curriculum, layout, trainer_of):
     rows = concatenate_datasets([image_dataset(12)] * 4)
     rows = rows.add_column("hardness", np.random.default_rng(0).random(len(rows)))
     options = {"documents_per_step": 4} if layout == "documents" else {"max_patches": 400}
     options |= {"curriculum": curriculum, "per_device_train_batch_size": 1}
-    trainer = trainer_of(model, processor, tmp_path, rows, **options)
+    trainer = trainer_of(rows, **options)
     documents = documents_of(trainer.train_dataset, None)
     sampler = trainer._sampling.for_training(documents)
     batches = sampler.micro_batches()

@@ -5,8 +5,7 @@ import pytest
 from datasets import Dataset
 from harness import assert_exact
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-from helpers.vision import image_dataset
-from helpers.vision import vision_trainer as trainer_of
+from helpers.vision import image_dataset, vision_trainer
 from vision.test_exact import batches_of, packed, trained_alone
 
 from trl_packing.tools.preview.preview import preview_epoch
@@ -70,19 +69,14 @@ def test_a_mixture_equals_its_documents_one_at_a_time(layout, model, processor, 
         assert_exact(found, others)
 
 
-def test_sets_of_every_form_become_the_documents_that_they_are_alone(model, processor, tmp_path):
+def test_sets_of_every_form_become_the_documents_that_they_are_alone(trainer_of):
     """Also texts that TRL's code prepares, and tokens; these have no columns of images."""
     lines = Dataset.from_dict({"prompt": ["What is this?"] * 3, "completion": ["It is a."] * 3})
     tokens = Dataset.from_list(documents_of_lengths([9, 4, 7]))
     given = {**sets(), "lines": lines, "tokens": tokens}
-    found = documents_of(trainer_of(model, processor, tmp_path, given).train_dataset, None)
-    expected = [
-        document
-        for rows in given.values()
-        for document in documents_of(
-            trainer_of(model, processor, tmp_path, rows).train_dataset, None
-        )
-    ]
+    found = documents_of(trainer_of(given).train_dataset, None)
+    alone = (documents_of(trainer_of(rows).train_dataset, None) for rows in given.values())
+    expected = [document for documents in alone for document in documents]
     assert len(found) == len(expected) == 24
     for one, other in zip(found, expected, strict=True):
         for column in ("input_ids", "labels"):
@@ -90,9 +84,9 @@ def test_sets_of_every_form_become_the_documents_that_they_are_alone(model, proc
         assert one["image_ids"].any() == other.get("image_ids", np.zeros(1)).any()
 
 
-def test_answers_alone_are_trained_with_images_and_without(model, processor, tmp_path):
+def test_answers_alone_are_trained_with_images_and_without(processor, trainer_of):
     given = {"pictures": image_dataset(form="messages"), "chats": chats()}
-    trainer = trainer_of(model, processor, tmp_path, given, train_on="assistant")
+    trainer = trainer_of(given, train_on="assistant")
     answers = [row["messages"][-1]["content"] for rows in given.values() for row in rows]
     for document, answer in zip(trainer.train_dataset, answers, strict=True):
         words = answer if isinstance(answer, str) else answer[0]["text"]
@@ -100,11 +94,11 @@ def test_answers_alone_are_trained_with_images_and_without(model, processor, tmp
         assert processor.tokenizer.decode(trained) == words + "<|im_end|>"
 
 
-def test_the_report_counts_images_as_often_as_they_are_drawn(model, processor, tmp_path):
+def test_the_report_counts_images_as_often_as_they_are_drawn(model, processor, trainer_of):
     given = {"pictures": image_dataset(), "chats": chats(40)}
-    once = trainer_of(model, processor, tmp_path, given).packing_report.images
+    once = trainer_of(given).packing_report.images
     mixture = {"pictures": {"epochs": 3}, "chats": {"epochs": 0.1}}
-    trainer = trainer_of(model, processor, tmp_path, given, mixture=mixture)
+    trainer = trainer_of(given, mixture=mixture)
     report = trainer.packing_report
     assert once.images == 8
     assert (report.images.images, report.images.documents) == (24, 18)
@@ -115,10 +109,10 @@ def test_the_report_counts_images_as_often_as_they_are_drawn(model, processor, t
     assert str(preview_epoch(PreviewedRun.from_call(call)).images) == str(report.images)
 
 
-def test_images_are_checked_although_a_thousand_texts_are_shorter(model, processor, tmp_path):
+def test_images_are_checked_although_a_thousand_texts_are_shorter(trainer_of):
     tokens = Dataset.from_list(documents_of_lengths([3 + n % 4 for n in range(1_100)]))
     given = {"tokens": tokens, "pictures": image_dataset()}
-    trainer = trainer_of(model, processor, tmp_path, given)
+    trainer = trainer_of(given)
     trainer._guard.sample(trainer.train_dataset, 320)
     probes = trainer._guard._with_images
     assert [sum(map(len, probe["images"])) for probe in probes] == [2, 1, 0]
@@ -127,27 +121,28 @@ def test_images_are_checked_although_a_thousand_texts_are_shorter(model, process
 # --- refused --------------------------------------------------------------------------------------
 
 
-def test_a_dictionary_that_only_trl_could_train_is_refused(model, processor, tmp_path, monkeypatch):
+def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, tmp_path, monkeypatch):
     refusal = "train_dataset is a dictionary, which only packed runs train, but "
     streams = {name: rows.to_iterable_dataset() for name, rows in sets().items()}
     shares = {name: {"weight": 1} for name in streams}
-    with pytest.raises(ValueError, match=f"{refusal}a data set is a stream with images"):
-        trainer_of(model, processor, tmp_path, streams, mixture=shares)
-    with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
-        trainer_of(model, processor, tmp_path, sets(), packing_strategy="wrapped")
-    with monkeypatch.context() as patch:
-        patch.setattr(support, "FAMILIES", ())
-        with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
-            trainer_of(model, processor, tmp_path, sets())
+    for given, options, words in (
+        (streams, {"mixture": shares}, "a data set is a stream with images"),
+        (sets(), {"packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts"),
+    ):
+        with pytest.raises(ValueError, match=refusal + words):
+            trainer_of(given, **options)
     with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
-        trainer_of(tiny_model(), tiny_tokenizer(chat=True), tmp_path, sets())
+        vision_trainer(tiny_model(), tiny_tokenizer(chat=True), tmp_path, sets())
+    monkeypatch.setattr(support, "FAMILIES", ())
+    with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
+        trainer_of(sets())
 
 
 # --- before a run ---------------------------------------------------------------------------------
 
 
-def test_a_preview_prepares_the_documents_of_the_trainer(model, processor, tmp_path):
-    trainer = trainer_of(model, processor, tmp_path, sets(), mixture=MIXTURE)
+def test_a_preview_prepares_the_documents_of_the_trainer(model, processor, trainer_of):
+    trainer = trainer_of(sets(), mixture=MIXTURE)
     run = PreviewedRun.from_call(TrainerCall(model, trainer.args, sets(), processor))
     prepared, _ = run.documents()
     for column in ("input_ids", "labels", "image_ids"):
