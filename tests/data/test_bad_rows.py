@@ -203,7 +203,6 @@ def test_half_a_character_and_a_template_that_asks_for_too_much_name_their_row(t
         (LABELLED, {**LABELLED, "input_ids": [5, 6, 2**63]}, "2.* in 'input_ids'.* 64 bits"),
         (TOKENS, {**TOKENS, "input_ids": [5, 6, -(2**63) - 1]}, "has -9.* in 'input_ids'.* 64 b"),
         (LABELLED, {**LABELLED, "labels": [1, 2]}, "of the stream has 3 input_ids but 2 entries"),
-        (WEIGHTED, {**WEIGHTED, "loss_weights": [1, None, 1]}, "'loss_weights' has a missing"),
     ],
 )
 def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
@@ -215,6 +214,12 @@ def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
 def test_a_stream_of_rows_that_were_packed_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"train stream were packed before.*as a Dataset"):
         trainer_for(tmp_path, stream_of([PACKED] * 4))
+
+
+def test_a_stream_with_a_missing_weight_is_refused(tmp_path):
+    rows = [WEIGHTED, {**WEIGHTED, "loss_weights": [1.0, None, 1.0]}]
+    with pytest.raises(ValueError, match="'loss_weights' has a missing"):
+        trainer_for(tmp_path, stream_of(rows)).train()
 
 
 @pytest.mark.parametrize("rows", [[], [{**TOKENS, "labels": [-100] * 3}] * 3])

@@ -20,7 +20,6 @@ from helpers.chat_templates import (
     conversations,
     prepared,
     reasoned,
-    source_of,
     tokenizer_for,
     turn,
     with_template,
@@ -286,13 +285,18 @@ def test_a_template_that_raises_at_a_prefix_names_the_row_and_the_message():
 # --- tokens that merge ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["### So.", "So."])
+ASKS = """\
+{% for m in messages %}{{ 'A?' if m.role == 'assistant' else '' }}{{ m.content }}<|im_end|>\
+{% endfor %}{{ 'A?' if add_generation_prompt else '' }}"""
+
+
+@pytest.mark.parametrize("content", ["\nSo.", "So."])
 def test_tokens_do_not_merge_where_the_prompt_ends(content):
     tokenizer = merging_tokenizer()
-    tokenizer.chat_template = source_of("chatml")
-    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.chat_template = ASKS
+    tokenizer.add_tokens(["<|im_end|>"], special_tokens=True)
     messages = [turn("user", "Hi"), turn("assistant", content)]
     assert turns_of(tokenizer, messages) == [content + "<|im_end|>"]
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
     alone, together = tokenizer(prompt)["input_ids"], tokenizer(prompt + content)["input_ids"]
-    assert (together[: len(alone)] != alone) == content.startswith("#"), "the case is tried"
+    assert (together[: len(alone)] != alone) == content.startswith("\n"), "the case is tried"
