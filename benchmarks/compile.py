@@ -108,7 +108,8 @@ def measure(options: dict[str, Any], steps: int, layers: int, result: Any) -> No
         )
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    graphs, padding = counters["stats"]["unique_graphs"], trainer.packing_report.padding or 0.0
+    graphs = counters["stats"]["unique_graphs"]
+    padding = 1 - (trainer.packing_report.utilization or 1)
     result.send((timer.seconds, losses, graphs, padding))
 
 

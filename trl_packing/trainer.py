@@ -72,7 +72,7 @@ from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.report import PackingReport, RunReport, describe_packing, with_tag
+from trl_packing.training.report import PackingReport, RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, source_sets
 from trl_packing.training.run_recorder import RunRecorder
@@ -146,6 +146,7 @@ class PackedSFTTrainer(SFTTrainer):
         RuntimeError: documents leak into each other; raised by `train` and `evaluate`.
     """
 
+    _tag_names = [*SFTTrainer._tag_names, "trl-packing"]  # noqa: RUF012
     _run_report: RunReport | None = None  # until the packed run is built
     model_accepts_loss_kwargs: bool
     train_dataset: Any
@@ -478,15 +479,6 @@ class PackedSFTTrainer(SFTTrainer):
             self._epochs.save(checkpoint)
             self._recorder.save(checkpoint)
             super()._save_checkpoint(model, trial)
-
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None
-    ) -> None:
-        """Say in the model card what was packed, lost and checked; not on TRL's path."""
-        report = self.packing_report
-        super().create_model_card(model_name, dataset_name, with_tag(tags) if report else tags)
-        if report and self.is_world_process_zero():
-            describe_packing(self.args.output_dir, report)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""

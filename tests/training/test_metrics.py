@@ -15,7 +15,6 @@ import torch
 from harness import make_trainer
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_tokenizer
-from transformers import TrainerCallback
 
 from trl_packing import PackedCollator, PackedSFTTrainer
 from trl_packing.attention.flops import model_flops, peak_flops

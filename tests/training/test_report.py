@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 from harness import make_trainer
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
-from trl import SFTTrainer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.data.counts import PreparationCounts
@@ -66,8 +65,8 @@ def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
     packed.train()
     here = packed.state.epoch
     assert 1 < here == pytest.approx(12 / report.steps_per_epoch)
-    assert f"max_steps=12 is {here:.1f} epochs here, {12 / 15:.1f} if padded; " in text
-    assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.1f} epochs here, 0.2 if padded" in text
+    assert f"max_steps=12 is {here:.2g} epochs here, {12 / 15:.2g} if padded; " in text
+    assert f"warmup_steps=3 is {3 / report.steps_per_epoch:.2g} epochs here, 0.2 if padded" in text
     assert "eval_steps=4 is" in text
     assert "save_steps" not in text, "500 is nobody's choice"
     padded = trainer_for(tmp_path, 30, packing=False, **settings).packing_report
@@ -76,13 +75,11 @@ def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
 
 def test_few_steps_and_large_micro_batches_are_warned_of(tmp_path):
     warning, large = "warning: 5 optimizer steps an epoch", "the largest micro-batch seen has"
-    few, several, single, many = (
+    few, several, many = (
         " ".join(str(trainer_for(tmp_path, n, documents_per_step=size).packing_report).split())
-        for n, size in ((50, 10), (50, 2), (5, 1), (50, 25))
+        for n, size in ((50, 10), (50, 2), (50, 25))
     )
-    assert f"{warning}; documents_per_step=2 makes 25" in few
-    assert warning in single
-    assert f"{warning};" not in single
+    assert f"{warning}; a smaller documents_per_step or" in few
     assert large in many
     assert warning not in several
     assert large not in several
@@ -218,24 +215,3 @@ def test_hostile_text_is_shown_and_does_nothing():
         assert f"{label}</th>" in html
         assert f"{text}</td>" in html
     assert "script" in tags_of(f"<td>{HOSTILE}</td>"), "the test sees no script"
-
-
-def card_of(trainer):
-    trainer.train()
-    trainer.create_model_card(tags="mine")
-    with open(f"{trainer.args.output_dir}/README.md", encoding="utf-8") as card:
-        return card.read()
-
-
-def test_the_model_card_quotes_the_report(tmp_path):
-    trainer = trainer_for(tmp_path / "ours", 9)
-    text = card_of(trainer)
-    assert "- trl-packing\n" in text
-    assert "- mine\n" in text
-    section = text[text.index("### Packing") : text.index("### Framework versions")]
-    assert as_text(trainer.packing_report.lines(), 100) in section
-    assert "Checked before training: isolated: differs by" in section
-    theirs = card_of(trainer_for(tmp_path / "theirs", 9, cls=SFTTrainer))
-    assert "### Packing" not in theirs, "the control"
-    for line in theirs.splitlines():
-        assert line in text or "theirs" in line, "TRL's card is whole"

@@ -12,8 +12,6 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.isolation.guard import Checked
+from trl_packing.isolation.guard import Checked, brief
 from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -132,14 +130,6 @@ class PackingReport:
             return None
         return -(-self.documents // self.padded_documents_per_step)
 
-    @property
-    def padding(self) -> float | None:
-        """Share of padding in an epoch's tokens; None unless all rows have one shape."""
-        held, batches = self.tokens_per_micro_batch, self.micro_batches_per_epoch
-        if not held or not batches or self.tokens is None:
-            return None
-        return 1 - self.tokens / (batches * held)
-
     def to_json(self) -> str:
         """Return the report as one line of JSON. Numbers that are not finite become strings."""
         return json.dumps(storable(asdict(self) | {"utilization": self.utilization}))
@@ -197,7 +187,6 @@ class PackingReport:
         if not self.tokens_per_micro_batch:
             return [rows]
         shapes = f"every micro-batch has {self.tokens_per_micro_batch:,} tokens"
-        shapes += "" if self.padding is None else f" · {self.padding:.2%} padding in all"
         return [rows, ("shapes", shapes)]
 
     def _epoch(self) -> list[Line]:
@@ -224,8 +213,8 @@ class PackingReport:
             lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
             # A packed step may hold many padded ones.
             in_epochs = (
-                f"{name}={value} is {_in_short(value / steps)} epochs here, "
-                f"{_in_short(value / padded)} if padded"
+                f"{name}={value} is {brief(value / steps)} epochs here, "
+                f"{brief(value / padded)} if padded"
                 for name, value in self.given_in_steps.items()
             )
             lines.append(("", "; ".join(in_epochs)))
@@ -233,27 +222,10 @@ class PackingReport:
             seen = f"the largest micro-batch seen has {largest:,} tokens"
             lines.append(("", f"{seen}; if memory runs out, raise gradient_accumulation_steps"))
         if steps and steps < WARN_STEPS:
-            few = f"warning: {quantity(steps, 'optimizer step')} an epoch{self._more_steps(steps)}"
-            lines.append(("", few))
+            few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
+            more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
+            lines.append(("", f"{few}; {more}"))
         return lines
-
-    def _more_steps(self, steps: int) -> str:
-        """Return the setting that makes more steps of an epoch, where there is one."""
-        documents = self.documents or 0
-        if self.padded_documents_per_step is None:  # rows or a user's sampler stay as they are
-            can = (self.micro_batches_per_epoch or 0) > steps * self.ranks
-            return "; lower gradient_accumulation_steps, if the run has few epochs" * can
-        size = max(documents // WARN_STEPS, self.ranks * self.accumulation)
-        more = -(-documents // size)
-        makes = f"; documents_per_step={size} makes {more}, if the run has few epochs"
-        return makes if more > steps else ""
-
-
-def _in_short(epochs: float) -> str:
-    """Return a number of epochs: 2.5, 0.3, 0.02, under 0.01."""
-    if epochs >= 0.095:
-        return f"{epochs:.1f}"
-    return f"{epochs:.2f}" if epochs >= 0.005 else "under 0.01"
 
 
 @dataclass(frozen=True)
@@ -516,7 +488,7 @@ def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str
 
 @dataclass(eq=False)
 class RunReport(TrainerCallback):
-    """Keeps the report of a run up to date, and prints it; shows the throughput on the bar.
+    """Keeps the report of a run up to date, and prints it.
 
     Attributes:
         trainer: its training set, arguments and callbacks are read.
@@ -626,65 +598,3 @@ class RunReport(TrainerCallback):
     def _print(self, state: Any) -> None:
         if state.is_world_process_zero:
             print(f"\n{self.current}", flush=True)  # below the progress bar
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show the throughput on the progress bar, in a terminal or a notebook."""
-        text = throughput_in_short(logs or {})
-        if not text or not state.is_world_process_zero:
-            return
-        for callback in self.trainer.callback_handler.callbacks:
-            bar: Any = getattr(callback, "training_bar", None)
-            if hasattr(bar, "set_postfix_str"):  # rich's has none, and shows all logs
-                bar.set_postfix_str(text)
-            tracker: Any = getattr(callback, "training_tracker", None)
-            if hasattr(tracker, "prefix"):
-                tracker.prefix = text
-
-
-def throughput_in_short(logs: dict[str, float]) -> str:
-    """Return the text for a progress bar; empty if `logs` are not of training.
-
-    >>> throughput_in_short({"tokens_per_second": 12345.6, "utilization": 0.9987, "mfu": 0.41})
-    '12.3k tokens/s, 99.9% full, 41% MFU'
-    >>> throughput_in_short({"tokens_per_second": 24e3, "computed_tokens_per_second": 1e4})
-    '24k tokens/s (10k computed)'
-    """
-    if "tokens_per_second" not in logs:
-        return ""
-    words = f"{_scaled(logs['tokens_per_second'])} tokens/s"
-    if "computed_tokens_per_second" in logs:
-        words += f" ({_scaled(logs['computed_tokens_per_second'])} computed)"
-    words += f", {logs['utilization']:.1%} full" if "utilization" in logs else ""
-    return words + (f", {logs['mfu']:.0%} MFU" if "mfu" in logs else "")
-
-
-def _scaled(number: float) -> str:
-    factor, unit = (1e6, "M") if number >= 1e6 else (1e3, "k") if number >= 1e3 else (1, "")
-    return f"{number / factor:.3g}{unit}"
-
-
-# --- the model card -------------------------------------------------------------------------------
-
-_BEFORE = "### Framework versions"  # of TRL's template
-
-
-def with_tag(tags: str | list[str] | None) -> list[str]:
-    """Return the tags of a model card, and ours.
-
-    Example:
-        >>> with_tag("math"), with_tag(None)
-        (['math', 'trl-packing'], ['trl-packing'])
-    """
-    return list(dict.fromkeys([*([tags] if isinstance(tags, str) else tags or []), "trl-packing"]))
-
-
-def describe_packing(output_dir: str, report: PackingReport) -> None:
-    """Add a section with the report to the model card in a folder, README.md."""
-    card = Path(output_dir) / "README.md"
-    before, heading, after = card.read_text(encoding="utf-8").partition(_BEFORE)
-    section = (
-        f"### Packing\n\nTrained by trl-packing {version('trl-packing')} without computing on "
-        f"padding. Checked before training: {report.checked}.\n\n"
-        f"```text\n{as_text(report.lines(), 100)}\n```\n"
-    )
-    card.write_text(f"{before.rstrip()}\n\n{section}\n{heading}{after}", encoding="utf-8")
