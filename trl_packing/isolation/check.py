@@ -177,7 +177,6 @@ def check_isolation(
     fused_head: bool = False,
     collator: PackedCollator | None = None,
     gradients: bool = False,
-    thorough: bool = False,
 ) -> IsolationReport:
     """Return whether packed documents affect each other on `model`, and by how much.
 
@@ -198,14 +197,13 @@ def check_isolation(
         collator: makes the packed rows; give the one that the run uses.
         gradients: also compare the gradients of B's loss, packed and alone, which takes one more
             forward and backward of each.
-        thorough: add probes for backends that pad rows.
 
     Raises:
         Exception: any error that the model raises against a packed batch.
     """
     return check_probes(
         model,
-        probes(unwrap_model(model), documents, max_length, thorough),
+        probes(unwrap_model(model), documents, max_length),
         collator=collator or PackedCollator(),
         training=training,
         attention=attention,
@@ -394,7 +392,7 @@ def _verdict(
     elif (
         difference <= LEAK_SHARE * leak
         or all(share_is_small(*pair) for pair in pairs)
-        or (len(pairs) > 1 and _is_same(packed) and not _is_same(contaminated))
+        or (len(pairs) > 1 and torch.equal(*packed[:2]) and not torch.equal(*contaminated[:2]))
     ):
         verdict = "isolated"
     else:
@@ -405,11 +403,6 @@ def _verdict(
 def _furthest(results: Iterable[Tensor], alone: Tensor) -> float:
     """Return the largest |result − alone|; it is NaN if any of them is."""
     return float(np.max([float((x - alone).abs().max()) for x in results]))
-
-
-def _is_same(results: Sequence[Tensor]) -> bool:
-    """Return whether the tokens of A change no bit."""
-    return torch.equal(results[0], results[1])
 
 
 @contextmanager

@@ -143,7 +143,7 @@ class IsolationGuard:
             return Checked(reason="isolation_check='off'" if is_off else _NOT_YET)
         # Among the backends of "auto", padded rows are used after a failure only as in `_accept`.
         pads = self._requested == "auto" and self.attention.backend == "padded" and not result
-        reason = _PADDED if pads else _WENT_ON.get(result.verdict, "")
+        reason = "" if result else _PADDED if pads else _GOES_ON
         if isinstance(result, Refusal):
             return Checked(result.verdict, reason, error=result.error)
         return Checked(result.verdict, reason, result)
@@ -385,12 +385,9 @@ class IsolationGuard:
             remedy += (
                 ", or keep documents on one side of the model's length threshold with max_length"
             )
-        message = f"{result}. {remedy}; {_WENT_ON['leaks']}"
-        if not fails:
-            message = f"{result}; the run goes on ({_WENT_ON['inconclusive']})"
-        elif self._isolation_check == "error":
-            raise NotIsolated(message)
-        self._logger.warning(message)
+        if fails and self._isolation_check == "error":
+            raise NotIsolated(f"{result}. {remedy}; isolation_check='warn' trains all the same")
+        self._logger.warning(f"{result}; {_GOES_ON}")
         return choice
 
 
@@ -512,10 +509,7 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
 
 _NOT_YET = "train() checks before its first step"
 _PADDED = "rows are padded, as in TRL"
-_WENT_ON = {  # why a run goes on that is not shown to be isolated
-    "leaks": "isolation_check='warn' trains all the same",
-    "inconclusive": "trl-packing verify --dtype float32 sees more",
-}
+_GOES_ON = "the run goes on (trl-packing verify --dtype float32 sees more)"
 
 
 @dataclass(frozen=True)

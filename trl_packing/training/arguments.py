@@ -33,7 +33,6 @@ from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.documents.weights import check_some_weight
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.training.columns import columns_of, documents_of, has_weights
 
 logger = get_logger(__name__)
@@ -147,12 +146,6 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         raise ValueError(
             "assistant_only_loss=True needs conversations, but the train dataset is prepared; "
             "leave it out, and prepare the data with train_on='assistant'"
-        )
-    named = {LENGTH, *(train_dataset.column_names or ())} if records else set()
-    if curriculum is not None and records and column_of(curriculum) not in named:
-        raise ValueError(
-            f"curriculum={curriculum!r}, but {records[0].folder} was prepared without this column; "
-            f"run `trl-packing prepare` again with curriculum={curriculum!r}"
         )
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(

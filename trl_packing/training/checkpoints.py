@@ -68,18 +68,15 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
 
 def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[Path]]:
     """Return the last whole checkpoint of a run, and the half-written ones after it."""
+    found = [each for each in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if each.is_dir()]
+    numbers = {each: each.name.rpartition("-")[2] for each in found}
+    numbered = [each for each in found if numbers[each].isdecimal()]
     skipped: list[Path] = []
-    for checkpoint in reversed(_checkpoints(folder)):
+    for checkpoint in sorted(numbered, key=lambda each: -int(numbers[each])):
         if not (checkpoint / MARK).exists():
             return checkpoint, skipped
         skipped.append(checkpoint)
     return None, skipped
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    found = [each for each in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if each.is_dir()]
-    numbered = [each for each in found if each.name.rpartition("-")[2].isdecimal()]
-    return sorted(numbered, key=lambda each: int(each.name.rpartition("-")[2]))
 
 
 def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
@@ -106,12 +103,8 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
 
 
 def _refused(checkpoint: Path, problem: str) -> ValueError:
-    """Return the error of a checkpoint with a problem, which names other whole ones beside it."""
-    beside = [each for each in _checkpoints(checkpoint.parent) if not (each / MARK).exists()]
-    names = [each.name for each in beside if each.name != checkpoint.name]
-    others = f" ({', '.join(names[-3:])})" if names else ""
     return ValueError(
-        f"{checkpoint} {problem}; resume from another checkpoint{others}, or start without "
+        f"{checkpoint} {problem}; resume from another checkpoint, or start without "
         "resume_from_checkpoint"
     )
 

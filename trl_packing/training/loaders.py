@@ -352,11 +352,6 @@ class PackedLoaders:
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = sampling.draws_groups(training)
         sources = (stream_sources(dataset, self.options) or None) if training else None
-        if args.dataloader_num_workers > 1:
-            logger.warning_once(
-                f"dataloader_num_workers={args.dataloader_num_workers}, but one worker of a rank "
-                "reads a stream, so that a run can be resumed within it"
-            )
         columns = training_columns(dataset, *([] if sources is None else [SOURCE]))
         return StreamBatches(
             dataset.select_columns(columns),

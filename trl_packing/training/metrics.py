@@ -10,7 +10,6 @@
 docs/metrics.md defines each of the names.
 """
 
-import sys
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -400,17 +399,11 @@ def stream_sources(dataset: IterableDataset, options: PackingOptions) -> tuple[s
 
 
 def peak_memory_bytes(device: torch.device) -> float | None:
-    """Return the peak memory in bytes, None if unknown.
+    """Return the peak memory of PyTorch on `device` in bytes, None if unknown.
 
-    On a CPU it is that of the process. Otherwise it is the memory of PyTorch on `device` since the
-    process began, or since `reset_peak_memory_stats` was called.
+    It counts since the process began, or since `reset_peak_memory_stats` was called.
     """
-    if device.type != "cpu":
-        most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-        return None if most is None else float(most(device))
-    try:
-        import resource
-    except ImportError:  # Windows
+    if device.type == "cpu":
         return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if most is None else float(most(device))

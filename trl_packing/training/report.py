@@ -51,7 +51,6 @@ _MOST_SOURCES = 12
 _MOST_BATCHES = 20_000  # that are looked at for the one with most patches
 # Steps read to find the largest micro-batch: enough for a good guess, in well under a second.
 _STEPS_LOOKED_AT = 200
-_DEFAULT_SAVE_STEPS = 500  # of transformers; no user has asked for it
 
 
 @dataclass(frozen=True)
@@ -464,12 +463,8 @@ def report_of(
 
 
 def _settings_in_steps(args: Any) -> dict[str, int]:
-    """Return the settings of `args` that a user has given as a number of optimizer steps."""
+    """Return the settings of `args` that are numbers of optimizer steps and say how long it is."""
     given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
-    if args.eval_strategy == "steps":
-        given["eval_steps"] = args.eval_steps
-    if args.save_strategy == "steps" and args.save_steps != _DEFAULT_SAVE_STEPS:
-        given["save_steps"] = args.save_steps
     # Below 1 they are shares of the run.
     return {name: int(value) for name, value in given.items() if value and value >= 1}
 

@@ -251,26 +251,23 @@ def source_sets(
         collator: the user's, which may be None.
 
     Raises:
-        TypeError: it holds something else than data sets, or splits.
+        TypeError: it is empty, or holds something else than named data sets, or splits.
         ValueError: they cannot be trained together, or sources of one stream are to be mixed.
     """
     if not isinstance(train_dataset, dict):
         check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
         return None
-    if isinstance(train_dataset, (DatasetDict, IterableDatasetDict)):
-        raise TypeError(
-            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them to "
-            f"train as sources; got a {type(train_dataset).__name__} of the splits "
-            f"{', '.join(train_dataset)}, so pass one of them"
-        )
-    if not train_dataset:
-        raise ValueError("train_dataset is an empty dictionary; it needs a data set")
+    is_named = not isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
     for name, dataset in train_dataset.items():
-        if not isinstance(name, str) or not isinstance(dataset, (Dataset, IterableDataset)):
-            raise TypeError(
-                f"train_dataset[{name!r}] is a {type(dataset).__name__}; pass a Dataset or an "
-                "IterableDataset, and name each source by a text"
-            )
+        is_named &= isinstance(name, str) and isinstance(dataset, (Dataset, IterableDataset))
+    if not (is_named and train_dataset):
+        found = {name: type(dataset).__name__ for name, dataset in train_dataset.items()}
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them by "
+            f"the names of sources; got a {type(train_dataset).__name__} of {found} (of splits, "
+            "pass one)"
+        )
+    for dataset in train_dataset.values():
         if reason := reason_for_trl_path(dataset, collator):
             check_is_one_set(train_dataset, reason)
     if len({isinstance(dataset, IterableDataset) for dataset in train_dataset.values()}) > 1:

@@ -49,7 +49,8 @@ class OtherModels:
         if not torch.is_tensor(ids) or ids.shape[:2] != row["input_ids"].shape:
             return
         is_told = arguments.get("position_ids") is not None and arguments.get("use_cache") is False
-        if is_told or _is_packed(module) or any(module is m for m in self._model.modules()):
+        # A copy of the run's model, or an enabled one, has a way of packed calls.
+        if is_told or hasattr(module.forward, "packed_way") or module in self._model.modules():
             return
         self._watched_steps = 0
         logger.warning_once(
@@ -57,13 +58,3 @@ class OtherModels:
             "row without the boundaries of its documents: they see each other there. Call it with "
             "**inputs, or call trl_packing.enable_packing on it before train()"
         )
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Whether packed calls of `module` are known: a copy of the run's model, or an enabled one."""
-    forward = vars(module).get("forward")
-    while forward is not None:
-        if getattr(forward, "__globals__", {}).get("__name__", "").startswith("trl_packing"):
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
