@@ -130,7 +130,7 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
         ("is prepared; leave it out", (assistant,), {"assistant_only_loss": True}),
         ("assistant_only_loss=False there and True", ({"a": rows, "b": whole},), marked),
         ("assistant_only_loss=False there and True", (rows, whole), marked),
-        ("out was prepared without this column; run", (whole,), {"curriculum": "hard"}),
+        ("must name a column of numbers", (whole,), {"curriculum": "hard"}),
         ("holds documents for packed runs", (whole,), {"packing": False, "collator": list}),
     ):
         with pytest.raises(ValueError, match=said):
