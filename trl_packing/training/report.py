@@ -442,6 +442,9 @@ def report_of(
     shares: tuple[SourceShare, ...] = ()
     if mixture is not None:
         shares = mixture.shares(documents.lengths(), documents.num_trained())
+    # Below 1 they are shares of the run.
+    steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
+    given = {name: int(number) for name, number in steps_of.items() if number and number >= 1}
     prefixes = None
     # Equal ids of images may stand for other images.
     if not (tokens_per_micro_batch or IMAGE_IDS in documents.columns):
@@ -452,7 +455,7 @@ def report_of(
         documents_per_step=number / (steps or 1),
         padded_documents_per_step=None if sampler.rows else padded * accumulation * ranks,
         largest_micro_batch=largest,
-        given_in_steps=_settings_in_steps(args),
+        given_in_steps=given,
         room=sampler.tokens_per_batch,
         tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
         sources=shares,
@@ -460,13 +463,6 @@ def report_of(
         images=ImageCounts.of(sampler),
         prefixes=prefixes,
     )
-
-
-def _settings_in_steps(args: Any) -> dict[str, int]:
-    """Return the settings of `args` that are numbers of optimizer steps and say how long it is."""
-    given = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
-    # Below 1 they are shares of the run.
-    return {name: int(value) for name, value in given.items() if value and value >= 1}
 
 
 def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str:

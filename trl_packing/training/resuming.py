@@ -111,15 +111,11 @@ def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
 def _marks_of(documents: ArrowDocuments) -> tuple[np.ndarray, np.ndarray]:
     """Return `lengths` and `tails` of a record. A chat template may write a date at the start."""
     lengths = documents.lengths()
-    chosen = documents.__getitems__(_evenly_spread(len(lengths)))
+    spread = np.linspace(0, len(lengths) - 1, min(len(lengths), _NUM_TAILS)).astype(np.int64)
+    chosen = documents.__getitems__(np.unique(spread))
     ends = [document["input_ids"][-_TAIL_TOKENS:].astype(np.int64) for document in chosen]
     tails = np.array([zlib.crc32(end.tobytes()) for end in ends], np.int64)
     return lengths.astype(np.min_scalar_type(int(lengths.max(initial=0)))), tails
-
-
-def _evenly_spread(number: int) -> np.ndarray:
-    """Return up to 1,024 of `number` documents, first and last among them."""
-    return np.unique(np.linspace(0, number - 1, min(number, _NUM_TAILS)).astype(np.int64))
 
 
 class ResumedEpochs:

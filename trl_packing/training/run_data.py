@@ -354,17 +354,15 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
 
 def _common_type(column: str, parts: Mapping[str, Dataset]) -> Any:
     """Return the type of a column in all data sets; nulls fit into any."""
-    kinds = {name: part.features[column] for name, part in parts.items()}
-    known = {name: kind for name, kind in kinds.items() if kind != Value("null")}
-    if not known:
-        return Value("null")
-    first, kind = next(iter(known.items()))
-    other = next((name for name in known if known[name] != kind), None)
-    if other is None or column in _TYPES:
-        return kind if other is None else _TYPES[column]
+    found = {name: part.features[column] for name, part in parts.items()}
+    known = [kind for kind in found.values() if kind != Value("null")] or [Value("null")]
+    if all(kind == known[0] for kind in known):
+        return known[0]
+    if column in _TYPES:
+        return _TYPES[column]
     raise ValueError(
-        f"the column {column!r} is {kind} in train_dataset[{first!r}] and {known[other]} in "
-        f"train_dataset[{other!r}]; give it one type: .cast_column({column!r}, {kind})"
+        f"the column {column!r} is not of one type in all sources of train_dataset ({found}); cast "
+        f"it: .cast_column({column!r}, {known[0]})"
     )
 
 
