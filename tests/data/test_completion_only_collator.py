@@ -123,7 +123,7 @@ def test_documents_without_the_template_are_counted_and_warned_about_rarely(capl
     assert (collate.num_unfound, collate.num_seen) == (12, 25)
     first, tenth = (record.getMessage() for record in caplog.records)
     assert first.startswith("1 of 2 documents (50.0%) have no response_template '### Answer:', so")
-    assert first.endswith("one of them starts 'Nothing of the kind.'")
+    assert "one of them starts 'Nothing of the kind.'; if the text is there, pass" in first
     assert tenth.startswith("10 of 20 documents")
 
 
