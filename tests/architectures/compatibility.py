@@ -27,6 +27,7 @@ from architectures.shared_step import judge_sharing
 from architectures.tiny_models import NotBuilt, tiny_model
 from architectures.tiny_step import (
     NOT_MEASURED,
+    REFUSALS,
     Part,
     one_at_a_time,
     packed_by_trl,
@@ -110,11 +111,11 @@ def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         try:
             choice, packed = packed_step(copy.deepcopy(model), documents, folder, **options)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
+        except REFUSALS as refusal:
             reason = str(refusal).splitlines()[0]
             return Verdict(name, "refused", reason=reason, by_trl=by_trl)
     errors = packed.distance(reference)
-    tolerance = rounding_tolerance(model, documents, reference)
+    tolerance = rounding_tolerance(model, reference, lambda m: one_at_a_time(m, documents))
     exact = all(error <= tolerance for error in errors)
     sharing = judge_sharing(model, **options) if shares else NOT_MEASURED
     return Verdict(

@@ -12,41 +12,35 @@ from pathlib import Path
 from architectures.compatibility import ONE_ROW_BACKENDS, Verdict
 
 # Family -> beginnings of the model types that belong to it. The first family that fits counts.
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "Llama": ("llama",),
-    "Qwen": ("qwen",),
-    "Gemma": ("gemma", "vaultgemma", "shieldgemma", "paligemma", "diffusion_gemma", "t5gemma"),
-    "Mistral": ("mistral", "mixtral", "ministral"),
-    "DeepSeek": ("deepseek",),
-    "GLM": ("glm",),
-    "Phi": ("phi",),
-    "OLMo": ("olmo", "flex_olmo"),
-    "Granite": ("granite",),
-    "Cohere, Aya": ("cohere", "aya"),
-    "SmolLM, SmolVLM, Idefics": ("smol", "idefics"),
-    "Nemotron": ("nemotron",),
-    "ERNIE 4.5": ("ernie4",),
-    "EXAONE": ("exaone",),
-    "Hunyuan": ("hunyuan", "hy_"),
-    "Kimi": ("kimi",),
-    "LFM": ("lfm",),
-    "MiniMax, MiniCPM": ("minimax", "minicpm"),
-    "GPT": ("gpt", "openai-gpt"),
-    "Llava": ("llava", "video_llava", "vipllava"),
-    "Recurrent and hybrid": (
-        *("mamba", "falcon_mamba", "falcon_h1", "jamba", "zamba", "bamba", "bailing_hybrid"),
-        *("rwkv", "xlstm", "recurrent_gemma"),
-    ),
-    "Falcon": ("falcon",),
-    "BERT, encoders as decoders": (
-        *("bert", "roberta", "camembert", "data2vec", "electra", "ernie", "megatron-bert"),
-        *("rembert", "roc_bert", "roformer", "xlm", "xmod", "big_bird", "xlnet", "reformer"),
-    ),
-    "BART, decoders of encoder-decoders": (
-        *("bart", "mbart", "bigbird_pegasus", "blenderbot", "marian", "mvp", "pegasus", "plbart"),
-        *("prophetnet", "trocr", "whisper", "musicgen", "florence2", "pix2struct", "udop"),
-        "vision-encoder-decoder",
-    ),
+FAMILIES = {
+    "Llama": "llama",
+    "Qwen": "qwen",
+    "Gemma": "gemma vaultgemma shieldgemma paligemma diffusion_gemma t5gemma",
+    "Mistral": "mistral mixtral ministral",
+    "DeepSeek": "deepseek",
+    "GLM": "glm",
+    "Phi": "phi",
+    "OLMo": "olmo flex_olmo",
+    "Granite": "granite",
+    "Cohere, Aya": "cohere aya",
+    "SmolLM, SmolVLM, Idefics": "smol idefics",
+    "Nemotron": "nemotron",
+    "ERNIE 4.5": "ernie4",
+    "EXAONE": "exaone",
+    "Hunyuan": "hunyuan hy_",
+    "Kimi": "kimi",
+    "LFM": "lfm",
+    "MiniMax, MiniCPM": "minimax minicpm",
+    "GPT": "gpt openai-gpt",
+    "Llava": "llava video_llava vipllava",
+    "Recurrent and hybrid": "mamba falcon_mamba falcon_h1 jamba zamba bamba bailing_hybrid rwkv "
+    "xlstm recurrent_gemma",
+    "Falcon": "falcon",
+    "BERT, encoders as decoders": "bert roberta camembert data2vec electra ernie megatron-bert "
+    "rembert roc_bert roformer xlm xmod big_bird xlnet reformer",
+    "BART, decoders of encoder-decoders": "bart mbart bigbird_pegasus blenderbot marian mvp "
+    "pegasus plbart prophetnet trocr whisper musicgen florence2 pix2struct udop "
+    "vision-encoder-decoder",
 }
 # Model type -> models that many people train.
 COMMON = {
@@ -84,23 +78,20 @@ _SUMMARY = [
 def report(verdicts: Sequence[Verdict]) -> str:
     """Return the page docs/compatibility.md."""
     lost = [f"`{v.name}`" for v in verdicts if place_of(v) == "padded rows" and v.by_trl == "exact"]
-    odd = counts_of(v for v in verdicts if family_of(v.name)[:4] in ("BERT", "BART"))
+    words = "Packed exactly by TRL, but as padded rows here:"
+    none = "No architecture that TRL packs exactly needs padded rows here."
     packages = ("torch", "transformers", "trl", "trl-packing")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return (
-        (Path(__file__).parent / "page.md")
-        .read_text()
-        .format(
-            summary=summary_table(verdicts),
-            lost=f"Packed exactly by TRL, but as padded rows here: {', '.join(lost)}."
-            if lost
-            else "No architecture that TRL packs exactly needs padded rows here.",
-            families=family_table(verdicts),
-            common=common_table(verdicts),
-            odd=odd["trl: differs"],
-            table=table(verdicts),
-            versions=f"Python {platform.python_version()}, {versions}; float32 on CPU.",
-        )
+    odd = counts_of(v for v in verdicts if family_of(v.name)[:4] in ("BERT", "BART"))
+    text = (Path(__file__).parent / "page.md").read_text()
+    return text.format(
+        summary=summary_table(verdicts),
+        lost=f"{words} {', '.join(lost)}." if lost else none,
+        families=family_table(verdicts),
+        common=common_table(verdicts),
+        odd=odd["trl: differs"],
+        table=table(verdicts),
+        versions=f"Python {platform.python_version()}, {versions}; float32 on CPU.",
     )
 
 
@@ -123,8 +114,8 @@ def counts_of(verdicts: Iterable[Verdict]) -> Counter[str]:
 
 def family_of(name: str) -> str:
     """Return the family of a model type."""
-    families = (family for family, begin in FAMILIES.items() if name.startswith(begin))
-    return next(families, "Others")
+    found = (family for family, begin in FAMILIES.items() if name.startswith((*begin.split(),)))
+    return next(found, "Others")
 
 
 def summary_table(verdicts: Sequence[Verdict]) -> str:
@@ -152,12 +143,12 @@ def family_table(verdicts: Sequence[Verdict]) -> str:
 
 def common_table(verdicts: Sequence[Verdict]) -> str:
     """Return one row for each model type that many people train."""
-    found = {v.name: v for v in verdicts if v.name in COMMON}
-    rows = (
+    found = {v.name: v for v in verdicts}
+    rows = [
         (models, f"`{name}`", _here(found[name]), _trl_words(found[name]))
         for name, models in COMMON.items()
         if name in found
-    )
+    ]
     return _table(("models", "model type", "here", "packed by TRL"), rows)
 
 
@@ -190,12 +181,8 @@ def _shared(v: Verdict) -> str:
 def _with_images(v: Verdict) -> str:
     """Return whether documents with images are packed exactly, or why they are not packed."""
     found = v.images
-    words = {
-        "exact": f"exact, `{found.backend}`",
-        "differs": f"**differs** by {found.error:.0e}",
-        "trl": "TRL's path",
-        "": "",
-    }
+    words = {"exact": f"exact, `{found.backend}`", "trl": "TRL's path", "": ""}
+    words["differs"] = f"**differs** by {found.error:.0e}"
     return words.get(found.outcome, _cell(f"{found.outcome}: {found.reason}"))
 
 

@@ -8,21 +8,12 @@
 A model that cannot share trains the same documents apart, and says why. Both must be exact.
 """
 
-import copy
-import tempfile
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from architectures.tiny_step import (
-    Documents,
-    Part,
-    StepResult,
-    one_at_a_time,
-    rounding_tolerance,
-    train_step,
-)
+from architectures.tiny_step import Part, judge_one_row
 from trl_packing.documents.labels import IGNORE_INDEX
 
 # Tokens of P and Q: windows, chunks and blocks of tiny models (8 to 32) are shorter than both
@@ -55,36 +46,11 @@ def judge_sharing(model: Any, **options: Any) -> Part:
         model: is not changed.
         options: options of `PackedSFTConfig`.
     """
-    documents = shared_documents()
-    reference = one_at_a_time(model, documents)
-    tolerance = rounding_tolerance(model, documents, reference)
-    try:
-        step, shares, reason = _step(model, documents, options)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as refusal:
-        first_line, *_ = str(refusal).splitlines()
-        return Part("refused", tolerance=tolerance, reason=f"refused: {first_line}")
-    error = max(step.distance_of_step(reference))
-    if not error <= tolerance:
-        return Part("differs", error, tolerance, reason)
-    return Part("exact" if shares else "apart", error, tolerance, reason)
-
-
-def _step(
-    model: Any, documents: Documents, options: dict[str, Any]
-) -> tuple[StepResult, bool, str]:
-    """Return the step, whether it computed fewer tokens than the documents have, and why not."""
-    one_micro_batch = {
-        "per_device_train_batch_size": len(documents),
-        "gradient_accumulation_steps": 1,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, loss, gradients = train_step(
-            copy.deepcopy(model),
-            documents,
-            folder,
-            **{"prefix_sharing": "bin", **one_micro_batch, **options},
-        )
+    trainer, found = judge_one_row(model, shared_documents(), prefix_sharing="bin", **options)
+    if trainer is None:
+        return replace(found, reason=f"refused: {found.reason}")
     counted = trainer._meter.so_far()
     assert counted is not None, "the run was not counted"
-    step = StepResult(torch.empty(0), loss, gradients)
-    return step, counted["shared"] > 0, trainer._isolation.sharing.reason or ""
+    is_apart = found.outcome == "exact" and not counted["shared"]
+    outcome = "apart" if is_apart else found.outcome
+    return replace(found, outcome=outcome, reason=trainer._isolation.sharing.reason or "")

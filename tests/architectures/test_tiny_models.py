@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from architectures import tiny_models
-from architectures.tiny_models import (
-    DOCUMENT_IDS,
-    NotBuilt,
-    tiny_config,
-    tiny_model,
-)
+from architectures.tiny_models import DOCUMENT_IDS, NotBuilt, tiny_config, tiny_model
 from architectures.tiny_tables import VOCAB_SIZE
 
 SOME = [
@@ -76,6 +71,15 @@ def test_nearly_every_architecture_has_a_tiny_configuration():
             refused[name] = str(reason)
     assert len(refused) <= len(tiny_models.names()) - 165, refused
     assert all("not built:" in reason for reason in refused.values())
+
+
+def test_a_seed_gives_the_same_weights_and_leaves_the_callers_chance_alone():
+    expected = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
+    first, second, other = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
+    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
 def test_no_parameter_is_zero():

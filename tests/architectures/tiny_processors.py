@@ -80,18 +80,15 @@ _QWEN = {
 _QWEN_SIZE = {"patch_size": 4, "merge_size": 2, "min_pixels": 8 * 8 * 2, "max_pixels": 8 * 8 * 24}
 _QWEN_VL = ProcessorParts(_QWEN_SIZE, _QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
 _CLIP_SIZE = {"size": {"shortest_edge": 16}, "crop_size": _SQUARE}
-_ANYRES_SIZE = _CLIP_SIZE | {"image_grid_pinpoints": PINPOINTS}
-_WIDE = {"shortest_edge": 32}, {"height": 32, "width": 32}
+_WIDE_SIZE = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 _LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "default"}
 _LLAVA |= {"num_additional_image_tokens": 1}
+_CLIP = ProcessorParts(_CLIP_SIZE, _IMAGE, "<image>", _LLAVA)
+_NEXT = _CLIP._replace(size=_CLIP_SIZE | {"image_grid_pinpoints": PINPOINTS})
 _TILED_SIZE = {"size": _SQUARE, "min_patches": 1, "max_patches": 4}
-_INTERN = {
-    "image": "<IMG_CONTEXT>",
-    "context_image": "<IMG_CONTEXT>",
-    "start_image": "<img>",
-    "end_image": "</img>",
-    "video": "<video>",
-}
+_INTERN = dict.fromkeys(("image", "context_image"), "<IMG_CONTEXT>")
+_INTERN |= {"start_image": "<img>", "end_image": "</img>", "video": "<video>"}
+_INTERN_VL = ProcessorParts(_TILED_SIZE, _INTERN, "<IMG_CONTEXT>", {"image_seq_length": 4})
 _IDEFICS = ProcessorParts(
     {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
     _IMAGE,
@@ -99,8 +96,14 @@ _IDEFICS = ProcessorParts(
     {"image_seq_len": 4},
     ("<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *_TILES),
 )
-_PIXTRAL_SIZE = {"size": {"longest_edge": 32}, "patch_size": 4}
-_PIXTRAL = {"patch_size": 4, "spatial_merge_size": 2}
+
+
+def _pixtral(image: str, image_break: str, image_end: str) -> ProcessorParts:
+    size = {"size": {"longest_edge": 32}, "patch_size": 4}
+    tokens = {"image": image, "image_break": image_break, "image_end": image_end}
+    return ProcessorParts(size, tokens, image, {"patch_size": 4, "spatial_merge_size": 2})
+
+
 _GLM_TOKENS = {"image": "<|image|>", "video": "<|video|>"} | {
     f"{kind}_{end}": f"<|{word}_of_{kind}|>"
     for kind in ("image", "video")
@@ -112,7 +115,9 @@ _GLM = ProcessorParts(
     _GLM_TOKENS,
     "<|begin_of_image|><|image|><|end_of_image|>",
 )
-_DEEPSEEK_SIZE = {"size": _SQUARE, "min_size": 4}
+_DEEPSEEK = ProcessorParts(
+    {"size": _SQUARE, "min_size": 4}, _IMAGE, "<image>", {"num_image_tokens": 16}
+)
 _OMNI = (
     _QWEN
     | {"audio": "<|audio_pad|>"}
@@ -140,8 +145,7 @@ _PARTS: dict[str, ProcessorParts] = {
         {name: token.upper() for name, token in _QWEN.items()},
         "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>",
     ),
-    "deepseek_vl": ProcessorParts(_DEEPSEEK_SIZE, _IMAGE, "<image>", {"num_image_tokens": 16}),
-    "exaone4_5": _QWEN_VL,
+    "deepseek_vl": _DEEPSEEK,
     "gemma3": ProcessorParts(
         {"size": _SQUARE}, _GEMMA, "<start_of_image>", {"image_seq_length": 4}
     ),
@@ -153,51 +157,33 @@ _PARTS: dict[str, ProcessorParts] = {
     ),
     **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), _GLM),
     "granite4_vision": ProcessorParts(
-        {"size": _WIDE[0], "crop_size": _WIDE[1], "image_grid_pinpoints": WIDE_PINPOINTS},
+        _WIDE_SIZE | {"image_grid_pinpoints": WIDE_PINPOINTS},
         _IMAGE,
         "<image>",
         _LLAVA | {"downsample_rate": "4/8"},
     ),
     "granite_docling": _IDEFICS._replace(size={"size": _SQUARE, "max_patches": 4}),
-    "hyperclovax_vision_v2": _QWEN_VL,
-    "idefics3": _IDEFICS,
-    "internvl": ProcessorParts(_TILED_SIZE, _INTERN, "<IMG_CONTEXT>", {"image_seq_length": 4}),
-    "janus": ProcessorParts(
-        _DEEPSEEK_SIZE,
-        _IMAGE | {"boi": "<begin_of_image>", "eoi": "<end_of_image>"},
-        "<image>",
-        {"num_image_tokens": 16},
+    "internvl": _INTERN_VL,
+    "janus": _DEEPSEEK._replace(
+        tokens=_IMAGE | {"boi": "<begin_of_image>", "eoi": "<end_of_image>"}
     ),
-    "lighton_ocr": ProcessorParts(
-        _PIXTRAL_SIZE,
-        {"image": "<|image_pad|>", "image_break": "<|vision_pad|>", "image_end": "<|vision_end|>"},
-        "<|image_pad|>",
-        _PIXTRAL,
-    ),
-    "llava": ProcessorParts(_CLIP_SIZE, _IMAGE, "<image>", _LLAVA),
-    "llava_next": ProcessorParts(_ANYRES_SIZE, _IMAGE, "<image>", _LLAVA),
-    "llava_next_video": ProcessorParts(_ANYRES_SIZE, _VIDEO, "<image>", _LLAVA),
+    "lighton_ocr": _pixtral("<|image_pad|>", "<|vision_pad|>", "<|vision_end|>"),
+    **dict.fromkeys(("llava", "vipllava"), _CLIP),
+    "llava_next": _NEXT,
+    "llava_next_video": _NEXT._replace(tokens=_VIDEO),
     "llava_onevision": ProcessorParts(
         {"size": _SQUARE, "image_grid_pinpoints": PINPOINTS},
         _VIDEO,
         "<image>",
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     ),
-    "mistral3": ProcessorParts(
-        _PIXTRAL_SIZE,
-        {"image": "[IMG]", "image_break": "[IMG_BREAK]", "image_end": "[IMG_END]"},
-        "[IMG]",
-        _PIXTRAL,
-    ),
-    "paddleocr_vl": _QWEN_VL,
-    "qianfan_ocr": ProcessorParts(
-        _TILED_SIZE, _INTERN, "<image>", {"image_seq_length": 4}, ("<image>",)
-    ),
+    "mistral3": _pixtral("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "qianfan_ocr": _INTERN_VL._replace(template="<image>", others=("<image>",)),
     "qwen2_5_omni_thinker": _QWEN_VL._replace(tokens=_OMNI),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN_VL),
-    "smolvlm": _IDEFICS,
+    **dict.fromkeys(("exaone4_5", "hyperclovax_vision_v2", "paddleocr_vl"), _QWEN_VL),
+    **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
     "video_llama_3": _QWEN_VL._replace(template="<|image_pad|>"),
-    "vipllava": ProcessorParts(_CLIP_SIZE, _IMAGE, "<image>", _LLAVA),
 }
 
 NAMES = tuple(_PARTS)

@@ -10,7 +10,8 @@ by TRL      the same row as TRL's collator packs it, through the untouched model
 
 import copy
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from harness import make_trainer
+from harness import as_batch, make_trainer
 from helpers.one_step import ONE_STEP, Keep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -41,7 +42,10 @@ LEAST_TOLERANCE = 1e-5
 MOST_TOLERANCE = 1e-3
 _TRL_TOLERANCE = 1e-3  # of log-probabilities
 
-Documents = Sequence[dict[str, list[int]]]
+#: What a trainer raises where it refuses a model or its documents.
+REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError)
+
+Documents = Sequence[dict[str, Any]]
 
 
 class StepResult(NamedTuple):
@@ -62,17 +66,23 @@ class StepResult(NamedTuple):
         logits = float((self.logits - other.logits).abs().max() / other.logits.abs().max())
         return logits, *self.distance_of_step(other)
 
-    def distance_of_step(self, other: "StepResult") -> tuple[float, float]:
-        """Return the largest relative differences of loss and gradients."""
-        if self.gradients.keys() != other.gradients.keys():
-            missing = self.gradients.keys() ^ other.gradients.keys()
+    def distance_of_step(
+        self, other: "StepResult", parts: Iterable[Iterable[str]] = ()
+    ) -> tuple[float, float]:
+        """Return the relative differences of the loss and, the largest, of gradients.
+
+        Gradients of each of the `parts`, names of parameters, are related to their own largest.
+        """
+        if missing := self.gradients.keys() ^ other.gradients.keys():
             raise RuntimeError(f"only one of two runs has gradients of {sorted(missing)[:3]}")
-        scale = max((float(g.abs().max()) for g in other.gradients.values()), default=1.0)
-        gradients = (float((self.gradients[n] - g).abs().max()) for n, g in other.gradients.items())
-        return (
-            abs(self.loss - other.loss) / abs(other.loss),
-            max(gradients, default=0.0) / scale,
-        )
+        errors = []
+        for names in parts or [other.gradients]:
+            pairs = [(self.gradients[n], other.gradients[n]) for n in names if n in other.gradients]
+            size = max((float(right.abs().max()) for _, right in pairs), default=0.0)
+            if not size:
+                raise RuntimeError("no gradient reaches a part of the model")
+            errors += [float((left - right).abs().max()) / size for left, right in pairs]
+        return abs(self.loss - other.loss) / abs(other.loss), max(errors)
 
 
 @dataclass(frozen=True)
@@ -120,23 +130,27 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 # --- the reference --------------------------------------------------------------------------------
 
 
-def one_at_a_time(model: Any, documents: Documents) -> StepResult:
-    """Return the step of the untouched model, each document alone in a fresh copy."""
-    num_trained = sum(label != IGNORE_INDEX for d in documents for label in d["labels"][1:])
+def one_at_a_time(
+    model: Any, documents: Documents, collate: Callable[[Any], dict[str, Tensor]] = as_batch
+) -> StepResult:
+    """Return the step of the untouched model, each document alone in a fresh copy.
+
+    `collate` makes a batch with labels of a document.
+    """
+    batches = [dict(collate(document)) for document in documents]
+    num_trained = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
     logits, loss = [], 0.0
     gradients: dict[str, Any] = {}
-    for document in documents:
+    for batch in batches:
         # One copy for each document: some ropes remember the longest document they have seen.
         alone = copy.deepcopy(model).train()
-        ids, labels = (
-            torch.tensor([document[key]], device=alone.device) for key in ("input_ids", "labels")
-        )
-        positions = {"position_ids": torch.arange(ids.shape[1], device=alone.device)[None]}
-        needed = positions if requires(alone, "position_ids") else {}
-        output = alone(input_ids=ids, use_cache=False, **needed).logits
-        nll = F.cross_entropy(output[0, :-1].float(), labels[0, 1:], reduction="sum") / num_trained
+        labels = batch.pop("labels")[0, 1:]
+        if not requires(alone, "position_ids"):
+            batch.pop("position_ids", None)
+        output = alone(**batch, use_cache=False).logits[0]
+        nll = F.cross_entropy(output[:-1].float(), labels, reduction="sum") / num_trained
         nll.backward()
-        logits.append(output[0].detach().float())
+        logits.append(output.detach().float())
         loss += nll.item()
         for name, parameter in alone.named_parameters():
             if parameter.grad is not None:
@@ -144,17 +158,66 @@ def one_at_a_time(model: Any, documents: Documents) -> StepResult:
     return StepResult(torch.cat(logits), loss, gradients)
 
 
-def rounding_tolerance(model: Any, documents: Documents, reference: StepResult) -> float:
+def rounding_tolerance(
+    model: Any,
+    reference: StepResult,
+    again: Callable[[Any], StepResult],
+    distance: Callable[[StepResult, StepResult], Sequence[float]] = StepResult.distance,
+) -> float:
     """Return the largest relative difference from `reference` that rounding explains.
 
     It is `NOISE_FACTOR` times the difference that the reference itself shows when each module
-    rounds differently, and at least 1e-5.
+    rounds differently, and at least 1e-5. `again` computes the reference of a model.
     """
     rounded = copy.deepcopy(model)
     with round_differently(rounded):
-        moved = one_at_a_time(rounded, documents)
-    noise = NOISE_FACTOR * max(moved.distance(reference))
+        noise = NOISE_FACTOR * max(distance(again(rounded), reference))
     return min(max(LEAST_TOLERANCE, noise), MOST_TOLERANCE)
+
+
+def judge_one_row(
+    model: Any,
+    documents: Documents | Dataset,
+    collate: Callable[[Any], dict[str, Tensor]] = as_batch,
+    parts: Iterable[Iterable[str]] = (),
+    **options: Any,
+) -> tuple[Any, Part]:
+    """Compare a step of all documents in one micro-batch with each of them alone.
+
+    Args:
+        model: is not changed.
+        documents: in one micro-batch.
+        collate: of a document alone.
+        parts: names of parameters whose gradients are compared apart.
+        options: options of `PackedSFTConfig` and `processing_class`.
+
+    Returns:
+        The trainer, and the result; None where the run is refused.
+    """
+    reference = one_at_a_time(model, documents, collate)
+
+    def again(rounded: Any) -> StepResult:
+        return one_at_a_time(rounded, documents, collate)
+
+    def distance(found: StepResult, expected: StepResult) -> tuple[float, float]:
+        return found.distance_of_step(expected, parts)
+
+    tolerance = rounding_tolerance(model, reference, again, distance)
+    one_row = {"per_device_train_batch_size": len(documents), "gradient_accumulation_steps": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer, loss, gradients = train_step(
+                copy.deepcopy(model), documents, folder, **{**one_row, **options}
+            )
+        except REFUSALS as refusal:
+            first_line, *_ = str(refusal).splitlines() or [type(refusal).__name__]
+            return None, Part("refused", tolerance=tolerance, reason=first_line)
+    if reason := trainer._trl_path:
+        return trainer, Part("trl", reason=reason)
+    error = max(distance(StepResult(torch.empty(0), loss, gradients), reference))
+    outcome = "exact" if error <= tolerance else "differs"
+    choice = trainer.attention
+    return trainer, Part(outcome, error, tolerance, choice.reason, choice.backend)
 
 
 # --- packed ---------------------------------------------------------------------------------------

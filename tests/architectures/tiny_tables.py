@@ -22,11 +22,8 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (64, "hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size"),
     (64, "output_embedding_size word_embed_proj_dim out_hidden_size output_proj_dims lru_width"),
     (64, "adapter_in_dim adapter_input_size adapter_out_dim audio_embed_dim mm_embed_dim"),
-    (
-        64,
-        "hidden_size_global backbone_hidden_size input_size text_hidden_size projector_hidden_size",
-    ),
-    (64, "alignment_intermediate_size"),
+    (64, "hidden_size_global backbone_hidden_size input_size text_hidden_size"),
+    (64, "projector_hidden_size alignment_intermediate_size"),
     (96, "intermediate_size ffn_dim n_inner d_inner dff dim_ff mlp_dim feed_forward_size"),
     (96, "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size intermediate_size_mlp"),
     (96, "dense_intermediate_size prefix_dense_intermediate_size"),
@@ -86,6 +83,9 @@ ONE_OR_TWO = (
 )
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_TWO_HEADS = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
 _FACTORS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
 # The last two layers, one of each kind, use the keys and values of the first two (gemma-4-E2B).
 _SHARED_KEYS: dict[str, Any] = {
@@ -97,8 +97,7 @@ _SHARED_KEYS: dict[str, Any] = {
 
 def _mrope(*sections: int) -> dict[str, Any]:
     """Return a rope with its frequencies split between time, height and width, as published."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}
-    return {"rope_parameters": rope}
+    return {"rope_parameters": _ROPE | {"mrope_section": list(sections)}}
 
 
 # By model type, also for parts of composite models. Most entries add kinds of layers that published
@@ -108,26 +107,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},  # a decoder refuses the default on long rows
     # The threshold is about the median entropy here, so that patches depend on the text.
     "blt": {"encoder_hash_byte_group_vocab": 64, "patching_threshold": 4.4},
-    "blt_local_decoder": dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
-    "blt_local_encoder": dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
+    **dict.fromkeys(("blt_local_decoder", "blt_local_encoder"), _TWO_HEADS),
     "chameleon": {"vocabulary_map": {"<image>": VOCAB_SIZE - 1}},
     "chameleon_vqgan": {"base_channels": 32},
     "cohere2_moe": {"layer_types": [_SLIDING, _FULL], "mlp_layer_types": ["dense", "sparse"]},
-    "cohere_compass_text": {
-        "layer_types": [_SLIDING, _FULL],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (_SLIDING, _FULL)
-        },
-    },
-    "cosmos3_edge_text": _mrope(4, 2, 2),
+    "cohere_compass_text": {"layer_types": [_SLIDING, _FULL]}
+    | {"rope_parameters": dict.fromkeys((_SLIDING, _FULL), _ROPE)},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_top_k": 2, "moe_loss_weight": 0.0},
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "deepseek_v4": {
-        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
-    },
+    "deepseek_v4": {"compress_rates": _RATES},
     "dots3_note_text": dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 2)
     | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 32, "swa_v_head_dim": 16}
     | {"swa_head_dim": 32, "swa_qk_nope_head_dim": 24},
@@ -143,15 +134,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 64, "num_experts": None, "use_double_wide_mlp": True}
     | _SHARED_KEYS,
     "gemma4_unified_text": {"global_head_dim": 64},
-    "glm4v_moe_text": _mrope(1, 1, 2),
-    "glm4v_text": _mrope(2, 3, 3),
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0},
-    "glm_ocr_text": _mrope(2, 3, 3),
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granite4_vision": {"deepstack_layer_map": [(0, 0)], "spatial_target_layers": [1]}
     | {"downsample_rate": "4/8"},
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL]},
-    "hunyuan_vl_text": _mrope(2, 2, 2, 2),
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "inkling2_text": {  # the first layer has no blocks before it
         "num_hidden_layers": 3,
@@ -167,38 +154,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kosmos_2_5_vision_model": {"patch_embed_hidden_size": 64},
     "laguna": {"layer_types": [_FULL, _SLIDING], "mlp_layer_types": ["dense", "sparse"]}
     | {"num_attention_heads_per_layer": [4, 6]},
-    "lfm2": {"layer_types": ["conv", _FULL]},
-    "lfm2_moe": {"layer_types": ["conv", _FULL]},
+    **{name: {"layer_types": ["conv", _FULL]} for name in ("lfm2", "lfm2_moe")},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mellum": {"layer_types": [_FULL, _SLIDING]},
     "minicpm3": {"dim_model_base": 64, "v_head_dim": 8},
-    "minimax_m3_vl_text": {
-        "layer_types": [_FULL, "minimax_m3_sparse"],
-        "mlp_layer_types": ["dense", "sparse"],
-        "index_topk_blocks": 2,
-    },
+    "minimax_m3_vl_text": {"layer_types": [_FULL, "minimax_m3_sparse"], "index_topk_blocks": 2}
+    | {"mlp_layer_types": ["dense", "sparse"]},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [64] * 4, "depths": [1] * 4},
     "muse_spark_text": {"moe_hidden_size": 64},
     "nemotron_h_omni": {"audio_config": None, "vision_hidden_size": 64},
-    "paddleocr_vl_text": _mrope(4, 6, 6),
     "prophetnet": {"num_buckets": 8},
-    "qwen2_5_omni_text": _mrope(2, 3, 3),
-    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
-    "qwen2_5_vl_text": _mrope(2, 3, 3),
-    "qwen2_vl_text": _mrope(2, 3, 3),
     "qwen2_vl_vision": {"embed_dim": 64},
-    "qwen3_omni_moe_text": _mrope(4, 2, 2),
+    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB_SIZE - 1},
-    "qwen3_vl_moe_text": _mrope(4, 2, 2),
-    "qwen3_vl_text": _mrope(4, 2, 2),
-    "qwen4_exp_text": {
-        "indexer_head_dim": 32,
-        "indexer_kv_heads": 1,
-        "indexer_compress_ratio": 4,
-        "hc_lowrank": 8,
-    }
+    "qwen4_exp_text": {"indexer_head_dim": 32, "indexer_kv_heads": 1}
+    | {"indexer_compress_ratio": 4, "hc_lowrank": 8}
     | {"ple_layer_ids": [1], "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
     "radio": {"video_temporal_patch_size": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},  # recurrent, recurrent, attention
@@ -206,6 +178,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "num_buckets": 4}
     | {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "hash_seed": 0},
     "step3p5": {"num_sliding_attention_heads": 6},
+    "glm4v_moe_text": _mrope(1, 1, 2),
+    "hunyuan_vl_text": _mrope(2, 2, 2, 2),
+    "paddleocr_vl_text": _mrope(4, 6, 6),
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
@@ -213,22 +188,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"], "num_experts_per_tok": 1},
 }
 
+# Model types by how their frequencies are split between time, height and width.
+for _sections, _names in {
+    (4, 2, 2): "cosmos3_edge_text qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text",
+    (2, 3, 3): "glm4v_text glm_ocr_text qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
+}.items():
+    SPECIAL |= {name: _mrope(*_sections) for name in _names.split()}
+
 #: Architectures with a switch that changes the role of positions: name -> (model type, changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon+alibi": ("falcon", {"alibi": True}),
     "gemma4_text+experts": (  # like gemma-4-26B-A4B: layers without a window use keys as values
         "gemma4_text",
-        {
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0,
-            "use_double_wide_mlp": False,
-            "num_kv_shared_layers": 0,
-            "num_hidden_layers": 2,
-            "layer_types": [_SLIDING, _FULL],
-        },
+        {"enable_moe_block": True, "num_experts": 4, "use_double_wide_mlp": False}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+        | {"num_hidden_layers": 2, "layer_types": [_SLIDING, _FULL]}
+        | {"hidden_size_per_layer_input": 0},
     ),
     "llama+dynamic": (  # frequencies change when a row (not a document) is longer than 32
         "llama",

@@ -26,44 +26,36 @@ _LARGER = {"image_size": 32, "patch_size": 4}
 _WINDOWS = {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
 _DEEPSTACK = {"patch_size": 4, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 
+_GRID = {"image_grid_pinpoints": PINPOINTS}
+_NO_CHANGES: Mapping[str, Any] = {}
+
 #: By type: the values of its tower, and others.
 _CHANGES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "aria": (
-        {"image_size": 980, "patch_size": 140},
-        {"projector_patch_to_query_dict": {49: 4}},
-    ),
-    "aya_vision": (_SIGLIP, {}),
-    "cohere_compass": (_DEEPSTACK, {}),
-    "deepseek_vl": (_SQUARE, {}),
-    "exaone4_5": (_WINDOWS, {}),
-    "gemma3": (_SIGLIP, {"mm_tokens_per_image": 4}),
-    "gemma4": ({"patch_size": 4, "position_embedding_size": 64}, {}),
-    "glm46v": (_SQUARE, {}),
-    "glm4v": (_SQUARE, {}),
-    "glm4v_moe": (_SQUARE, {}),
-    "glm_ocr": (_SQUARE, {}),
-    "granite4_vision": (_LARGER, {"image_grid_pinpoints": WIDE_PINPOINTS}),
-    "granite_docling": (_SQUARE | {"scale_factor": 2}, {}),
-    "hyperclovax_vision_v2": (_WINDOWS, {}),
-    "idefics3": (_SQUARE, {"scale_factor": 2}),
-    "internvl": (_PAIRS, {"image_seq_length": 4}),
-    "janus": (_SQUARE | {"num_image_tokens": 16}, {}),
-    "lighton_ocr": (_LARGER, {"spatial_merge_size": 2}),
-    "llava": (_SQUARE, {}),
-    "llava_next": (_SQUARE, {"image_grid_pinpoints": PINPOINTS}),
-    "llava_next_video": (_SQUARE, {"image_grid_pinpoints": PINPOINTS}),
-    "llava_onevision": (_SIGLIP, {"image_grid_pinpoints": PINPOINTS}),
-    "mistral3": (_LARGER, {"spatial_merge_size": 2}),
-    "paddleocr_vl": (_SQUARE, {}),
-    "qianfan_ocr": (_PAIRS, {"image_seq_length": 4}),
-    "qwen2_5_omni_thinker": (_WINDOWS, {}),
-    "qwen2_5_vl": (_WINDOWS, {}),
-    "qwen2_vl": ({"patch_size": 4}, {}),
-    "qwen3_vl": (_DEEPSTACK, {}),
-    "qwen3_vl_moe": (_DEEPSTACK, {}),
-    "smolvlm": (_SQUARE, {"scale_factor": 2}),
-    "video_llama_3": ({"patch_size": 4}, {}),
-    "vipllava": (_SQUARE, {"vision_feature_layer": [-2, -1]}),
+    name: (tower, others)
+    for names, tower, others in (
+        ("deepseek_vl glm46v glm4v glm4v_moe glm_ocr llava paddleocr_vl", _SQUARE, _NO_CHANGES),
+        ("exaone4_5 hyperclovax_vision_v2 qwen2_5_omni_thinker qwen2_5_vl", _WINDOWS, _NO_CHANGES),
+        ("cohere_compass qwen3_vl qwen3_vl_moe", _DEEPSTACK, _NO_CHANGES),
+        ("qwen2_vl video_llama_3", {"patch_size": 4}, _NO_CHANGES),
+        ("aya_vision", _SIGLIP, _NO_CHANGES),
+        ("gemma3", _SIGLIP, {"mm_tokens_per_image": 4}),
+        ("gemma4", {"patch_size": 4, "position_embedding_size": 64}, _NO_CHANGES),
+        ("granite4_vision", _LARGER, {"image_grid_pinpoints": WIDE_PINPOINTS}),
+        ("granite_docling", _SQUARE | {"scale_factor": 2}, _NO_CHANGES),
+        ("idefics3 smolvlm", _SQUARE, {"scale_factor": 2}),
+        ("internvl qianfan_ocr", _PAIRS, {"image_seq_length": 4}),
+        ("janus", _SQUARE | {"num_image_tokens": 16}, _NO_CHANGES),
+        ("lighton_ocr mistral3", _LARGER, {"spatial_merge_size": 2}),
+        ("llava_next llava_next_video", _SQUARE, _GRID),
+        ("llava_onevision", _SIGLIP, _GRID),
+        ("vipllava", _SQUARE, {"vision_feature_layer": [-2, -1]}),
+        (
+            "aria",
+            {"image_size": 980, "patch_size": 140},
+            {"projector_patch_to_query_dict": {49: 4}},
+        ),
+    )
+    for name in names.split()
 }
 
 # Images and sizes of each row, in pixels; towers see 16 × 16 or less of some.
