@@ -12,11 +12,10 @@ from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import AttentionChoice
 
 
-@pytest.mark.parametrize("name", ["GPTJForCausalLM", "chunked"])
+@pytest.mark.parametrize("name", ["gptj", "llama"])
 def test_models_outside_the_interface_keep_their_own_attention(name):
-    model = any_model("gptj") if "GPTJ" in name else tiny_model()
-    reason = f"{name} is outside transformers' attention interface"
-    if name == "chunked":
+    model, reason = any_model(name), "GPTJForCausalLM is outside transformers' attention interface"
+    if name == "llama":
         model.config.attention_chunk_size = 16
         reason = "attention_chunk_size=16 lives in the mask"
     assert resolve_attention(model) == AttentionChoice("model", None, reason)
@@ -24,16 +23,21 @@ def test_models_outside_the_interface_keep_their_own_attention(name):
         resolve_attention(model, "documents")
 
 
+REFUSED = {
+    "varlen": "'varlen' cannot be exact.*the device is cpu",
+    "flash_attention_2": "'flash_attention_2' cannot be exact.*the device is cpu",
+    "flash": "'flash' is not known; choose one of auto, .*documents",
+}
+
+
 def test_named_attention_is_taken_or_refused():
     model = tiny_model("llama")
-    documents = AttentionChoice("documents", "packed_documents", "attention='documents'")
-    assert resolve_attention(model, "documents") == documents
-    assert resolve_attention(model, "model") == AttentionChoice("model", None, "attention='model'")
-    for name in ("varlen", "flash_attention_2"):
-        with pytest.raises(ValueError, match=f"'{name}' cannot be exact.*the device is cpu"):
+    for name, implementation in {"documents": "packed_documents", "model": None}.items():
+        choice = AttentionChoice(name, implementation, f"attention={name!r}")
+        assert resolve_attention(model, name) == choice
+    for name, says in REFUSED.items():
+        with pytest.raises(ValueError, match=says):
             resolve_attention(model, name)
-    with pytest.raises(ValueError, match=r"'flash' is not known; choose one of auto, .*documents"):
-        resolve_attention(model, "flash")
 
 
 @pytest.fixture

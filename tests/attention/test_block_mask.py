@@ -11,39 +11,33 @@ from trl_packing.attention.model_facts import layer_config, layer_values
 
 LENGTHS = [7, 1, 5, 12]
 WINDOW, CHUNK = 3, 4
+TOKENS = [(d, at) for d, length in enumerate(LENGTHS) for at in range(length)]
 
 
-def expected(lengths: list[int], *, window: int | None = None, chunk: int | None = None):
+def expected(rule=lambda at, seen: True):
     """Who sees whom, said token by token: (document, position in it) against the same."""
-    tokens = [(d, at) for d, length in enumerate(lengths) for at in range(length)]
     return [
-        [
-            document == other
-            and seen <= at
-            and (window is None or at - seen < window)
-            and (chunk is None or at // chunk == seen // chunk)
-            for other, seen in tokens
-        ]
-        for document, at in tokens
+        [document == other and seen <= at and rule(at, seen) for other, seen in TOKENS]
+        for document, at in TOKENS
     ]
 
 
-FULL = expected(LENGTHS)
-SLIDING = expected(LENGTHS, window=WINDOW)
-CHUNKED = expected(LENGTHS, chunk=CHUNK)
+FULL = expected()
+SLIDING = expected(lambda at, seen: at - seen < WINDOW)
+CHUNKED = expected(lambda at, seen: at // CHUNK == seen // CHUNK)
+OF_KIND = {"full_attention": FULL, "sliding_attention": SLIDING, "chunked_attention": CHUNKED}
 
 
-def mask(dtype=torch.float32, **config):
-    return packed_mask(torch.tensor(LENGTHS), SimpleNamespace(**config), dtype)
-
-
-def seen(additive: torch.Tensor) -> list[list[bool]]:
-    """Read an additive mask: 0 where attention is allowed, the lowest number elsewhere."""
-    num_tokens = sum(LENGTHS)
-    assert additive.shape == (1, 1, num_tokens, num_tokens)
-    allowed = additive == 0
-    assert (additive[~allowed] == torch.finfo(additive.dtype).min).all()
-    return allowed[0, 0].tolist()
+def seen_by(**config):
+    """Read additive masks: 0 where attention is allowed, the lowest number elsewhere."""
+    masks = packed_mask(torch.tensor(LENGTHS), SimpleNamespace(**config), torch.float32)
+    found = {}
+    for kind, additive in masks.items() if isinstance(masks, dict) else [("all", masks)]:
+        assert additive.shape == (1, 1, len(TOKENS), len(TOKENS))
+        allowed = additive == 0
+        assert (additive[~allowed] == torch.finfo(additive.dtype).min).all()
+        found[kind] = allowed[0, 0].tolist()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -60,28 +54,19 @@ def seen(additive: torch.Tensor) -> list[list[bool]]:
     ids=str,
 )
 def test_one_kind_of_layer_gets_one_mask(config, wanted):
-    assert seen(mask(**config)) == wanted
+    assert seen_by(**config) == {"all": wanted}
 
 
 def test_several_kinds_of_layers_get_a_mask_each():
-    masks = mask(
-        layer_types=["sliding_attention", "full_attention", "chunked_attention", "full_attention"],
-        sliding_window=WINDOW,
-        attention_chunk_size=CHUNK,
-    )
-    assert {kind: seen(one) for kind, one in masks.items()} == {
-        "full_attention": FULL,
-        "sliding_attention": SLIDING,
-        "chunked_attention": CHUNKED,
-    }
+    lengths = {"sliding_window": WINDOW, "attention_chunk_size": CHUNK}
+    assert seen_by(layer_types=[*OF_KIND, "full_attention"], **lengths) == OF_KIND
 
 
 @pytest.mark.parametrize("windows_only", [False, True])
 def test_tokens_of_an_image_see_each_other(windows_only):
     """Gemma 3 opens images in all layers, a large Gemma 4 only in those with a window."""
-    config = SimpleNamespace(
-        sliding_window=2, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2
-    )
+    kinds = ["sliding_attention", "full_attention"]
+    config = SimpleNamespace(sliding_window=2, layer_types=kinds, num_hidden_layers=2)
     images = torch.tensor([-1, 0, 0, 1, 1, -1])  # the second document begins with an image
     made = packed_mask([3, 3], config, torch.float32, images=images, windows_only=windows_only)
     closed = packed_mask([3, 3], config, torch.float32)

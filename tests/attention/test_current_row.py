@@ -5,14 +5,15 @@ documents must stay apart under any call of its tokens, or the call is refused.
 """
 
 import copy
-import itertools
 
 import pytest
 import torch
-from helpers.by_hand import assert_same_step, by_hand
+from harness import alone, assert_exact
+from helpers.by_hand import assert_same_step
 from helpers.distributed.own_loss import steps
 from helpers.distributed.ranks import on_ranks
 from helpers.model_calls import CALLS, DOCUMENTS, ids_only, trainer_with
+from helpers.packed_models import alone as logits_alone
 from helpers.tiny import tiny_model
 
 from trl_packing import other_rows
@@ -26,53 +27,49 @@ def trained(call, folder, **options):
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_a_loss_that_says_nothing_of_documents_trains_them_apart(call, tmp_path):
-    expected = by_hand(tiny_model("llama"), DOCUMENTS)
-    assert_same_step(trained(call, tmp_path), expected)
+    expected = alone(tiny_model("llama"), DOCUMENTS)
+    assert_exact(trained(call, tmp_path), expected)
     trainer, _ = trainer_with(call, tmp_path)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected[0], rel=1e-4)
 
 
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.attention.calls.complete_call", lambda model, call: call)
-    expected = by_hand(tiny_model("llama"), DOCUMENTS)
     with pytest.raises(AssertionError):
-        assert_same_step(trained(ids_only, tmp_path), expected)
+        assert_exact(trained(ids_only, tmp_path), alone(tiny_model("llama"), DOCUMENTS))
 
 
 REFUSED = {
-    "two halves": lambda ids: ids[:, : ids.shape[1] // 2 * 2].reshape(2, -1),
-    "a slice in a document": lambda ids: ids[:, 1:],
-    "a copy of a part": lambda ids: ids[:, :50].clone(),
+    "two halves": (
+        lambda x: {"input_ids": x[:, : x.shape[1] // 2 * 2].reshape(2, -1)},
+        "other_rows",
+    ),
+    "a slice in a document": (lambda x: {"input_ids": x[:, 1:]}, "other_rows"),
+    "a copy of a part": (lambda x: {"input_ids": x[:, :50].clone()}, "other_rows"),
+    # Masks under which documents see each other.
+    "a mask that hides tokens": (
+        lambda x: {"input_ids": x, "attention_mask": (torch.arange(x.shape[1])[None] > 4).long()},
+        "attention_mask",
+    ),
+    "a causal mask": (
+        lambda x: {
+            "input_ids": x,
+            "attention_mask": torch.ones(1, 1, x.shape[1], x.shape[1]).tril().bool(),
+        },
+        "attention_mask",
+    ),
 }
 
 
-@pytest.mark.parametrize("change", REFUSED.values(), ids=list(REFUSED))
-def test_rows_that_nobody_can_tell_are_refused(change, tmp_path):
+@pytest.mark.parametrize(("arguments", "says"), REFUSED.values(), ids=list(REFUSED))
+def test_calls_whose_documents_nobody_can_tell_apart_are_refused(arguments, says, tmp_path):
     def call(trainer, model, inputs):
-        return model(input_ids=change(inputs["input_ids"])).logits
+        return model(**arguments(inputs["input_ids"])).logits
 
     trainer, _ = trainer_with(call, tmp_path)
-    with pytest.raises(ValueError, match="other_rows"):
-        trainer.train()
-    with pytest.raises(ValueError, match="other_rows"):
-        trainer.evaluate()
-
-
-@pytest.mark.parametrize(
-    "mask_of",
-    [
-        lambda ids: (torch.arange(ids.shape[1])[None] > 4).long(),
-        lambda ids: torch.ones(1, 1, ids.shape[1], ids.shape[1]).tril().bool(),
-    ],
-    ids=["hides tokens", "causal"],
-)
-def test_a_mask_under_which_documents_see_each_other_is_refused(mask_of, tmp_path):
-    def call(trainer, model, inputs):
-        ids = inputs["input_ids"]
-        return model(input_ids=ids, attention_mask=mask_of(ids)).logits
-
-    with pytest.raises(ValueError, match="attention_mask"):
-        trained(call, tmp_path)
+    for use in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=says):
+            use()
 
 
 def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
@@ -83,7 +80,7 @@ def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
         with other_rows():
             seen.append(model(input_ids=ids).logits.detach())
         seen.append(trainer.accelerator.unwrap_model(model).generate(ids, **options))
-        return model(input_ids=inputs["input_ids"]).logits
+        return ids_only(trainer, model, inputs)
 
     trained(call, tmp_path)
     plain = tiny_model("llama")
@@ -91,38 +88,22 @@ def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
     assert torch.equal(seen[1], plain.generate(ids, **options))
 
 
-def alone(model, row):
-    """The logits of a fresh model for each document of a packed row."""
-    pieces = itertools.pairwise(row["cu_seq_lens_q"].tolist())
-    with torch.no_grad():
-        return torch.cat(
-            [model.eval()(row["input_ids"][:, a:b].clone()).logits for a, b in pieces], 1
-        )
-
-
-WARNING = "which is not the model of this run"
-
-
-@pytest.mark.parametrize(
-    ("call", "is_exact"),
-    [(lambda m, x: m(**x).logits, True), (lambda m, x: m(input_ids=x["input_ids"]).logits, False)],
-    ids=["**inputs", "ids"],
-)
-def test_a_teacher_takes_the_batch_or_is_warned_of(call, is_exact, tmp_path, caplog):
+@pytest.mark.parametrize("is_whole", [True, False], ids=["**inputs", "ids"])
+def test_a_teacher_takes_the_batch_or_is_warned_of(is_whole, tmp_path, caplog):
     """Without `use_cache=False`, transformers makes a cache, and does not read the positions."""
     teacher, said = tiny_model("llama").eval(), []
 
     def distill(trainer, model, inputs):
         row = {name: value for name, value in inputs.items() if name != "labels"}
         with torch.no_grad():
-            said.append((inputs, call(teacher, row)))
+            call = row if is_whole else {"input_ids": row["input_ids"]}
+            said.append((inputs, teacher(**call).logits))
         return model(**row).logits
 
-    trainer, _ = trainer_with(distill, tmp_path)
-    trainer.train()
+    trained(distill, tmp_path)
     row, logits = said[0]
-    assert torch.allclose(logits, alone(tiny_model("llama"), row), atol=1e-4) == is_exact
-    assert (WARNING in caplog.text) == (not is_exact)
+    assert torch.allclose(logits, logits_alone(tiny_model("llama"), row), atol=1e-4) == is_whole
+    assert ("which is not the model of this run" in caplog.text) == (not is_whole)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -133,18 +114,17 @@ def test_a_loop_of_ones_own_takes_the_batches_of_a_built_trainer(name, training,
     copied = copy.deepcopy(trainer.model)
     for batch in trainer.get_train_dataloader():
         row = {key: value for key, value in batch.items() if key != "labels"}
-        expected = alone(tiny_model(name), row)
-        with torch.no_grad():
-            for model in (trainer.model, copied):
-                found = model.train(training)(**row).logits
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        expected = logits_alone(tiny_model(name), row)
+        for model in (trainer.model, copied):
+            found = model.train(training)(**row).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     trainer.train()
 
 
 @pytest.mark.slow
 def test_two_ranks_train_documents_apart(tmp_path):
     """The user's loss is a rank's sum by the items of all ranks, and DDP takes the mean of it."""
-    loss, gradients = by_hand(tiny_model("llama"), DOCUMENTS)
+    loss, gradients = alone(tiny_model("llama"), DOCUMENTS)
     expected = loss / 2, {name: gradient / 2 for name, gradient in gradients.items()}
     for refusal, results in on_ranks(steps, {"": str(tmp_path)}, tmp_path)[""]:
         assert "outside of train() and evaluate()" in refusal

@@ -8,11 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from architectures.tiny_models import (
-    NotBuilt,
-    full_size_model,
-    names,
-)
+from architectures.tiny_models import NotBuilt, full_size_model, names
 from architectures.tiny_tables import VARIANTS
 
 from trl_packing.attention import flash_attn
@@ -48,13 +44,11 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Testla H100")
 
 
+SLOW = sorted(set(names()) - VARIANTS.keys() - BY_HAND.keys())
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in BY_HAND else pytest.param(name, marks=pytest.mark.slow)
-        for name in names()
-        if name not in VARIANTS
-    ],
+    "name", [*BY_HAND, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_a_full_size_model_answers(name, monkeypatch):
     try:

@@ -7,19 +7,19 @@ padded rows repeat a token of their own document where they are padded.
 import pytest
 import torch
 import torch.nn.functional as F
-from datasets import Dataset
 from harness import make_trainer
-from helpers.plain_runs import trainer_of
-from helpers.tiny import tiny_model, tiny_tokenizer
+from helpers.plain_runs import packed, trainer_of
+from helpers.tiny import tiny_model
 from peft import PromptTuningConfig
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from trl_packing import PackedDataset, enable_packing
+from trl_packing import enable_packing
 
 FIRST, WIDTH, ALPHA = 10, 32, 5.0
 LENGTHS = [4, 60, 9, 30, 7, 21, 13, 5]
 DOCUMENTS = [{"input_ids": [FIRST + i] * length} for i, length in enumerate(LENGTHS)]
+SETTINGS = {"num_train_epochs": 6, "learning_rate": 0.0, "neftune_noise_alpha": ALPHA}
 
 
 class Record(TrainerCallback):
@@ -40,21 +40,24 @@ class Record(TrainerCallback):
             self.noise.setdefault(token, []).append(noise[ids == token])
 
 
-SETTINGS = {"num_train_epochs": 6, "learning_rate": 0.0, "neftune_noise_alpha": ALPHA}
-
-
-def recorded(folder, documents=DOCUMENTS, peft_config=None, **options):
-    record = Record()
+def recorded(folder, peft_config=None, **options):
+    record, arguments = Record(), {"peft_config": peft_config}
     options = SETTINGS | {"max_length": 80, "per_device_train_batch_size": 2} | options
-    arguments = {"peft_config": peft_config}
-    trainer = make_trainer(folder, documents, callbacks=[record], arguments=arguments, **options)
-    trainer.train()
+    make_trainer(folder, DOCUMENTS, callbacks=[record], arguments=arguments, **options).train()
     return record.noise
 
 
-def assert_noise_of_documents_alone(noise, lengths=LENGTHS):
+def recorded_by_plain_trainer(folder):
+    model, record = tiny_model("llama"), Record()
+    enable_packing(model)
+    rows = packed([d | {"labels": d["input_ids"]} for d in DOCUMENTS])
+    trainer_of(model, rows, folder, callbacks=[record], max_steps=-1, **SETTINGS).train()
+    return record.noise
+
+
+def assert_noise_of_documents_alone(noise):
     """Each document: uniform between ± α / √(L · d), by Kolmogorov and Smirnov's distance."""
-    for number, length in enumerate(lengths):
+    for number, length in enumerate(LENGTHS):
         found = torch.cat(noise[FIRST + number]).flatten().double()
         bound = ALPHA / (length * WIDTH) ** 0.5
         n = len(found)
@@ -65,13 +68,12 @@ def assert_noise_of_documents_alone(noise, lengths=LENGTHS):
         assert distance < 2.0 / n**0.5  # by chance once in 1,500 times: the seed is fixed
 
 
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 WAYS = {
     "packed": {},
     "static shapes": {"static_shapes": True},
     "padded rows": {"attention": "padded"},
-    "virtual tokens": {
-        "peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    },
+    "virtual tokens": {"peft_config": PROMPTS},
     "by TRL, alone": {"cls": SFTTrainer, "per_device_train_batch_size": 1},
 }
 
@@ -82,20 +84,11 @@ def test_a_document_gets_the_noise_that_it_gets_alone(options, tmp_path):
 
 
 def test_plain_trainer_gives_it_too(tmp_path, monkeypatch):
-    def noise_of(folder):
-        model, record = tiny_model("llama"), Record()
-        enable_packing(model)
-        rows = Dataset.from_list([d | {"labels": d["input_ids"]} for d in DOCUMENTS])
-        packed = PackedDataset(rows, tiny_tokenizer(), 80)
-        trainer_of(model, packed, folder, callbacks=[record], max_steps=-1, **SETTINGS).train()
-        return record.noise
-
-    assert_noise_of_documents_alone(noise_of(tmp_path / "scaled"))
-    monkeypatch.setattr(
-        "trl_packing.plain_trainer.enable.scale_noise_by_document", lambda model: None
-    )
+    assert_noise_of_documents_alone(recorded_by_plain_trainer(tmp_path / "scaled"))
+    name = "trl_packing.plain_trainer.enable.scale_noise_by_document"
+    monkeypatch.setattr(name, lambda model: None)
     with pytest.raises(AssertionError):
-        assert_noise_of_documents_alone(noise_of(tmp_path / "not"))
+        assert_noise_of_documents_alone(recorded_by_plain_trainer(tmp_path / "not"))
 
 
 def test_noise_of_any_size_leaves_the_isolation_check_alone(tmp_path):

@@ -8,6 +8,7 @@ from helpers.packed_models import packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention import document_sdpa
 from trl_packing.attention.backends import AttentionChoice
@@ -41,14 +42,9 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
 
 @pytest.mark.parametrize("argument", ["position_bias", "attention_bias", "alibi", "head_mask"])
 def test_what_packed_kernels_do_not_compute_is_refused(argument):
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     attention = ALL_ATTENTION_FUNCTIONS[document_sdpa.NAME]
-    q = torch.randn(1, 2, 5, 4)
-    given = {argument: torch.zeros(5, 5), "cu_seq_lens_q": torch.tensor([0, 5])}
+    q, ends = torch.randn(1, 2, 5, 4), {"cu_seq_lens_q": torch.tensor([0, 5])}
     with pytest.raises(NotImplementedError, match=f"{argument}.*attention='model'"):
-        attention(nn.Module(), q, q, q, None, **given)
+        attention(nn.Module(), q, q, q, None, **{argument: torch.zeros(5, 5)}, **ends)
     with pytest.raises(ValueError, match="one flat row, got 2 rows"):
-        attention(
-            nn.Module(), *[q.repeat(2, 1, 1, 1)] * 3, None, cu_seq_lens_q=torch.tensor([0, 5])
-        )
+        attention(nn.Module(), *[q.repeat(2, 1, 1, 1)] * 3, None, **ends)

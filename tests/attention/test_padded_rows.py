@@ -14,71 +14,59 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 from trl_packing import PackedCollator
 from trl_packing.attention.padded_rows import group_documents, pad_packed_calls
 
-MOST_PADDING = 1 / 8
-
 lengths_of_documents = st.lists(st.integers(1, 200), min_size=1, max_size=40)
 few_lengths = st.lists(st.sampled_from([3, 8, 9]), min_size=1, max_size=40)
-some_thresholds = st.lists(st.integers(1, 150), max_size=3)
 
 
-def groups_of(lengths, thresholds=(), equal_lengths=False):
-    """Return the groups as lengths, after a check that they hold every document once."""
-    boundaries = [0, *accumulate(lengths)]
-    groups = list(group_documents(boundaries, thresholds, equal_lengths))
-    assert sorted(d for group in groups for d in group) == list(range(len(lengths)))
-    assert all(groups)
-    return [[lengths[d] for d in group] for group in groups]
-
-
-# --- which documents share a forward ------------------------------------------------------------
-
-
-@given(st.one_of(lengths_of_documents, few_lengths), some_thresholds)
+@given(st.one_of(lengths_of_documents, few_lengths), st.lists(st.integers(1, 150), max_size=3))
 def test_a_forward_holds_what_it_may(lengths, thresholds):
-    for group in groups_of(lengths, thresholds):
+    boundaries, groups = [0, *accumulate(lengths)], {}
+    for equal in (False, True):
+        made = list(group_documents(boundaries, thresholds, equal))
+        assert sorted(d for group in made for d in group) == list(range(len(lengths)))
+        groups[equal] = [[lengths[d] for d in group] for group in made]
+    for group in groups[False]:
         cells = max(group) * len(group)
         assert group[0] == max(group), "the longest document comes first"
-        assert cells - sum(group) <= MOST_PADDING * cells
+        assert cells - sum(group) <= cells / 8, "padding"
         assert cells <= sum(lengths)
         for threshold in thresholds:
             assert len({length <= threshold for length in group}) == 1
-    groups = groups_of(lengths, thresholds, equal_lengths=True)
-    assert all(len(set(group)) == 1 for group in groups)
-    assert len(groups) == len(set(lengths)), "and all of a length share a forward"
+    assert all(len(set(group)) == 1 for group in groups[True])
+    assert len(groups[True]) == len(set(lengths)), "and all of a length share a forward"
 
 
 # --- and how they come back ---------------------------------------------------------------------
 
 LENGTHS = [5, 2, 5, 4, 1]
-WIDTH = 3
-
-
-@dataclass
-class PlainOutput:
-    hidden: Tensor
-    loss: Tensor | None = None
-
-
-class Rows(nn.Module):
-    """Returns values that say where they come from: the token id, times 1, 10 and 100.
-
-    `make(values, labels)` builds the output from values ``(rows, T, WIDTH)``.
-    """
-
-    def __init__(self, make):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, 10.0, 100.0]))
-        self.make = make
-
-    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-        return self.make(input_ids[..., None] * self.weight, labels)
-
-
 # Their ids are 1, 2, 3, ... over all of the row.
 DOCUMENTS = [
     {"input_ids": list(range(end - length + 1, end + 1))}
     for length, end in zip(LENGTHS, accumulate(LENGTHS), strict=True)
 ]
+FACTORS = torch.tensor([1.0, 10.0, 100.0])
+IN_ORDER = torch.arange(1.0, sum(LENGTHS) + 1)[None, :, None] * FACTORS
+
+
+@dataclass
+class PlainOutput:
+    hidden: Tensor
+    aux_loss: Tensor | None = None
+
+
+class Rows(nn.Module):
+    """Returns values that say where they come from: the token id, times 1, 10 and 100.
+
+    `make(values, labels)` builds the output from values ``(rows, T, 3)``.
+    """
+
+    def __init__(self, make):
+        super().__init__()
+        self.weight = nn.Parameter(FACTORS)
+        self.make = make
+
+    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
+        return self.make(input_ids[..., None] * self.weight, labels)
 
 
 def padded(make, **options):
@@ -88,19 +76,15 @@ def padded(make, **options):
     return model(**PackedCollator()(DOCUMENTS))
 
 
-IN_ORDER = torch.arange(1.0, sum(LENGTHS) + 1)[None, :, None] * torch.tensor([1.0, 10.0, 100.0])
-
-
 @pytest.mark.parametrize(
     ("make", "read"),
     [
-        (lambda x, _: x, lambda out: out),
         (lambda x, _: (x, None, "name"), lambda out: out[0]),
         (
             lambda x, _: CausalLMOutputWithPast(logits=x, hidden_states=(x * 2, x)),
             lambda out: out.hidden_states[1],
         ),
-        (lambda x, _: PlainOutput(hidden=x), lambda out: out.hidden),
+        (lambda x, _: PlainOutput(x), lambda out: out.hidden),
         # Mixtures of experts have rows and tokens as one dimension.
         (
             lambda x, _: MoeModelOutputWithPast(router_logits=(x.flatten(0, 1), None)),
@@ -109,7 +93,7 @@ IN_ORDER = torch.arange(1.0, sum(LENGTHS) + 1)[None, :, None] * torch.tensor([1.
         # Virtual tokens stand in front of every row.
         (lambda x, _: torch.cat([x[:, :1] * 0 - 1, x[:, :1] * 0 - 2, x], 1), lambda out: out),
     ],
-    ids=["tensor", "tuple", "ModelOutput", "dataclass", "experts", "virtual tokens"],
+    ids=["tuple", "ModelOutput", "dataclass", "experts", "tensor, virtual tokens"],
 )
 @pytest.mark.parametrize("equal_lengths", [False, True])
 def test_values_come_back_in_the_order_of_the_packed_row(make, read, equal_lengths):
@@ -118,13 +102,8 @@ def test_values_come_back_in_the_order_of_the_packed_row(make, read, equal_lengt
 
 
 def test_the_balance_of_experts_of_several_forwards_is_refused():
-    @dataclass
-    class Output:
-        logits: Tensor
-        aux_loss: Tensor
-
     with pytest.raises(NotImplementedError, match=r"router_aux_loss_coef=0\.0"):
-        padded(lambda x, _: Output(x, x.sum()))
+        padded(lambda x, _: PlainOutput(x, x.sum()))
 
 
 def test_losses_are_weighted_by_their_trained_tokens():

@@ -3,20 +3,18 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers.by_hand import assert_same_step, by_hand
+from harness import alone, assert_exact
 from helpers.model_calls import (
     a_copy,
     backbone,
-    calling,
     embedded,
     ids_only,
     mask_of_ones,
     without_the_last_token,
 )
-from helpers.one_step import Keep
-from helpers.plain_runs import DOCUMENTS, documents_of_rows, packed, trainer_of
+from helpers.plain_runs import DOCUMENTS, documents_of_rows, first_step, packed
 from helpers.tiny import tiny_model, tiny_tokenizer
-from transformers import DataCollatorForSeq2Seq, Trainer
+from transformers import DataCollatorForSeq2Seq
 from transformers import DataCollatorWithFlattening as TheirFlattening
 
 from trl_packing import PackedCollator, enable_packing, other_rows
@@ -26,56 +24,44 @@ def whole(trainer, model, inputs):
     return model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
 
 
-ROWS = {
-    "PackedDataset": {},
-    "PackedCollator": {"collator": PackedCollator(), "rows": DOCUMENTS},
-    "flattened by transformers": {"collator": TheirFlattening(), "rows": DOCUMENTS},
+COLLATORS = {
+    "PackedDataset": None,
+    "PackedCollator": PackedCollator(),
+    "flattened by transformers": TheirFlattening(),
 }
 IN_MEMORY = [ids_only, mask_of_ones, backbone, without_the_last_token]
-UNKNOWN = [a_copy, embedded]
+# Only our collator keeps its rows in memory, so that their tokens are known.
+EXACT = [(name, whole) for name in COLLATORS] + [("PackedCollator", call) for call in IN_MEMORY]
+REFUSED = [(name, call) for name in COLLATORS for call in (a_copy, embedded)]
+REFUSED += [("PackedDataset", call) for call in IN_MEMORY]
 
 
-def step_of(call, folder, collator=None, rows=None):
+def assert_step_is_exact(name, call, folder):
     """Train one step in a plain Trainer, whose loss is the mean of what `call` says of a row."""
-    kept, model = Keep(), tiny_model("llama")
-    dataset = packed() if rows is None else Dataset.from_list(rows)
+    model, collator = tiny_model("llama"), COLLATORS[name]
+    dataset = Dataset.from_list(DOCUMENTS) if collator else packed()
     enable_packing(model)
-    trainer = trainer_of(model, dataset, folder, collator=collator, callbacks=[kept])
-    trainer.__class__ = calling(call, Trainer)
-    trainer.train()
-    documents = documents_of_rows(dataset, range(4)) if rows is None else DOCUMENTS[:4]
-    expected = by_hand(tiny_model("llama"), documents)
-    return (trainer.state.log_history[0]["loss"], kept.gradients), expected
+    found = first_step(model, dataset, folder, call, collator=collator)
+    documents = DOCUMENTS[:4] if collator else documents_of_rows(dataset, range(4))
+    assert_exact(found, alone(tiny_model("llama"), documents))
 
 
-@pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
-def test_a_batch_names_its_documents(options, tmp_path):
-    assert_same_step(*step_of(whole, tmp_path, **options))
-
-
-@pytest.mark.parametrize("call", IN_MEMORY, ids=lambda call: call.__name__)
-def test_tokens_of_a_batch_in_memory_are_known(call, tmp_path):
-    assert_same_step(*step_of(call, tmp_path, **ROWS["PackedCollator"]))
+@pytest.mark.parametrize(("name", "call"), EXACT)
+def test_documents_are_known_by_boundaries_or_by_tokens_in_memory(name, call, tmp_path):
+    assert_step_is_exact(name, call, tmp_path)
 
 
 def test_the_comparison_sees_documents_that_see_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.attention.calls.complete_call", lambda model, call: call)
     monkeypatch.setattr("trl_packing.plain_trainer.enable.complete_call", lambda model, call: call)
     with pytest.raises(AssertionError):
-        assert_same_step(*step_of(ids_only, tmp_path, **ROWS["PackedCollator"]))
+        assert_step_is_exact("PackedCollator", ids_only, tmp_path)
 
 
-@pytest.mark.parametrize("call", UNKNOWN, ids=lambda call: call.__name__)
-@pytest.mark.parametrize("options", ROWS.values(), ids=list(ROWS))
-def test_any_other_call_in_training_is_refused(call, options, tmp_path):
+@pytest.mark.parametrize(("name", "call"), REFUSED)
+def test_any_other_call_in_training_is_refused(name, call, tmp_path):
     with pytest.raises(ValueError, match=r"boundaries of documents.*other_rows"):
-        step_of(call, tmp_path, **options)
-
-
-@pytest.mark.parametrize("call", IN_MEMORY, ids=lambda call: call.__name__)
-def test_tokens_that_are_not_in_memory_are_refused_too(call, tmp_path):
-    with pytest.raises(ValueError, match=r"boundaries of documents.*other_rows"):
-        step_of(call, tmp_path)
+        assert_step_is_exact(name, call, tmp_path)
 
 
 def test_other_calls_are_as_they_were():

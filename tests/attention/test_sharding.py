@@ -19,33 +19,37 @@ WEIGHTED = {"weighted": True, "options": {"loss_weighting": "document"}}
 ADAMW = {"save_steps": 4, "options": {"optim": "adamw_torch", "learning_rate": 0.01}}
 EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}
 BF16 = {"options": {"bf16": True}, **EVALUATED}
+UNEQUAL = {"lengths": [32, 2, 31, 3], "packing": False, "prompt": 1}
+BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 # Each as one rank with twice the accumulation. The gate is on where it says so, the head's is on.
 SAME = {
     "packed, evaluated, saved": {"saves": True, **EVALUATED},
     # The last step of the epoch has fewer micro-batches.
     "accumulated": {"accumulation": 2, "options": {"gradient_checkpointing": False}},
-    "very unequal numbers of trained tokens": {
-        "lengths": [32, 2, 31, 3],
-        "packing": False,
-        "prompt": 1,
-    },
+    "very unequal numbers of trained tokens": UNEQUAL,
     "documents weighted": WEIGHTED | EVALUATED,
     "documents weighted, none on a rank": {"lengths": [32, 32, 32], **WEIGHTED},
     "tied embeddings": {"config": {"tie_word_embeddings": True}, "saves": True},
-    "balance of experts": {
-        "model": "qwen3_moe",
-        "config": {"output_router_logits": True, "router_aux_loss_coef": 0.1},
-    },
+    "balance of experts": {"model": "qwen3_moe", "config": BALANCE},
     "the gate, padded rows": {"model": "falcon_mamba", "options": {"isolation_check": "error"}},
-    "LoRA": {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
-    "LoRA and a trained head": {
-        "lora": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-    },
+    "LoRA": {"lora": LORA},
+    "LoRA and a trained head": {"lora": LORA | {"modules_to_save": ["lm_head"]}},
     "a stream": {"stream": True, "max_steps": 4, "packing": False},
     "a model by its name": {"by_name": True},
 }
 ONLY_FSDP2 = {"a head sharded without its norm": {"head_apart": True}}
+
+
+# The graphs of the ranks differ by the leak: recomputing one would gather in another order.
+LEAK = {"isolation_check": "error", "gradient_checkpointing": False}
+OTHERS = {
+    "leak": {"leaks_on_rank": 1, "options": LEAK},
+    "bf16": BF16,
+    "few": {"lengths": [9]},
+    "whole": ADAMW,
+}
 
 
 def scenario(folder, engine, name, arguments, accumulation) -> Scenario:
@@ -65,15 +69,7 @@ def engine(request) -> str:
 @pytest.fixture(scope="module")
 def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp(engine)
-    # The graphs of the ranks differ by the leak: recomputing one would gather in another order.
-    leak = {"isolation_check": "error", "gradient_checkpointing": False}
-    runs = SAME | (ONLY_FSDP2 if engine == "fsdp2" else {})
-    runs |= {
-        "leak": {"leaks_on_rank": 1, "options": leak},
-        "bf16": BF16,
-        "few": {"lengths": [9]},
-        "whole": ADAMW,
-    }
+    runs = SAME | OTHERS | (ONLY_FSDP2 if engine == "fsdp2" else {})
     made = {name: scenario(base, engine, name, runs[name], 1) for name in runs}
     checkpoint = f"{made['whole'].output_dir}/checkpoint-4"
     made["resumed"] = scenario(base, engine, "resumed", ADAMW | {"resume": checkpoint}, 1)
@@ -97,14 +93,12 @@ def one_rank(tmp_path_factory):
 
 def assert_same_training(ranks: list[dict], alone: dict) -> None:
     """The same losses, norms of gradients and parameters, on a model that is sharded."""
-    close = {"rtol": 0, "atol": TOLERANCE}
     for rank in ranks:
         assert rank["is_sharded"]
-        assert rank["attention"] == alone["attention"]
-        assert rank["scores_native_logits"] == alone["scores_native_logits"]
-        torch.testing.assert_close(rank["losses"], alone["losses"], **close)
-        torch.testing.assert_close(rank["grad_norms"], alone["grad_norms"], **close)
-        torch.testing.assert_close(rank["parameters"], alone["parameters"], **close)
+        for same in ("attention", "scores_native_logits"):
+            assert rank[same] == alone[same]
+        for close in ("losses", "grad_norms", "parameters"):
+            torch.testing.assert_close(rank[close], alone[close], rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -51,9 +51,8 @@ def test_varlen_attention_refuses_what_the_kernel_lacks(options):
 def test_a_tower_attends_in_both_directions_within_each_window(size, dtype, flash_calls):
     windows = (5, 1, 30, 4)
     q, k, v = (torch.randn(1, 2, 40, size).to(dtype).requires_grad_() for _ in range(3))
-    found, _ = torch_varlen.tower_attention(
-        None, q, k, v, scaling=0.4, cu_seq_lens_q=boundaries(windows), max_length_q=30
-    )
+    spans = {"cu_seq_lens_q": boundaries(windows), "max_length_q": 30}
+    found, _ = torch_varlen.tower_attention(None, q, k, v, scaling=0.4, **spans)
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     parts = zip(*(x.split(windows, 2) for x in leaves), strict=True)
     expected = [F.scaled_dot_product_attention(*part, scale=0.4) for part in parts]

@@ -31,20 +31,18 @@ def visible(
     `left`: how many keys before itself, None: all.
     Causal masks are aligned at the last key of each document, as FlashAttention aligns them.
     """
-    ends = [
-        x.long()[1:] for x in (cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
-    ]
-    rows = [torch.arange(int(end[-1])) for end in ends]
-    documents = [
-        torch.searchsorted(end.contiguous(), at, right=True)
-        for end, at in zip(ends, rows, strict=True)
-    ]
-    queries, keys = (
-        end[document] - at for end, document, at in zip(ends, documents, rows, strict=True)
-    )
-    distance = keys[None] - queries[:, None]
-    seen = (distance >= 0) & (documents[0][:, None] == documents[1][None])
+    of_query, behind_query = _places(cu_seqlens)
+    of_key, behind_key = _places(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    distance = behind_key[None] - behind_query[:, None]
+    seen = (distance >= 0) & (of_query[:, None] == of_key[None])
     return seen if left is None else seen & (distance <= left)
+
+
+def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the document of each token, and how many tokens it has from there on."""
+    lengths = cu_seqlens.long().diff()
+    document = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return document, cu_seqlens[1:][document] - torch.arange(len(document))
 
 
 def probabilities(
@@ -52,17 +50,14 @@ def probabilities(
     key: Tensor,
     cu_seqlens: Tensor,
     *,
-    scale: float,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     both_directions: bool = False,
+    **options: object,
 ) -> Tensor:
     """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
     seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
-    seen = seen | seen.mT if both_directions else seen
-    return probabilities_of(query, key, seen, scale, softcap, sinks)
+    return probabilities_of(query, key, seen | seen.mT if both_directions else seen, **options)
 
 
 def probabilities_of(

@@ -59,22 +59,22 @@ class FlashAttentionDouble:
         softcap: float = 0.0,
         deterministic: bool = False,
     ) -> Tensor:
-        ends, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-        self.calls.append({"cu_seqlens": ends, "longest": longest, "window": window_size})
+        boundaries, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        self.calls.append({"cu_seqlens": boundaries, "longest": longest, "window": window_size})
         assert not dropout_p
         # The kernel launches blocks for `max_seqlen` queries a document and computes no others. It
         # reads keys wherever the boundaries point.
-        for x, end, most in zip((q, k), ends, longest, strict=True):
-            assert end.dtype == torch.int32
-            assert int(end.diff().max()) <= most
-            assert int(end[-1]) == len(x)
+        for x, cu_seqlens, most in zip((q, k), boundaries, longest, strict=True):
+            assert cu_seqlens.dtype == torch.int32
+            assert int(cu_seqlens.diff().max()) <= most
+            assert int(cu_seqlens[-1]) == len(x)
         assert len(k) == len(v)
-        q, k, v = (_BrokenBackward.apply(x, self.backward) for x in (q, k, v))
         if self.ignores_boundaries:
-            ends = [end[[0, -1]] for end in ends]
+            boundaries = [cu_seqlens[[0, -1]] for cu_seqlens in boundaries]
         return dense_attention(
-            *(q, k, v, ends[0]),
-            cu_seqlens_k=ends[1],
+            *(_BrokenBackward.apply(x, self.backward) for x in (q, k, v)),
+            boundaries[0],
+            cu_seqlens_k=boundaries[1],
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             window=window_size[0] + 1 if window_size[0] >= 0 else None,
             softcap=softcap or None,
@@ -92,15 +92,15 @@ class FlashAttentionDouble:
 def install(monkeypatch, version: int = 2, backward: str = "") -> FlashAttentionDouble:
     """Make transformers find the double where it looks for `version` of the flash-attn package."""
     double = FlashAttentionDouble(backward)
-    calls = (double.flash_attn_func, double.flash_attn_varlen_func, None)
-    functions = (*calls, flash_utils._pad_input, flash_utils._unpad_input)
+    padding = (flash_utils._pad_input, flash_utils._unpad_input)
+    functions = (double.flash_attn_func, double.flash_attn_varlen_func, None, *padding)
     installed = {"general_availability_check": lambda *args, **kwargs: True}
     entry = flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version] | installed
     monkeypatch.setitem(flash_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX, version, entry)
     monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda *args, **kwargs: True)
     monkeypatch.setattr(flash_utils, "_lazy_imports", lambda *args, **kwargs: functions)
     # Loaded once and kept in globals: forget them now, and again in the end.
-    kept = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn")
-    for name in kept:
+    kept = "_loaded_implementation _flash_fn _flash_varlen_fn _process_flash_kwargs_fn"
+    for name in kept.split():
         monkeypatch.setattr(flash_utils, name, None)
     return double

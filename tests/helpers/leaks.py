@@ -8,17 +8,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from helpers.packed_models import packed_model
-from helpers.tiny import VOCAB_SIZE, documents_of_lengths
-from trl_packing import PackedCollator, resolve_attention
+from helpers.tiny import (
+    VOCAB_SIZE,
+    documents_of_lengths,
+)
+from trl_packing import (
+    PackedCollator,
+    resolve_attention,
+)
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.loss.lm_head import add_trained_positions_head
 
 
 def hopeless():
-    """A model that mixes all cells of a batch, so that no backend can keep documents apart."""
+    """A model that leaks through every backend, padded rows among them: all cells are mixed."""
     model = architectures.tiny_model("llama")
-    model.model.layers[0].mlp.register_forward_hook(lambda *io: io[-1] + 0.1 * io[-1].mean((0, 1)))
+    layer = model.model.layers[0]
+    layer.mlp = AddRowMean(layer.mlp, over=(0, 1))
     return model
 
 
@@ -38,16 +45,9 @@ def longrope():
     rope |= {"long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    config = AutoConfig.for_model(
-        "phi3",
-        **sizes,
-        **heads,
-        vocab_size=VOCAB_SIZE,
-        pad_token_id=0,
-        max_position_embeddings=512,
-        original_max_position_embeddings=64,
-        rope_parameters=rope,
-    )
+    sizes |= {"vocab_size": VOCAB_SIZE, "pad_token_id": 0, "max_position_embeddings": 512}
+    lengths = {"original_max_position_embeddings": 64, "rope_parameters": rope}
+    config = AutoConfig.for_model("phi3", **sizes, **heads, **lengths)
     model = AutoModelForCausalLM.from_config(config)
     install_attention(model, resolve_attention(model))
     return model.eval()
@@ -71,9 +71,10 @@ class OneDocument(PackedCollator):
 class AddRowMean(nn.Module):
     """Mixes all tokens of the row, behind the back of every attention."""
 
-    def __init__(self, inner, only_in_training=False, share=0.1):
+    def __init__(self, inner, only_in_training=False, share=0.1, over=(1,)):
         super().__init__()
         self.inner = inner
+        self.over = over
         self.only_in_training = only_in_training
         self.share = share
 
@@ -81,7 +82,7 @@ class AddRowMean(nn.Module):
         x = self.inner(x)
         if self.only_in_training and not self.training:
             return x
-        return x + self.share * x.mean(1, True)
+        return x + self.share * x.mean(self.over, True)
 
 
 class PreviousToken(AddRowMean):

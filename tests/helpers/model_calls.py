@@ -18,10 +18,6 @@ def ids_only(trainer, model, inputs):
     return model(input_ids=inputs["input_ids"]).logits
 
 
-def mask_of_the_batch(trainer, model, inputs):
-    return model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
-
-
 def mask_of_ones(trainer, model, inputs):
     ids = inputs["input_ids"]
     return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
@@ -51,12 +47,11 @@ def a_copy(trainer, model, inputs):
 
 
 def each_document(trainer, model, inputs):
-    ends = inputs["cu_seq_lens_q"].tolist()
-    pieces = itertools.pairwise(ends)
+    pieces = itertools.pairwise(inputs["cu_seq_lens_q"].tolist())
     return torch.cat([model(input_ids=inputs["input_ids"][:, a:b]).logits for a, b in pieces], 1)
 
 
-CALLS = [ids_only, mask_of_the_batch, mask_of_ones, positions_only, embedded, backbone]
+CALLS = [ids_only, mask_of_ones, positions_only, embedded, backbone]
 CALLS += [without_the_last_token, a_copy, each_document]
 
 
@@ -81,10 +76,8 @@ def trainer_with(call, folder, *, model="llama", **options):
             with torch.no_grad():
                 return self.compute_loss(model, inputs).detach(), None, None
 
-    kept, rows = Keep(), Dataset.from_list(DOCUMENTS)
+    kept = Keep()
     settings = {**ONE_STEP, "max_length": 96, "prediction_loss_only": True}  # packed rows
     settings |= {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, **options}
-    trainer = make_trainer(
-        folder, rows, model, cls=Subclass, evaluated=rows, callbacks=[kept], **settings
-    )
-    return trainer, kept
+    settings |= {"evaluated": Dataset.from_list(DOCUMENTS), "callbacks": [kept], "cls": Subclass}
+    return make_trainer(folder, DOCUMENTS, model, **settings), kept

@@ -59,14 +59,14 @@ def install(monkeypatch) -> list[tuple]:
         @staticmethod
         def backward(ctx, grad, *_):
             *tensors, rng_state, unused = ctx.saved_tensors
-            *options, _, named = ctx.options  # without return_debug_mask
-            given = (grad.contiguous(), *tensors, *options, rng_state, unused)
-            return *backward(*given, **named), *(None for _ in ctx.options)
+            *spans, dropout_p, is_causal, _, named = ctx.options
+            given = (*spans, dropout_p, is_causal, rng_state, unused)
+            found = backward(grad.contiguous(), *tensors, *given, **named)
+            return *found, *[None] * len(ctx.options)
 
-    monkeypatch.setattr(
-        torch.ops.aten,
-        "_flash_attention_forward",
-        lambda *args, **named: Differentiable.apply(*args, named),
-    )
+    def differentiable(*args, **named):
+        return Differentiable.apply(*args, named)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", differentiable)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     return calls

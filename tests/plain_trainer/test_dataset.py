@@ -4,11 +4,13 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from helpers.plain_runs import DOCUMENTS, LENGTHS, PACK_LEN, packed, trainer_of
-from helpers.tiny import tiny_model, tiny_tokenizer
+from helpers.tiny import tiny_model
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import DefaultDataCollator, Trainer
 
 from trl_packing import PackedDataset, RepackEveryEpoch, enable_packing
+
+TOKENS = sorted(t for document in DOCUMENTS for t in document["input_ids"])
 
 
 def test_rows_hold_every_document_once_and_number_it():
@@ -40,15 +42,9 @@ def test_a_data_loader_joins_the_rows_of_a_micro_batch():
 
 
 def test_padding_of_the_documents_is_left_out():
-    padded = [
-        {
-            "input_ids": [0] * 5 + d["input_ids"],
-            "labels": [-100] * 5 + d["labels"],
-            "attention_mask": [0] * 5 + [1] * len(d["input_ids"]),
-        }
-        for d in DOCUMENTS
-    ]
-    rows = PackedDataset(Dataset.from_list(padded), tiny_tokenizer(), PACK_LEN)[:]
+    fill = {"input_ids": [0] * 5, "labels": [-100] * 5, "attention_mask": [0] * 5}
+    seen = [d | {"attention_mask": [1] * len(d["input_ids"])} for d in DOCUMENTS]
+    rows = packed([{key: fill[key] + d[key] for key in fill} for d in seen])[:]
     expected = [row["input_ids"].tolist() for row in packed()[:]]
     assert [row["input_ids"].tolist() for row in rows] == expected
 
@@ -73,12 +69,11 @@ def test_with_a_multiple_of_rows_no_rank_trains_a_row_twice():
     assert len(rows_of_ranks(dataset, 4, 2)) > len(dataset)  # what the multiple is for
     even = packed(rows_multiple_of=8)
     assert sorted(rows_of_ranks(even, 4, 2)) == list(range(len(even)))
-    tokens = sorted(int(t) for row in even[:] for t in row["input_ids"])
-    assert tokens == sorted(t for document in DOCUMENTS for t in document["input_ids"])
+    assert sorted(int(t) for row in even[:] for t in row["input_ids"]) == TOKENS
 
 
 def batches_of(folder, dataset, repacks, resume=None, **options):
-    """Return the tokens of every micro-batch that a Trainer runs."""
+    """Return the tokens of every micro-batch that a Trainer runs in two epochs."""
     model, seen = tiny_model("llama"), []
     enable_packing(model)
 
@@ -88,25 +83,21 @@ def batches_of(folder, dataset, repacks, resume=None, **options):
             return super().training_step(model, inputs, num_items_in_batch)
 
     options |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
-    options |= {"max_steps": -1, "train_sampling_strategy": "random"}
-    callbacks = [RepackEveryEpoch(dataset)] if repacks else []
-    trainer = trainer_of(model, dataset, folder, callbacks=callbacks, **options)
-    trainer.__class__ = Recording
-    trainer.train(resume_from_checkpoint=resume)
+    options |= {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": "random"}
+    options["callbacks"] = [RepackEveryEpoch(dataset)] if repacks else []
+    trainer_of(model, dataset, folder, cls=Recording, **options).train(resume)
     return seen
 
 
 def test_rows_are_drawn_anew_every_epoch_if_asked_for(tmp_path):
     half = len(packed())
-    same = batches_of(tmp_path, packed(), False, num_train_epochs=2)
+    same = batches_of(tmp_path, packed(), False)
     assert sorted(same[:half]) == sorted(same[half:])
-    steps = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": half + 2}
+    steps = {"save_strategy": "steps", "save_steps": half + 2}
     anew = batches_of(tmp_path, packed(), True, **steps)
     assert sorted(anew[:half]) != sorted(anew[half:])
-    everything = sorted(t for document in DOCUMENTS for t in document["input_ids"])
     for epoch in (anew[:half], anew[half:]):
-        assert sorted(t for row in epoch for t in row) == everything
+        assert sorted(t for row in epoch for t in row) == TOKENS
     # A resumed run sees the batches that it would have seen.
     checkpoint = str(tmp_path / f"checkpoint-{half + 2}")
-    resumed = batches_of(tmp_path / "again", packed(), True, resume=checkpoint, **steps)
-    assert resumed == anew[half + 2 :]
+    assert batches_of(tmp_path / "again", packed(), True, checkpoint, **steps) == anew[half + 2 :]

@@ -1,7 +1,4 @@
-"""Plain `transformers.Trainer` on packed rows: a step equals one document at a time.
-
-The reference is `by_hand`: each document alone through the untouched model; so are tolerances.
-"""
+"""Plain `transformers.Trainer` on packed rows: a step equals one document at a time."""
 
 import copy
 import pickle
@@ -9,15 +6,8 @@ import pickle
 import pytest
 import torch
 from datasets import Dataset
-from helpers.by_hand import Keep, assert_same_step, by_hand
-from helpers.plain_runs import (
-    COLLATORS,
-    DOCUMENTS,
-    documents_of_rows,
-    leak_in_long_rows,
-    packed,
-    trainer_of,
-)
+from harness import alone, assert_exact
+from helpers.plain_runs import DOCUMENTS, documents_of_rows, first_step, leak_in_long_rows, packed
 from helpers.tiny import tiny_model, tiny_tokenizer
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import (
@@ -30,50 +20,53 @@ from transformers import DataCollatorWithFlattening as TheirFlattening
 from trl_packing import DataCollatorWithFlattening, PackedCollator, enable_packing
 from trl_packing.plain_trainer.dataset import enabled_models
 
+COLLATORS = {
+    "none": None,
+    "default": DefaultDataCollator(),
+    "seq2seq, padded": DataCollatorForSeq2Seq(tiny_tokenizer(), pad_to_multiple_of=16),
+    "ours": PackedCollator(),
+}
 
-def first_step(model, dataset, folder, **options):
-    """Return loss and gradients of the only step of a plain Trainer."""
-    kept = Keep()
-    trainer = trainer_of(model, dataset, folder, callbacks=[kept], **options)
-    trainer.train()
-    return trainer.state.log_history[0]["loss"], kept.gradients
+
+def first_rows(model, dataset):
+    return alone(model, documents_of_rows(dataset, range(4)))
 
 
 # --- exact ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "falcon_mamba"],
-)
+PADDED = ["falcon_mamba", "lfm2"]
+MODELS = ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "gpt2", *PADDED]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_step_equals_one_document_at_a_time(name, tmp_path):
     model, dataset = tiny_model(name), packed()
-    untouched, is_padded = copy.deepcopy(model), name == "falcon_mamba"
-    assert enable_packing(model).backend == ("padded" if is_padded else "documents")
-    found = first_step(model, dataset, tmp_path)
-    assert_same_step(found, by_hand(untouched, documents_of_rows(dataset, range(4))))
+    expected = first_rows(model, dataset)
+    assert enable_packing(model).backend == ("padded" if name in PADDED else "documents")
+    assert_exact(first_step(model, dataset, tmp_path), expected)
 
 
 @pytest.mark.parametrize("name", COLLATORS)
 def test_any_collator_that_keeps_the_columns_will_do(name, tmp_path):
     model, dataset = tiny_model("gpt_oss"), packed()
-    expected = by_hand(model, documents_of_rows(dataset, range(4)))
+    expected = first_rows(model, dataset)
     enable_packing(model, dataset)
     for removes in (True, False):
         options = {"collator": COLLATORS[name], "remove_unused_columns": removes}
-        assert_same_step(first_step(model, dataset, tmp_path, **options), expected)
+        assert_exact(first_step(model, dataset, tmp_path, **options), expected)
 
 
 @pytest.mark.parametrize("collator", [TheirFlattening(), DataCollatorWithFlattening()])
 def test_unpacked_documents_may_be_flattened(collator, tmp_path):
     """gpt_oss needs us: transformers makes its mask without looking at position_ids."""
     model, dataset = tiny_model("gpt_oss"), Dataset.from_list(DOCUMENTS)
-    expected = by_hand(model, DOCUMENTS[:4])
+    expected = alone(model, DOCUMENTS[:4])
     without = first_step(copy.deepcopy(model), dataset, tmp_path, collator=collator)
     with pytest.raises(AssertionError):
-        assert_same_step(without, expected)
+        assert_exact(without, expected)
     enable_packing(model)
-    assert_same_step(first_step(model, dataset, tmp_path, collator=collator), expected)
+    assert_exact(first_step(model, dataset, tmp_path, collator=collator), expected)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["then peft", "after peft"])
@@ -84,13 +77,13 @@ def test_lora(before, tmp_path):
         return get_peft_model(model, config)
 
     dataset, model = packed(), tiny_model("gemma2")
-    expected = by_hand(lora(tiny_model("gemma2")), documents_of_rows(dataset, range(4)))
+    expected = first_rows(lora(tiny_model("gemma2")), dataset)
     if before:
         enable_packing(model)
     model = lora(model)
     if not before:
         enable_packing(model)
-    assert_same_step(first_step(model, dataset, tmp_path), expected)
+    assert_exact(first_step(model, dataset, tmp_path), expected)
 
 
 def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
@@ -106,30 +99,13 @@ def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
     assert len(sent.__getitems__([0, 1])) == 1
 
 
-# --- controls -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon_mamba"])
 def test_a_model_that_is_not_enabled_fails_the_comparison(name, tmp_path):
     other, model, dataset = tiny_model("llama"), tiny_model(name), packed()
     enable_packing(other)  # so that rows are given out
     found = first_step(model, dataset, tmp_path)
     with pytest.raises(AssertionError):
-        assert_same_step(found, by_hand(model, documents_of_rows(dataset, range(4))))
-
-
-class AllOnes(DefaultDataCollator):
-    def __call__(self, features, return_tensors=None):
-        batch = super().__call__(features, return_tensors)
-        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
-
-
-def test_a_model_that_leaks_whichever_way_is_refused():
-    model = tiny_model("llama")
-    leak_in_long_rows(model)
-    with pytest.raises(RuntimeError, match="documents LEAK into each other"):
-        enable_packing(model, attention="documents")
-    enable_packing(model, attention="documents", isolation_check="warn")
+        assert_exact(found, first_rows(model, dataset))
 
 
 # --- what it refuses ------------------------------------------------------------------------------
@@ -137,6 +113,12 @@ def test_a_model_that_leaks_whichever_way_is_refused():
 
 def adapted(config):
     return get_peft_model(tiny_model("llama"), config)
+
+
+def leaking():
+    model = tiny_model("llama")
+    leak_in_long_rows(model)
+    return model
 
 
 VIRTUAL = {"task_type": TaskType.CAUSAL_LM, "num_virtual_tokens": 4}
@@ -152,28 +134,41 @@ ACTIVATED = LoraConfig(task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[5]
         (lambda: adapted(PromptTuningConfig(**VIRTUAL)), {}, "virtual tokens"),
         (lambda: adapted(PrefixTuningConfig(**VIRTUAL)), {}, "virtual tokens"),
         (lambda: adapted(ACTIVATED), {}, "alora_invocation_tokens activate .* PackedSFTTrainer"),
+        (leaking, {"attention": "documents"}, "documents LEAK into each other"),
     ],
 )
 def test_a_model_that_cannot_be_enabled_is_refused(make, options, says):
-    with pytest.raises((TypeError, ValueError), match=says):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=says):
         enable_packing(make(), **options)
 
 
-@pytest.mark.parametrize(
-    ("collator", "says"),
-    [
-        (AllOnes(), "without the boundaries of documents"),
-        (
-            DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False),
-            "first token of a packed document has a label",
-        ),
-    ],
-)
+def test_a_model_that_leaks_is_enabled_where_that_is_a_warning():
+    enable_packing(leaking(), attention="documents", isolation_check="warn")
+
+
+class AllOnes(DefaultDataCollator):
+    def __call__(self, features, return_tensors=None):
+        batch = super().__call__(features, return_tensors)
+        return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+LABELS = DataCollatorForLanguageModeling(tiny_tokenizer(), mlm=False)
+LOST = [(AllOnes(), "without the boundaries of documents"), (LABELS, "first token .* has a label")]
+
+
+@pytest.mark.parametrize(("collator", "says"), LOST)
 def test_a_collator_that_loses_what_rows_say_is_refused(collator, says, tmp_path):
     model = tiny_model("llama")
     enable_packing(model)
     with pytest.raises(ValueError, match=says):
         first_step(model, packed(), tmp_path, collator=collator)
+
+
+def test_virtual_tokens_are_refused_also_if_they_come_later(tmp_path):
+    model = tiny_model("llama")
+    enable_packing(model)
+    with pytest.raises(ValueError, match="virtual tokens"):
+        first_step(get_peft_model(model, PromptTuningConfig(**VIRTUAL)), packed(), tmp_path)
 
 
 def test_a_mask_beside_boundaries_may_hide_nothing():
@@ -188,10 +183,3 @@ def test_a_mask_beside_boundaries_may_hide_nothing():
     two = DataCollatorForSeq2Seq(tiny_tokenizer())([dataset[0], dataset[1]])
     with pytest.raises(ValueError, match="a packed batch is one row, got 2"):
         model(**two)
-
-
-def test_virtual_tokens_are_refused_also_if_they_come_later(tmp_path):
-    model = tiny_model("llama")
-    enable_packing(model)
-    with pytest.raises(ValueError, match="virtual tokens"):
-        first_step(get_peft_model(model, PromptTuningConfig(**VIRTUAL)), packed(), tmp_path)

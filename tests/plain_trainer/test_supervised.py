@@ -3,11 +3,13 @@
 import json
 
 import pytest
-from helpers.plain_runs import MATH
 from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
 from trl_packing import PackedDataset, enable_packing, make_supervised_dset
+
+TOKENIZER = tiny_tokenizer()
+MATH = [{"q": f"What is {i} + {i}?", "a": f"It is {2 * i}."} for i in range(12)]
 
 
 @pytest.fixture
@@ -17,11 +19,8 @@ def math_file(tmp_path):
     return str(path)
 
 
-def read(path, tokenizer=None, q="q", a="a", pack_len=200, **options):
-    return make_supervised_dset(tokenizer or TOKENIZER, path, q, a, pack_len=pack_len, **options)
-
-
-TOKENIZER = tiny_tokenizer()
+def read(path, q="q", a="a", pack_len=200, **options):
+    return make_supervised_dset(TOKENIZER, path, q, a, pack_len=pack_len, **options)
 
 
 def text_of(documents):
@@ -56,10 +55,9 @@ def test_templates_of_dart_math_are_read(math_file, tmp_path):
 def test_several_files_have_fields_of_their_own(math_file, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"query": "Why?", "response": "So."}) + "\n")
-    dataset = read([math_file, str(other)], None, ["q", "query"], ["a", "response"])
-    assert len(dataset.lengths) == 13
+    assert len(read([math_file, str(other)], ["q", "query"], ["a", "response"]).lengths) == 13
     with pytest.raises(ValueError, match="2 fields"):
-        read([math_file] * 3, None, ["q", "query"])
+        read([math_file] * 3, ["q", "query"])
 
 
 def test_without_a_pack_len_documents_stay_documents(math_file):
