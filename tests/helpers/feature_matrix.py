@@ -275,7 +275,7 @@ TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "FSDP2, ZeRO-2, ZeRO-3": {
         "packing": (_ENGINES, '"packed, evaluated, saved": {"saves": True'),
-        "padding-free": (_ENGINES, '"very unequal numbers of trained tokens": {'),
+        "padding-free": (_ENGINES, '"very unequal numbers of trained tokens": UNEQUAL'),
         "stream": (_ENGINES, '"a stream": {"stream": True'),
         "evaluation": (_ENGINES, 'EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}'),
         "LoRA": (_ENGINES, '"LoRA": {"lora"'),
