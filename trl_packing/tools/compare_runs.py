@@ -179,7 +179,7 @@ def _figures(record: RunRecord) -> dict[str, Any]:
         "tokens": total.tokens,
         "trained tokens": total.trained_tokens,
         "tokens computed": total.computed_tokens,
-        "training time": total.seconds,
+        "seconds of training": total.seconds,
         "tokens a second": total.tokens / total.seconds if total.tokens and total.seconds else None,
     }
 
