@@ -219,7 +219,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         def draw() -> EpochPlan:
             by_bins = self.documents_per_step is None
             places, ends = self._steps_of_bins() if by_bins else self._steps_of_documents()
-            return EpochPlan(places, self._documents(self.epoch)[places], ends, self._slots)
+            documents = places if self.draw is None else self._documents(self.epoch)[places]
+            return EpochPlan(places, documents, ends, self._slots)
 
         return self._once("drawn", self.epoch, draw)
 
@@ -238,6 +239,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is not None:
             return None
         bins = self._bins_of(self.epoch)
+        if self.draw is None:
+            return bins
         return replace(bins, indices=self._documents(self.epoch)[bins.indices])
 
     def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
@@ -271,9 +274,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return values if self.draw is None else values[self._documents(self.epoch)]
 
     def _documents(self, epoch: int) -> np.ndarray:
-        """Return the document at each place of an epoch, ascending."""
-        if self.draw is None:
-            return np.arange(len(self.lengths))
+        """Return the document at each place of a mixture, ascending."""
+        assert self.draw is not None
         return self._once("documents", epoch, partial(self.draw.documents, epoch))
 
     def _once(self, name: str, epoch: int, make: Callable[[], Any]) -> Any:
@@ -304,10 +306,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return self._once("bins", epoch, partial(self._pack_epoch, epoch))
 
     def _pack_epoch(self, epoch: int) -> PackingPlan:
-        documents = self._documents(epoch)
         if self.rows:
-            longest = int(self.lengths.max(initial=0))
-            return plan_of(documents, np.ones_like(documents), self.lengths, longest)
+            every, longest = np.arange(len(self.lengths)), int(self.lengths.max(initial=0))
+            return plan_of(every, np.ones_like(every), self.lengths, longest)
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
             return self.groups.pack(self.capacity or 0, self.strategy, seed)
@@ -320,6 +321,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 sizes.append(np.diff(bins.offsets))
             found = np.concatenate(indices), np.concatenate(sizes)
             return plan_of(*found, self.lengths, bins.capacity)
+        # Without a mixture, places are documents: no array of a million numbers is copied.
+        documents = slice(None) if self.draw is None else self._documents(epoch)
         bins = self._pack(documents, seed)
         if len(bins) < (self.num_bins or 0):  # of an emptier epoch of a mixture
             parts = split_bins(bins, self.num_bins or 0)
@@ -327,7 +330,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return plan_of(*found, self.lengths[documents], bins.capacity)
         return bins
 
-    def _pack(self, documents: np.ndarray, seed: Sequence[int] | None) -> PackingPlan:
+    def _pack(self, documents: np.ndarray | slice, seed: Sequence[int] | None) -> PackingPlan:
         """Return the bins of some documents, which it counts from 0 as they are given."""
         assert self.capacity is not None
         lengths, loads = self.lengths[documents], self.loads
