@@ -146,12 +146,7 @@ def losses() -> dict[str, Any]:
                 "report text": str(trained.packing_report),
             }
     with tempfile.TemporaryDirectory() as folder:
-        saving = {
-            "save_strategy": "steps",
-            "save_steps": 5,
-            "num_train_epochs": 2,
-            "max_steps": -1,
-        }
+        saving = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 2, "max_steps": -1}
         trainer(folder, dataset, **saving).train()
         resumed = trainer(folder, dataset, **saving)
         resumed.train(resume_from_checkpoint=os.path.join(folder, "checkpoint-5"))

@@ -142,9 +142,7 @@ CASES = {
     "system": Case("GSM8K chats with a system prompt", lambda folder, _: chats(folder, 48)),
     "tools": Case("tool conversations", lambda folder, _: tool_conversations(folder, 8)),
     "reasoning": Case(
-        "reasoning conversations",
-        lambda folder, _: reasoning_conversations(folder, 8),
-        THINKING,
+        "reasoning conversations", lambda folder, _: reasoning_conversations(folder, 8), THINKING
     ),
     "nothing": Case(
         "GSM8K as plain text, nothing in common",

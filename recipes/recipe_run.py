@@ -19,12 +19,7 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, load_rows, show_document
-from trl_packing.tools.options import (
-    check_names,
-    read_config,
-    short_usage_errors,
-    with_long_names,
-)
+from trl_packing.tools.options import check_names, read_config, short_usage_errors, with_long_names
 
 
 @dataclass

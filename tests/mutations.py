@@ -184,12 +184,7 @@ MUTATIONS = [
     ),
     ("streams", "training/stream_reader.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
     ("streams", "training/stream_reader.py", "if taken > skipped:", "if taken >= skipped:"),
-    (
-        "streams",
-        "training/stream_reader.py",
-        "return number % num_ranks == rank",
-        "return True",
-    ),
+    ("streams", "training/stream_reader.py", "return number % num_ranks == rank", "return True"),
 ]
 
 

@@ -23,10 +23,7 @@ def test_a_thousandth_is_a_fault_and_rounding_is_none(expected):
     name = "model.layers.0.mlp.up_proj.weight"
     rounded = 1 + 2**-20
     assert_exact((loss * rounded, gradients | {name: gradients[name] * rounded}), expected)
-    for found in (
-        (loss * 1.001, gradients),
-        (loss, gradients | {name: gradients[name] * 1.001}),
-    ):
+    for found in ((loss * 1.001, gradients), (loss, gradients | {name: gradients[name] * 1.001})):
         with pytest.raises(AssertionError):
             assert_exact(found, expected)
     with pytest.raises(AssertionError, match=r"lm_head.weight has no gradient"):

@@ -12,10 +12,7 @@ _PICTURE = re.compile(
 )
 
 
-_IMAGES = (
-    r'<img src="\g<light>#only-light"\g<rest>>',
-    r'<img src="\g<dark>#only-dark"\g<rest>>',
-)
+_IMAGES = (r'<img src="\g<light>#only-light"\g<rest>>', r'<img src="\g<dark>#only-dark"\g<rest>>')
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -3,9 +3,7 @@
 import re
 from pathlib import Path
 
-from architectures.page import (
-    COMMON,
-)
+from architectures.page import COMMON
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 

@@ -5,12 +5,7 @@ import torch
 import torch.nn.attention.varlen
 import torch.nn.functional as F
 from helpers import flash_attn_double, varlen_double
-from helpers.dense import (
-    assert_equals_dense,
-    boundaries,
-    inputs,
-    with_keywords,
-)
+from helpers.dense import assert_equals_dense, boundaries, inputs, with_keywords
 from helpers.vision import noise, tiny_processor, tiny_vision_model
 
 from trl_packing.attention import varlen as torch_varlen

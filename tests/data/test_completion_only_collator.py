@@ -12,11 +12,7 @@ from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 
-from trl_packing import (
-    DataCollatorForCompletionOnlyLM,
-    PackedCollator,
-    PackedSFTTrainer,
-)
+from trl_packing import DataCollatorForCompletionOnlyLM, PackedCollator, PackedSFTTrainer
 
 ANSWER = " ### Answer:"
 # One token an entry: the test tokenizer gives ids 10 to 13 to characters of their own.

@@ -22,11 +22,7 @@ from helpers.tiny import tiny_tokenizer as text_tokenizer
 from trl_packing import PackedCollator
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.documents.weights import (
-    document_weight,
-    document_weights_from_rows,
-    weigh_tokens,
-)
+from trl_packing.documents.weights import document_weight, document_weights_from_rows, weigh_tokens
 from trl_packing.packing.collator import WeightedPaddedCollator
 
 MODES = ("document", "sqrt")

@@ -8,14 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from helpers.packed_models import packed_model
-from helpers.tiny import (
-    VOCAB_SIZE,
-    documents_of_lengths,
-)
-from trl_packing import (
-    PackedCollator,
-    resolve_attention,
-)
+from helpers.tiny import VOCAB_SIZE, documents_of_lengths
+from trl_packing import PackedCollator, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.loss.lm_head import add_trained_positions_head

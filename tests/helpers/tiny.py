@@ -242,11 +242,7 @@ def tiny_model(
 
 
 def save_tiny_model(
-    path: str | Path,
-    name: str = "qwen2",
-    *,
-    chat: bool | str = True,
-    **overrides: Any,
+    path: str | Path, name: str = "qwen2", *, chat: bool | str = True, **overrides: Any
 ) -> str:
     """Save model and tokenizer below `path` and return the folder: a model id without a hub."""
     folder = Path(path) / f"tiny-{name}"

@@ -20,18 +20,11 @@ from helpers.leaks import (
     with_fused_head,
     with_layer,
 )
-from helpers.tiny import (
-    PACKED_MODELS,
-    tiny_model,
-)
+from helpers.tiny import PACKED_MODELS, tiny_model
 from torch import nn
-from transformers import (
-    AttentionInterface,
-)
+from transformers import AttentionInterface
 
-from trl_packing import (
-    check_isolation,
-)
+from trl_packing import check_isolation
 from trl_packing.attention import document_sdpa
 from trl_packing.attention.interface import _attention_function
 from trl_packing.isolation.check import check_fused_head

@@ -12,21 +12,14 @@ from functools import cache
 import pytest
 import torch
 from architectures.tiny_models import tiny_model
-from architectures.tiny_step import (
-    StepResult,
-    one_at_a_time,
-    packed_step,
-    tiny_documents,
-)
+from architectures.tiny_step import StepResult, one_at_a_time, packed_step, tiny_documents
 from datasets import Dataset
 from harness import make_trainer
 from helpers.leaks import hopeless
 
 import trl_packing.attention.backends
 import trl_packing.isolation.guard
-from trl_packing import (
-    block_diagonal_mask,
-)
+from trl_packing import block_diagonal_mask
 from trl_packing.attention import block_mask
 
 TOLERANCE = 1e-5

@@ -8,16 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import make_trainer
-from helpers.leaks import (
-    AddRowMean,
-    OneDocument,
-    longrope,
-    packed_model,
-    with_layer,
-)
-from helpers.tiny import (
-    documents_of_lengths,
-)
+from helpers.leaks import AddRowMean, OneDocument, longrope, packed_model, with_layer
+from helpers.tiny import documents_of_lengths
 
 
 def trainer(model, folder, lengths=(5, 9, 30, 12, 7, 20, 3, 16), collator=None, **options):

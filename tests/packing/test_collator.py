@@ -80,11 +80,7 @@ def test_an_empty_micro_batch_is_one_masked_document(rows, pad_to_multiple_of, t
 
 
 def test_rows_packed_before_keep_the_boundaries_in_seq_lengths():
-    row = {
-        "input_ids": [11, 12, 13, 21, 22],
-        "labels": [11, 12, 13, 21, 22],
-        "seq_lengths": [3, 2],
-    }
+    row = {"input_ids": [11, 12, 13, 21, 22], "labels": [11, 12, 13, 21, 22], "seq_lengths": [3, 2]}
     batch = plain(PackedCollator()([row, TWO[1]]))
     assert batch["cu_seq_lens_q"] == [0, 3, 5, 8]
     assert batch["position_ids"] == [[0, 1, 2, 0, 1, 0, 1, 2]]
@@ -99,10 +95,7 @@ def test_an_empty_document_leaves_no_trace():
 
 @pytest.mark.parametrize("convert", [np.array, np.int32, torch.tensor, torch.IntTensor, tuple])
 def test_arrays_tensors_and_lists_give_the_same_batch(convert):
-    rows = [
-        *TWO,
-        {"input_ids": [31, 32, 33], "labels": [-100, 32, 33], "seq_lengths": [2, 1]},
-    ]
+    rows = [*TWO, {"input_ids": [31, 32, 33], "labels": [-100, 32, 33], "seq_lengths": [2, 1]}]
     converted = [{name: convert(values) for name, values in row.items()} for row in rows]
     ours, expected = PackedCollator()(converted), PackedCollator()(rows)
     assert plain(ours) == plain(expected)

@@ -30,10 +30,7 @@ SAME = {
     "accumulated, with a smaller last step": {"gradient_accumulation_steps": 3},
     "a seed": {"seed": 7},
     "a seed of the data": {"seed": 7, "data_seed": 11},
-    "incomplete batches dropped": {
-        "dataloader_drop_last": True,
-        "gradient_accumulation_steps": 2,
-    },
+    "incomplete batches dropped": {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
     "in data-set order": {"train_sampling_strategy": "sequential"},
     "grouped by length": {
         "train_sampling_strategy": "group_by_length",

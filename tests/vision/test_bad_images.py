@@ -34,10 +34,7 @@ def test_modes_and_thin_images_have_the_planned_number_of_tokens(name):
     for image in images:
         output = processor(images=[[image]], text=[processor.image_token], add_special_tokens=False)
         found = (np.asarray(output["input_ids"][0]) == placeholders.feature_id).sum()
-        assert found == sum(placeholders.of((*image.size[::-1], 1)).runs), (
-            image.mode,
-            image.size,
-        )
+        assert found == sum(placeholders.of((*image.size[::-1], 1)).runs), (image.mode, image.size)
 
 
 def test_a_processor_without_arithmetic_is_measured_behind_a_progress_bar(capsys):

@@ -45,10 +45,7 @@ def test_a_stream_of_texts_is_evaluated_beside_images(processor, trainer_of):
 def test_workers_change_nothing(model, processor, tmp_path):
     found = [
         packed(model, processor, image_dataset(), tmp_path, **LAYOUTS["three of a bin"], **workers)
-        for workers in (
-            {},
-            {"dataloader_num_workers": 2, "dataloader_persistent_workers": False},
-        )
+        for workers in ({}, {"dataloader_num_workers": 2, "dataloader_persistent_workers": False})
     ]
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[1][1][name], value) for name, value in found[0][1].items())

@@ -54,10 +54,7 @@ def alone(model, processor, copies):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        "one micro-batch",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in [*LAYOUTS][1:]),
-    ],
+    ["one micro-batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LAYOUTS][1:])],
 )
 def test_a_mixture_equals_its_documents_one_at_a_time(layout, model, processor, tmp_path):
     options = LAYOUTS[layout] | {"mixture": MIXTURE}

@@ -91,10 +91,7 @@ class ResponseTemplate:
 
     @classmethod
     def from_settings(
-        cls,
-        tokenizer: Any,
-        response: str | Sequence[int],
-        instruction: str | Sequence[int] | None,
+        cls, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
     ) -> "ResponseTemplate":
         marker, other = Marker.from_setting(tokenizer, response, "response_template"), None
         if instruction is not None:

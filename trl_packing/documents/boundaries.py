@@ -160,11 +160,7 @@ def block_diagonal_mask(
 
 
 def mask_from_document_ids(
-    ids: Tensor,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    dtype: torch.dtype = torch.bool,
+    ids: Tensor, *, causal: bool = True, window: int | None = None, dtype: torch.dtype = torch.bool
 ) -> Tensor:
     """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``.
 

@@ -236,12 +236,7 @@ def excess_of_parts(
 
 
 def exchange_between_steps(
-    order: np.ndarray,
-    size: int,
-    *,
-    excess: np.ndarray,
-    keys: np.ndarray,
-    rng: np.random.Generator,
+    order: np.ndarray, size: int, *, excess: np.ndarray, keys: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     """Return `order` with elements exchanged until steps are as fair as they can be made.
 

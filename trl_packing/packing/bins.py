@@ -112,10 +112,7 @@ class PackingPlan:
 
 
 def pack(
-    lengths: Any,
-    capacity: int,
-    strategy: str = "bfd",
-    seed: int | Sequence[int] | None = None,
+    lengths: Any, capacity: int, strategy: str = "bfd", seed: int | Sequence[int] | None = None
 ) -> PackingPlan:
     """Return a plan in which every document is in exactly one bin and no bin exceeds `capacity`.
 

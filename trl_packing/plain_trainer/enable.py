@@ -46,12 +46,7 @@ from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.isolation.guard import (
-    REACH,
-    IsolationGuard,
-    Precision,
-    representative_documents,
-)
+from trl_packing.isolation.guard import REACH, IsolationGuard, Precision, representative_documents
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models

@@ -34,12 +34,7 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden, escape_text
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import (
-    DOCUMENT_WEIGHT,
-    IGNORE_INDEX,
-    TOKEN_COLUMNS,
-    TOKEN_WEIGHTS,
-)
+from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.tools.preview.previewed_run import PreviewedRun, numbers_of
 from trl_packing.tools.preview.show import mark_trained, token_texts

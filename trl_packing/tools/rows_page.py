@@ -76,12 +76,7 @@ def rows_page(
         has_images=any(row["images"] for row in drawn),
         counts=str(epoch.traced.counts or ""),
         command=command,
-        data={
-            "capacity": epoch.capacity,
-            "properties": PROPERTIES,
-            "rows": drawn,
-            "texts": words,
-        },
+        data={"capacity": epoch.capacity, "properties": PROPERTIES, "rows": drawn, "texts": words},
     )
 
 

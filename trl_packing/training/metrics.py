@@ -25,13 +25,7 @@ from trl_packing.attention.flops import ModelFlops, NotCountable, model_flops, p
 from trl_packing.config import PackingOptions
 from trl_packing.documents.host_row import HostRow, host_row, wait_for
 from trl_packing.documents.labels import SOURCE
-from trl_packing.loss.sums import (
-    NUM_SUMS,
-    OF_SOURCE,
-    LossSums,
-    Sources,
-    write_means,
-)
+from trl_packing.loss.sums import NUM_SUMS, OF_SOURCE, LossSums, Sources, write_means
 from trl_packing.training.columns import columns_of
 
 logger = get_logger(__name__)

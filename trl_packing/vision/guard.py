@@ -131,11 +131,7 @@ def _with_pixels(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]
 
 
 def check_images(
-    model: nn.Module,
-    documents: Sequence[Document],
-    *,
-    collator: PackedCollator,
-    **options: Any,
+    model: nn.Module, documents: Sequence[Document], *, collator: PackedCollator, **options: Any
 ) -> IsolationReport:
     """Return whether documents with images affect each other on `model`.
 

@@ -24,12 +24,7 @@ from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import ImageLoads
-from trl_packing.vision.batch import (
-    ImageBatches,
-    StillTower,
-    hide_boundaries,
-    ranks_wait_for_tower,
-)
+from trl_packing.vision.batch import ImageBatches, StillTower, hide_boundaries, ranks_wait_for_tower
 from trl_packing.vision.documents import WAY_OUT, check_settings, documents_with_images
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.images import ImageStore

@@ -34,12 +34,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
-from trl_packing.data.stages import (
-    WholeDocuments,
-    fit_documents,
-    prepare,
-    whole_documents,
-)
+from trl_packing.data.stages import WholeDocuments, fit_documents, prepare, whole_documents
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.tools.training_command import (
