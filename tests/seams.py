@@ -7,7 +7,6 @@ loss. The same test finds seams in the sources that are missing here.
     METHODS      methods of `SFTTrainer` that `PackedSFTTrainer` overrides, with their parameters
     FUNCTIONS    functions and methods that are called, with their parameters
     ATTRIBUTES   attributes that an object of another library holds, and the class that sets them
-    VARIABLES    local variables of functions that are read while they run
     NAMES        classes, constants and modules outside of the libraries' top-level names
 
 Read in TRL 1.16, transformers 5.17 and 5.23, accelerate 1.12 and 1.15, datasets 4.8 and 5.2.
@@ -125,11 +124,6 @@ ATTRIBUTES = {
     "_can_set_attn_implementation": "transformers.PreTrainedModel",
     "_attn_implementation_internal": "transformers.PreTrainedConfig",
     "_local_mapping": "transformers.AttentionInterface",
-}
-
-VARIABLES = {
-    "transformers.Trainer._run_epoch": "inputs",
-    "transformers.Trainer.evaluation_loop": "inputs",
 }
 
 NAMES = (

@@ -8,8 +8,6 @@ from helpers.feature_matrix import (
     BY_NAME,
     FEATURES,
     PAGE,
-    ROOT,
-    TESTED_ON_RANKS,
     Feature,
     Outcome,
     are_alternatives,
@@ -55,11 +53,3 @@ def test_a_refused_pair_is_refused_before_training_by_its_sentence(pair):
 def test_the_other_pairs_train(first: Feature):
     pairs = [pair for pair, mark in MARKS.items() if pair[0] == first.name and mark in "✓AT"]
     assert {pair: of(pair, trains=True).mark for pair in pairs} == {p: MARKS[p] for p in pairs}
-
-
-@pytest.mark.parametrize("engine", TESTED_ON_RANKS)
-def test_a_mark_of_several_processes_has_its_test(engine):
-    for feature, (file, text) in TESTED_ON_RANKS[engine].items():
-        assert feature in BY_NAME
-        assert text in (ROOT / file).read_text(), f"{file} no longer has {text}"
-        assert feature in TEXT.partition("## Several processes")[2].partition("## Refusals")[0]

@@ -7,7 +7,6 @@ docs/architecture.md.
 import ast
 import subprocess
 import sys
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -64,11 +63,6 @@ def rooms() -> set[str]:
     return {p.parts[0].removesuffix(".py") for p in files} - {"__init__", "recipes"}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def imports_of(path: Path) -> tuple[set[str], set[str]]:
     """Return modules of ours imported anywhere in the file, and packages imported at its top."""
     tree = ast.parse(path.read_text())
@@ -109,37 +103,6 @@ def test_folder_imports_exactly_what_its_row_says(room):
 def test_rows_name_only_folders_above_them(room):
     order = list(TABLE)
     assert all(order.index(other) < order.index(room) for other in TABLE[room][0].split())
-
-
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return modules that import each other in a circle, or none."""
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
-def test_no_modules_import_each_other_in_a_circle():
-    graph = {module_name(p): imports_of(p)[0] for p in PACKAGE.rglob("*.py")}
-    assert circle(graph) == []
-    assert circle(graph | {"documents.boundaries": {"trainer"}}), "the test sees no circle"
-
-
-FOLDERS = sorted(
-    path.parent.relative_to(PACKAGE).as_posix()
-    for path in PACKAGE.rglob("__init__.py")
-    if path.parent not in (PACKAGE, PACKAGE / "recipes")
-)
-
-
-@pytest.mark.parametrize("room", FOLDERS)
-def test_a_folder_says_what_belongs_there_and_where_to_read_first(room):
-    said = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
-    assert "Belongs here: " in said
-    assert "Does not:" in said.replace("\n", " ")
-    first = said.split("Read `")[-1].split("`")[0]
-    assert (PACKAGE / room / first).is_file()
 
 
 def test_the_check_sees_a_forbidden_import(tmp_path):

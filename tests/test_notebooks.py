@@ -95,9 +95,6 @@ def test_the_first_cell_installs_only_where_nothing_is_installed(path, monkeypat
     assert "Installing ..[peft]" in capsys.readouterr().out
 
 
-# --- on a T4 ------------------------------------------------------------------------------------
-
-
 # --- run ----------------------------------------------------------------------------------------
 
 

@@ -233,59 +233,19 @@ def _trainer(folder: str, first: Feature, second: Feature, **more: Any) -> Packe
     )
 
 
-# --- several processes: tests that compare N ranks with one ---------------------------------------
+# --- several processes: what tests compare with one -----------------------------------------------
 
-_RANKS, _ENGINES = "tests/training/test_distributed.py", "tests/attention/test_sharding.py"
-_RESUMED = "tests/training/test_resume.py"
-
-# engine -> feature -> (file, a text in it: the name of a scenario or of a test)
-TESTED_ON_RANKS: dict[str, dict[str, tuple[str, str]]] = {
-    "DDP": {
-        "packing": (_RANKS, '"packed": {"lengths": MANY, "epochs": 2}'),
-        "padding-free": (_RANKS, '"unpacked": {"lengths": LENGTHS, "packing": False}'),
-        "stream": (_RANKS, '"stream": {"lengths": MANY, "stream": True'),
-        "evaluation": (_RANKS, "def test_two_ranks_evaluate_to_the_loss_of_one"),
-        "compute_metrics": (_RANKS, '"one padded row a document": {"counts_correct": True'),
-        "resuming": (_RESUMED, "def test_two_ranks_resume_within_a_later_epoch"),
-        "source_column": (
-            "tests/training/test_source_metrics.py",
-            "def test_two_ranks_report_the_sources_of_both",
-        ),
-        "prefixes in a bin": (
-            "tests/training/test_prefix_runs.py",
-            "def test_two_ranks_that_share_train_as_one_that_does_not",
-        ),
-        "groups of prefixes": (
-            "tests/training/test_prefix_runs.py",
-            "def test_two_ranks_train_the_groups_of_one",
-        ),
-        "mixture": (
-            "tests/training/test_mixture.py",
-            "def test_two_ranks_train_the_mixture_of_one",
-        ),
-        "curriculum": (_RANKS, '"a curriculum": {"lengths": MANY'),
-        "overlap": (
-            "tests/training/test_overlap.py",
-            "def test_two_ranks_train_the_pieces_that_one_trains",
-        ),
-        "every_turn": (
-            "tests/training/test_every_turn.py",
-            "def test_two_ranks_train_the_turns_that_one_trains",
-        ),
-    },
-    "FSDP2, ZeRO-2, ZeRO-3": {
-        "packing": (_ENGINES, '"packed, evaluated, saved": {"saves": True'),
-        "padding-free": (_ENGINES, '"very unequal numbers of trained tokens": UNEQUAL'),
-        "stream": (_ENGINES, '"a stream": {"stream": True'),
-        "evaluation": (_ENGINES, 'EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}'),
-        "LoRA": (_ENGINES, '"LoRA": {"lora"'),
-        "loss_weighting": (_ENGINES, '"options": {"loss_weighting": "document"}'),
-        "loss_weight column": (_ENGINES, '"weighted": True'),
-        "balance of experts": (_ENGINES, '"balance of experts": {'),
-        "resuming": (_ENGINES, "def test_a_resumed_run_ends_with_the_same_bits"),
-    },
+ON_RANKS = {
+    "DDP": [
+        *("packing", "padding-free", "stream", "evaluation", "source_column", "compute_metrics"),
+        *("resuming", "prefixes in a bin", "groups of prefixes", "mixture", "curriculum"),
+        *("overlap", "every_turn"),
+    ],
+    "FSDP2, ZeRO-2, ZeRO-3": [
+        *("packing", "padding-free", "LoRA", "stream", "evaluation", "resuming"),
+        *("loss_weighting", "loss_weight column", "balance of experts"),
+    ],
 }
-
 
 # --- the page -------------------------------------------------------------------------------------
 
@@ -344,14 +304,12 @@ def _cell(outcomes: dict[tuple[str, str], Outcome], row: Feature, other: Feature
 def _ranks() -> str:
     rows = [
         f"| {feature.name} | "
-        + " | ".join("✓" if feature.name in tested else "" for tested in TESTED_ON_RANKS.values())
+        + " | ".join("✓" if feature.name in tested else "" for tested in ON_RANKS.values())
         + " |"
         for feature in FEATURES
     ]
-    head = "| feature | " + " | ".join(TESTED_ON_RANKS) + " |"
-    return (
-        _RANKS_HEAD + "\n".join([head, "| --- |" + " :-: |" * len(TESTED_ON_RANKS), *rows]) + "\n"
-    )
+    head = "| feature | " + " | ".join(ON_RANKS) + " |"
+    return _RANKS_HEAD + "\n".join([head, "| --- |" + " :-: |" * len(ON_RANKS), *rows]) + "\n"
 
 
 def _refusals(outcomes: dict[tuple[str, str], Outcome]) -> str:
