@@ -46,12 +46,8 @@ VALUES = [  # settings, and words of the sentence
     ({"model_init_kwargs": "{a: 1}"}, r"^model_init_kwargs='{a: 1}' is not JSON \("),
     ({"overflow": "cut"}, r"^overflow='cut' is unknown; choose one of \['truncate'"),
     ({"attention": None}, "^attention=None must be a text$"),
-    ({"overlap_tokens": 8}, "has no effect without overflow='overlap'; set it, or leave"),
     ({"mixture_unit": "tokens"}, "has no effect without mixture or mixture_temperature"),
     ({"instruction_template": "Q"}, "has no effect without response_template"),
-    (OVERLAP | {"max_length": None, "packing": False}, "at most half of max_length=None"),
-    (OVERLAP | {"overlap_tokens": 33}, "at most half of max_length=64"),
-    (OVERLAP | {"overlap_tokens": 0}, "must be at least 1"),
     (OVERLAP | {"packing_strategy": "wrapped"}, "cut where rows end"),
 ]
 
@@ -71,7 +67,6 @@ def test_a_value_that_no_run_can_use_is_one_sentence(settings, sentence, tmp_pat
         {"response_template": [5, 6], "instruction_template": "### Q:"},
         {"max_steps": np.int64(3), "learning_rate": np.float32(1e-4), "max_grad_norm": math.inf},
         {"gradient_checkpointing": 1, "documents_per_step": 4},
-        OVERLAP | {"overlap_tokens": 32},
     ],
 )
 def test_values_at_the_edges_and_numbers_that_libraries_make_pass(tmp_path, settings):

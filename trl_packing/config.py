@@ -54,11 +54,6 @@ class PackingOptions:
         "packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
-    overlap_tokens: int | None = setting(
-        None,
-        "With overflow='overlap': tokens that a piece repeats of the one before it, as context "
-        "that is not trained again. Default: an eighth of max_length.",
-    )
     train_on: str | None = setting(
         None,
         "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant', "
@@ -317,7 +312,7 @@ def _is(value: Any, kind: Any) -> bool:
 
 _FROM_ONE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"),
-    *("max_length", "overlap_tokens", "pad_to_multiple_of", "max_patches"),
+    *("max_length", "pad_to_multiple_of", "max_patches"),
 )
 # transformers does not check its own.
 _LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
@@ -326,7 +321,6 @@ _MOST_TOKENS = 2**31 - 1
 # Settings that do nothing without one of these others; None stands for any value.
 _NEEDS: dict[str, dict[str, str | None]] = {
     "prefix_group_size": {"prefix_sharing": "group"},
-    "overlap_tokens": {"overflow": "overlap"},
     "instruction_template": {"response_template": None},
     "mixture_unit": {"mixture": None, "mixture_temperature": None},
 }
@@ -368,8 +362,7 @@ Checks = Iterator[tuple[Any, str]]
 
 
 def _wrong_lengths(args: Any, options: PackingOptions) -> Checks:
-    capacity, overlap = args.max_length, options.overlap_tokens or 0
-    packs = args.packing or args.eval_packing
+    capacity, packs = args.max_length, args.packing or args.eval_packing
     yield (
         packs and capacity is None,
         "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. Set "
@@ -379,11 +372,6 @@ def _wrong_lengths(args: Any, options: PackingOptions) -> Checks:
         packs and capacity > _MOST_TOKENS,
         f"max_length={capacity} must be at most {_MOST_TOKENS}, because kernels count the tokens "
         "of a row in 32 bits; lower it",
-    )
-    yield (
-        options.overflow == "overlap" and (capacity is None or overlap > capacity // 2),
-        f"overlap_tokens={options.overlap_tokens} must be at most half of max_length={capacity}: "
-        "with more, most tokens would be computed more than twice",
     )
 
 

@@ -195,9 +195,8 @@ def test_wrapped_is_cut_in_batches_as_in_one_table(num_proc):
     assert words(fitted) == words(laid_in_rows(dataset, 13))
 
 
-def test_an_overlap_is_an_eighth_of_a_piece_unless_it_is_set():
+def test_an_overlap_is_an_eighth_of_a_piece():
     assert Overflow("overlap", 1024).overlap == 128
-    assert Overflow("overlap", 1024, overlap_tokens=100).overlap == 100
     assert (Overflow("overlap", 4).overlap, Overflow("split", 1024).overlap) == (1, None)
     documents, counts = fit([document(0, 100)], "overlap", 40)
     # 40, then 35 new tokens, then 25

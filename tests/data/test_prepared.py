@@ -84,7 +84,7 @@ def test_a_run_with_another_setting_is_refused_by_its_name(tmp_path):
         with pytest.raises(ValueError, match=f"{tmp_path / 'out'} do not fit this run: .*{name}="):
             documents_of(call_for(prepared, **changed))
     other = made(tmp_path / "other", call_for(chats(), max_length=32, overflow="overlap"))
-    same = call_for(other, max_length=32, overflow="overlap", overlap_tokens=4)
+    same = call_for(other, max_length=32, overflow="overlap")
     assert documents_of(same)[0] is other
     both = concatenate_datasets([prepared, other])
     assert [record.folder.rpartition("/")[2] for record in records_of(both)] == ["out", "other"]

@@ -10,13 +10,13 @@ from helpers.tiny import documents_of_lengths, tiny_model
 
 from trl_packing.documents.labels import IGNORE_INDEX
 
-OVERLAP = {"overflow": "overlap", "overlap_tokens": 6}
+OVERLAP = {"overflow": "overlap"}
 PER_TOKEN = ("input_ids", "labels", "loss_weights")
 
 
-def pieces_by_hand(documents, capacity, overlap=6, masked=True):
+def pieces_by_hand(documents, capacity, masked=True):
     """Return the pieces of all documents, cut one after the other; `masked`: with contexts."""
-    pieces = []
+    pieces, overlap = [], capacity // 8
     for document in documents:
         start, length = 0, len(document["input_ids"])
         while True:

@@ -60,13 +60,11 @@ class Overflow:
         drops_as_padded: drop the documents that TRL's padded run drops: those without any label, if
             there is a capacity. A label on the first token trains nothing, but such a document
             takes a place in a step.
-        overlap_tokens: the setting; None for an eighth of `capacity`.
     """
 
     policy: str
     capacity: int | None
     drops_as_padded: bool = False
-    overlap_tokens: int | None = None
 
     @classmethod
     def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
@@ -89,14 +87,14 @@ class Overflow:
             policy = "truncate_start"
         # With another policy the documents differ from TRL's anyway.
         as_padded = not packing and policy in ("truncate", "truncate_start")
-        return cls(policy, args.max_length, as_padded, options.overlap_tokens)
+        return cls(policy, args.max_length, as_padded)
 
     @property
     def overlap(self) -> int | None:
-        """Return the tokens that a piece repeats of the one before it; None if none does."""
+        """Return the tokens that a piece repeats of the one before it: an eighth, or None."""
         if self.policy != "overlap" or self.capacity is None:
             return None
-        return min(self.overlap_tokens or max(self.capacity // 8, 1), self.capacity // 2)
+        return min(max(self.capacity // 8, 1), self.capacity // 2)
 
 
 class Pieces(NamedTuple):

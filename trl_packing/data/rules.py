@@ -158,7 +158,6 @@ class DocumentRules:
             else None,
             "max_length": overflow.capacity,
             "overflow": overflow.policy,
-            "overlap_tokens": overflow.overlap,
             "packing": rules.packing,
             "train_on": "assistant"
             if options.train_on is None and is_flagged

@@ -259,7 +259,6 @@ class Sampling:
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
             "overflow": overflow.policy,
-            "overlap_tokens": overflow.overlap,
             "packing": self.packing,
             "mixture": None if self.mixture is None else self.mixture.settings(),
             "train_sampling_strategy": str(args.train_sampling_strategy),
