@@ -7,9 +7,8 @@ DOCS_READY := $(VENV)/.docs-ready
 ALL_READY := $(VENV)/.all
 OLDEST := $(VENV)-oldest
 # Tests in which other libraries do the work: each seam (tests/seams.py) runs in one of them.
-# Full-size configurations are those that the newest transformers publishes; the counter of the oldest
-# torch counts attention in another way.
-TOUCH_LIBRARIES := $(filter-out %/test_full_size.py %/test_flops.py,$(wildcard tests/attention/test_*.py)) \
+# Full-size configurations are those that the newest transformers publishes.
+TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
 	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions architectures/test_tiny_models \
 	data/test_tokenize_rows loss/test_evaluation test_oracle loss/test_lm_head \
 	training/test_metrics plain_trainer/test_enable training/test_resume training/test_stream_loader \

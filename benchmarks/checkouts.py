@@ -30,7 +30,7 @@ from machine import provenance, publish, table
 
 TIMED = ("import", "help", "plan", "prepare", "dataloader", "step")
 #: Words in the names of logged numbers that measure time or memory.
-NOT_COMPARED = ("second", "runtime", "memory", "mfu", "flos", "time")
+NOT_COMPARED = ("second", "runtime", "memory", "flos", "time")
 
 # --- inside one checkout --------------------------------------------------------------------------
 

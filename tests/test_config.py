@@ -18,7 +18,6 @@ TYPES = {
     "packing": ["yes", 2],
     "response_template": [5, ["### A:"], [1.5]],
     "source_column": [["a"]],
-    "mixture_temperature": [True],
     "max_steps": [3.0],
     "learning_rate": ["1e-4", math.nan],
     "weight_decay": [None],
@@ -46,7 +45,7 @@ VALUES = [  # settings, and words of the sentence
     ({"model_init_kwargs": "{a: 1}"}, r"^model_init_kwargs='{a: 1}' is not JSON \("),
     ({"overflow": "cut"}, r"^overflow='cut' is unknown; choose one of \['truncate'"),
     ({"attention": None}, "^attention=None must be a text$"),
-    ({"mixture_unit": "tokens"}, "has no effect without mixture or mixture_temperature"),
+    ({"mixture_unit": "tokens"}, "has no effect without mixture;"),
     ({"instruction_template": "Q"}, "has no effect without response_template"),
     (OVERLAP | {"packing_strategy": "wrapped"}, "cut where rows end"),
 ]

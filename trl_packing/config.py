@@ -113,14 +113,8 @@ class PackingOptions:
     )
     mixture_unit: str = setting(
         "documents",
-        "With weights in mixture, or mixture_temperature: count shares in 'documents', 'tokens' or "
-        "'trained_tokens'.",
+        "With weights in mixture: count shares in 'documents', 'tokens' or 'trained_tokens'.",
         MIXTURE_UNITS,
-    )
-    mixture_temperature: float | None = setting(
-        None,
-        "Instead of weights: draw each source in proportion to size^(1/T), in mixture_unit. 1 "
-        "draws every document once, larger values draw small sources more often.",
     )
     curriculum: str | None = setting(
         None,
@@ -322,7 +316,7 @@ _MOST_TOKENS = 2**31 - 1
 _NEEDS: dict[str, dict[str, str | None]] = {
     "prefix_group_size": {"prefix_sharing": "group"},
     "instruction_template": {"response_template": None},
-    "mixture_unit": {"mixture": None, "mixture_temperature": None},
+    "mixture_unit": {"mixture": None},
 }
 _TRAINED = "both say what is trained"
 _DRAWN = "a mixture draws single documents at random"
@@ -345,16 +339,10 @@ _CLASHES: tuple[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str], ...] = (
     ("curriculum", (), "packing_strategy", ("wrapped",), _TOGETHER),
     ("max_patches", (), "documents_per_step", (), _NO_BINS),
     ("max_patches", (), "packing", (False,), _NO_BINS),
-    *(
-        (mixture, (), name, values, _DRAWN)
-        for mixture in ("mixture", "mixture_temperature")
-        for name, values in (
-            ("train_sampling_strategy", ("sequential",)),
-            ("prefix_sharing", ("group",)),
-            ("curriculum", ()),
-            ("packing_strategy", ("wrapped",)),
-        )
-    ),
+    ("mixture", (), "train_sampling_strategy", ("sequential",), _DRAWN),
+    ("mixture", (), "prefix_sharing", ("group",), _DRAWN),
+    ("mixture", (), "curriculum", (), _DRAWN),
+    ("mixture", (), "packing_strategy", ("wrapped",), _DRAWN),
 )
 
 # Whether a setting is wrong, and the sentence that says so.
@@ -406,7 +394,7 @@ def _clashes(args: Any, options: PackingOptions) -> Checks:
 
 
 def _wrong_mixtures(args: Any, options: PackingOptions) -> Checks:
-    mixture, temperature = options.mixture, options.mixture_temperature
+    mixture = options.mixture
     example = "{'math': {'weight': 3}, 'chat': {'epochs': 0.5}}"
     yield (
         mixture is not None and not (isinstance(mixture, dict) and mixture),
@@ -419,12 +407,3 @@ def _wrong_mixtures(args: Any, options: PackingOptions) -> Checks:
             f"mixture[{source!r}]={share!r} must have a 'weight' or 'epochs' from 0, as in "
             f"{example}",
         )
-        yield (
-            "weight" in share and temperature is not None,
-            f"mixture_temperature={temperature} and a weight of {source!r} in mixture both say how "
-            "often sources are drawn; leave one of them out",
-        )
-    yield (
-        temperature is not None and temperature <= 0,
-        f"mixture_temperature={temperature!r} must be above 0, or None",
-    )

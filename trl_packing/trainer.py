@@ -9,7 +9,7 @@ Each method of Hugging Face is overridden once, in a few lines that call one of 
                    rows: packed, or padded where logits are requested     training/collators.py
     _isolation     the check before the first step and evaluations        training/loaders.py
     _step_loss     one weighted mean of a step, and of an evaluation set  loss/step_loss.py
-    _meter         tokens per second, utilization, MFU                    training/metrics.py
+    _meter         tokens per second, utilization                         training/metrics.py
     _epochs        the place at which a resumed run continues             training/resuming.py
     _run_report    the summary that is printed when training starts       training/report.py
     _recorder      the run's page, run.html, and its record, run.json     training/run_recorder.py

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from trl_packing.attention.block_mask import packed_mask
-from trl_packing.attention.model_facts import layer_config, layer_values
+from trl_packing.attention.model_facts import layer_configs, layer_values
 
 LENGTHS = [7, 1, 5, 12]
 WINDOW, CHUNK = 3, 4
@@ -85,7 +85,7 @@ def test_a_field_is_read_over_all_layers_and_one_mask_is_refused_where_windows_d
         getattr(config, "head_dim", None)
     assert layer_values(config, "qk_head_dim", "head_dim") == [256] * 5 + [512]
     assert layer_values(config, "sliding_window") == [64, 16, 64, 64, 64, 64]
-    assert layer_config(config, 5).head_dim == 512
+    assert layer_configs(config)[5].head_dim == 512
     with pytest.raises(NotImplementedError, match=r"several sizes of sliding_window: \[16, 64\]"):
         packed_mask([3, 2], config, torch.float32)
     alike = make(num_hidden_layers=6, sliding_window=2)

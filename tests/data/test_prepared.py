@@ -157,7 +157,7 @@ NOT_COMPARED = {
     *("attention", "curriculum", "dataset_num_proc", "documents_per_step", "eval_packing"),
     *("isolation_check", "loss_weighting", "max_patches", "pad_to_multiple_of", "padding_free"),
     *("prefix_group_size", "prefix_sharing", "run_page", "static_shapes"),
-    *("mixture", "mixture_temperature", "mixture_unit"),  # drawn from documents
+    *("mixture", "mixture_unit"),  # drawn from documents
     *("packing_strategy", "truncation_mode"),  # by the overflow policy
     # TRL's
     *("activation_offloading", "loss_type", "model_init_kwargs", "router_aux_loss_coef"),

@@ -6,10 +6,8 @@ Time is a counted clock: a second a micro-batch, a hundred an evaluation, a thou
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from harness import make_trainer
@@ -17,9 +15,7 @@ from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_tokenizer
 
 from trl_packing import PackedCollator, PackedSFTTrainer
-from trl_packing.attention.flops import model_flops, peak_flops
 from trl_packing.loss.sums import LossSums
-from trl_packing.training import metrics as measured
 from trl_packing.training.loaders import RunIsolation
 from trl_packing.training.metrics import ThroughputMeter
 
@@ -75,7 +71,6 @@ def assert_logged(ranks, *, room, every=1):
         assert {name: entry[name] for name in expected} == pytest.approx(expected)
         so_far += expected["tokens_per_second"] * sum(s in steps for s in ranks[0]["trained_in"])
         assert entry["num_tokens"] == pytest.approx(so_far)
-        assert "mfu" not in entry  # a CPU's peak is not known
     totals, seconds = ranks[0]["totals"], len(ranks[0]["inputs"])
     expected = by_hand(ranks, range(ranks[0]["steps"]), room)
     assert {n: totals[f"train_{n}"] for n in expected} == pytest.approx(expected)
@@ -262,66 +257,16 @@ def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_p
     assert more < trainer.state.log_history[0].keys()
 
 
-# --- model flops utilization ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("peak", [None, 1e9, "not countable"])
-def test_mfu_is_logged_where_the_peak_is_known_and_the_model_can_be_counted(
-    peak, tmp_path, monkeypatch
-):
-    def refuse(model):
-        raise measured.NotCountable("made for this test")
-
-    if peak == "not countable":
-        monkeypatch.setattr(measured, "model_flops", refuse)
-    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: peak and 1e9)
-    trainer = trainer_of(tmp_path)
-    found = trainer.train().metrics
-    if peak != 1e9:
-        assert not any("mfu" in name for name in found)
-        return
-    flops = model_flops(trainer.model).of(np.array(LENGTHS), sum(LENGTHS) - len(LENGTHS))
-    assert found["train_mfu"] == pytest.approx(flops / found["train_seconds"] / peak)
-    assert all(entry["mfu"] > 0 for entry in trainer.state.log_history if "loss" in entry)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "tera"),
-    [
-        ("NVIDIA A100 80GB PCIe", "tf32", 156),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 989),
-        ("NVIDIA H200 MIG 1g.18gb", "bfloat16", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16", None),
-        ("Tesla T4", "bfloat16", None),  # it has none
-    ],
-)
-def test_peaks_are_those_of_known_devices_and_none_is_guessed(name, dtype, tera):
-    assert peak_flops(name, dtype) == (tera and tera * 1e12)
-
-
 # --- two ranks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("other_peak", "tensor_parallel", "tokens", "mfu"),
-    [(3e9, 1, 10, 1e9 / 5e9), (0.0, 1, 10, None), (3e9, 2, 5, 5e8 / 5e9)],
-    ids=["data parallel", "an unknown device", "ranks that hold the same batch"],
-)
-def test_the_sums_of_two_ranks(other_peak, tensor_parallel, tokens, mfu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("tensor_parallel", "tokens"), [(1, 10), (2, 5)])
+def test_the_sums_of_two_ranks(tensor_parallel, tokens, tmp_path, monkeypatch):
     """The other rank has counted the same row of 5 tokens, in the same second."""
-
-    def gather(tensor):
-        other = tensor.clone()
-        other[0, -2] = other_peak
-        return torch.cat([tensor, other])
-
     trainer, now = trainer_of(tmp_path), [0.0]
     monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
-    monkeypatch.setattr(ThroughputMeter, "peak_flops", lambda self: 2e9)
-    flops = SimpleNamespace(of=lambda *row: 5e8)
-    monkeypatch.setattr(measured, "model_flops", lambda model: flops)
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    monkeypatch.setattr(trainer.accelerator, "gather", gather)
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: torch.cat([tensor, tensor]))
     monkeypatch.setattr(trainer, "get_tp_size", lambda: tensor_parallel)
     meter = ThroughputMeter(trainer, LossSums())
     meter.start_run(tokens_before=1000)
@@ -329,8 +274,7 @@ def test_the_sums_of_two_ranks(other_peak, tensor_parallel, tokens, mfu, tmp_pat
     meter.count([row], room=8)
     now[0], trainer.state.global_step = 1.0, 1
     assert meter.share({}, log=True) == 1000 + tokens
-    logged = meter.take_logs()[1]
-    assert (logged["tokens_per_second"], logged.get("mfu")) == (tokens, mfu)
+    assert meter.take_logs()[1]["tokens_per_second"] == tokens
 
 
 RANKS = {

@@ -134,12 +134,6 @@ def test_shares_are_counted_in_tokens_where_asked(tmp_path, unit):
     assert short.drawn > 2 * long.drawn
 
 
-def test_a_temperature_draws_small_sources_more_often(tmp_path):
-    sets = tokenized({"large": 48, "small": 3})
-    assert drawn(trainer_of(tmp_path, sets, mixture_temperature=2.0)) == {"large": 41, "small": 10}
-    assert drawn(trainer_of(tmp_path, sets, mixture_temperature=1.0)) == {"large": 48, "small": 3}
-
-
 def test_the_column_of_a_single_set_names_its_sources(tmp_path):
     sets = tokenized({"a": 30, "b": 20})
     rows = Dataset.from_list([row for part in sets.values() for row in part])
@@ -175,12 +169,9 @@ REFUSED = [
     ({"mixture": {"a": {"epochs": 1e300}}}, "of 'a', and 1,000,000,000 are the most"),
     ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have"),
     ({"mixture": {"a": {"weight": -1}}}, "'weight' or 'epochs' from 0"),
-    ({"mixture_temperature": 0}, "mixture_temperature=0 must be above 0"),
     ({"mixture_unit": "tokens"}, "mixture_unit='tokens' has no effect"),
-    ({"mixture": TWICE, "mixture_temperature": 2.0}, "temperature=2.0 has no effect"),
-    ({"mixture": {"a": {"weight": 1}}, "mixture_temperature": 2.0}, "weight of 'a'.*both"),
     ({"mixture": TWICE, "train_sampling_strategy": "sequential"}, "strategy='sequential'"),
-    ({"mixture_temperature": 2.0, "prefix_sharing": "group"}, "prefix_sharing='group'"),
+    ({"mixture": TWICE, "prefix_sharing": "group"}, "prefix_sharing='group'"),
 ]
 NO_WEIGHT = r"give each of them a weight in mixture \(a, b"
 # What is made of the sets, the settings, and the sentence.
@@ -207,7 +198,7 @@ REFUSED_SETS = [
     (streams, {}, NO_WEIGHT),
     (streams, {"mixture": {"a": {"epochs": 1}, "b": {"weight": 1}}}, NO_WEIGHT),
     (streams, {"mixture": {"a": {"weight": 0}, "b": {"weight": 0}}}, NO_WEIGHT),
-    (streams, {"mixture_temperature": 2.0}, NO_WEIGHT),
+    (streams, {"mixture": EVEN, "mixture_unit": "tokens"}, NO_WEIGHT),
     (
         lambda sets: streams(sets | {"b": documents_of_lengths([80] * 10)}),
         {"mixture": EVEN, "overflow": "drop"},

@@ -42,12 +42,6 @@ def layer_configs(config: Any) -> list[Any]:
     return list(config.per_layer_config) if differ else [config]
 
 
-def layer_config(config: Any, layer: int) -> Any:
-    """Return the config of one layer."""
-    configs = layer_configs(config)
-    return configs[layer] if len(configs) > 1 else configs[0]
-
-
 def layer_values(config: Any, *names: str) -> list[Any]:
     """Return the values of a field in all layer configs, without None and with repetitions.
 

@@ -52,19 +52,11 @@ class HostRow:
     @property
     def lengths(self) -> np.ndarray:
         """Return the tokens of every document ``(N,)``, without the padding."""
-        return self.segments if self.tree is None else self.tree.lengths
-
-    @property
-    def segments(self) -> np.ndarray:
-        """Return the queries of every segment ``(S,)``: a document each, unless they share."""
+        if self.tree is not None:
+            return self.tree.lengths
         real = self.boundaries[self.boundaries <= self.num_tokens - self.padding]
         lengths = np.diff(real)
         return lengths[lengths > 0]
-
-    @property
-    def keys(self) -> np.ndarray:
-        """Return the keys of every segment ``(S,)``; its queries are the last of them."""
-        return self.segments if self.tree is None else self.tree.keys
 
     @property
     def num_trained(self) -> int:
@@ -80,13 +72,11 @@ class TreeNumbers:
         lengths: tokens of each document, ``(N,)``.
         num_trained: trained tokens of all documents.
         max_keys: most keys of a segment.
-        keys: keys of each segment, ``(S,)`` int64, without the padding.
     """
 
     lengths: np.ndarray
     num_trained: int
     max_keys: int
-    keys: np.ndarray
 
 
 # Keys of a packed batch that hold its document boundaries.

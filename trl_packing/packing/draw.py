@@ -198,19 +198,16 @@ class MixtureDraw:
         ]
 
 
-def drawn_by_weight(
-    weights: Any, sizes: np.ndarray, units: np.ndarray, temperature: float = 1.0
-) -> np.ndarray:
+def drawn_by_weight(weights: Any, sizes: np.ndarray, units: np.ndarray) -> np.ndarray:
     """Return the documents that an epoch draws of each source, ``(sources,)`` int64.
 
     An epoch has as many units (documents, or tokens) as all sources together. Source s has the
-    share weight_s^(1/T) / Σ weight^(1/T) of them.
+    share weight_s / Σ weight of them.
 
     Args:
         weights: of each source; none is negative, and one is positive.
         sizes: documents of each source, ``(sources,)``.
         units: documents or tokens of each source, in which shares are counted, ``(sources,)``.
-        temperature: T; above 1, small sources get more than their weight.
 
     Examples:
         >>> drawn_by_weight([3, 1], np.array([10, 10]), np.array([10, 10])).tolist()
@@ -219,8 +216,7 @@ def drawn_by_weight(
         [7, 20]
     """
     shares = np.asarray(weights, float)
-    shares = (shares / shares.max()) ** (1 / temperature)  # neither power nor sum overflows
-    shares[np.asarray(weights) == 0] = 0.0
+    shares = shares / shares.max()  # their sum does not overflow
     wanted = shares / shares.sum() * units.sum()
     return drawn_by_epochs(wanted / np.maximum(units, 1), sizes)
 

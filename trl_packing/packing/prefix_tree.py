@@ -221,9 +221,7 @@ def share_prefixes(
     }
     if sources is not None:
         batch |= _targets_by_source(tree, flat, np.repeat(sources, lengths))
-    numbers = TreeNumbers(
-        np.asarray(lengths, np.int64), int(counts.sum()), most_keys, keys.astype(np.int64)
-    )
+    numbers = TreeNumbers(np.asarray(lengths, np.int64), int(counts.sum()), most_keys)
     boundaries = bounds[0].astype(np.int64)
     return batch, HostRow(boundaries, is_trained, tail, longest, numbers, sources)
 

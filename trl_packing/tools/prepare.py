@@ -93,7 +93,7 @@ def _write_sources(
             "evaluate: leave out test_split_size and eval_strategy, or the eval_dataset"
         )
     args = copy.copy(call.args)
-    for setting in ("mixture", "mixture_unit", "mixture_temperature"):
+    for setting in ("mixture", "mixture_unit"):
         setattr(args, setting, getattr(PackingOptions, setting))
     for name, rows in call.train_dataset.items():
         alone, folder = replace(call, args=args, train_dataset=rows), folder_of(name)

@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 ByTrl = Callable[[Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
-_OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture", "mixture_temperature")
+_OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture")
 
 
 def make_model_ready(guard: IsolationGuard, args: Any) -> None:

@@ -3,7 +3,7 @@
     micro-batch    counts, and those of each source            on the CPU, from the copy of each row
                    sums of losses, those of each source too    on the device (loss/sums.py)
         │  share: a vector of each rank, once a log; the only wait for the device
-    interval       since the last log, all ranks      tokens_per_second, mfu, loss_<source>, ...
+    interval       since the last log, all ranks      tokens_per_second, loss_<source>, ...
         │  add
     run            since train() began                train_tokens_per_second, ...
 
@@ -21,7 +21,6 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from trl import SFTTrainer
 
-from trl_packing.attention.flops import ModelFlops, NotCountable, model_flops, peak_flops
 from trl_packing.config import PackingOptions
 from trl_packing.documents.host_row import HostRow, host_row, wait_for
 from trl_packing.documents.labels import SOURCE
@@ -34,15 +33,11 @@ GIB = 2**30
 
 # Of documents; `room` is the tokens that fit (bins × capacity, or the row's without bins),
 # `computed_tokens` those of the rows with padding, `shared` those not computed because a document
-# before in the row has them, and `flops` the operations of the rows, 0 if unknown.
-COUNTS = (
-    "documents", "tokens", "trained_tokens", "room", "computed_tokens", "shared", "images", "flops",
-)  # fmt: skip
+# before in the row has them.
+COUNTS = ("documents", "tokens", "trained_tokens", "room", "computed_tokens", "shared", "images")
 
 # What a person reads of an interval while the run trains.
-_SHOWN = (
-    "tokens_per_second", "computed_tokens_per_second", "utilization", "documents_per_step", "mfu",
-)  # fmt: skip
+_SHOWN = ("tokens_per_second", "computed_tokens_per_second", "utilization", "documents_per_step")
 
 # TRL's `_metrics` of training: a list for every name, of which it logs the mean.
 Means = MutableMapping[str, list[float]]
@@ -99,8 +94,6 @@ class ThroughputMeter:
         self._first_step = self._last_step = self.trainer.state.global_step
         self._seconds = self._last_seconds = 0.0
         self._since: float | None = None  # the clock runs
-        self._flops: ModelFlops | None = None
-        self._must_count_flops = True
 
     def count(self, batches: Sequence[Any], room: int | None) -> None:
         """Add the micro-batches of a step. A user's `training_step` need not count any.
@@ -111,9 +104,6 @@ class ThroughputMeter:
         """
         if not self.is_running:
             return
-        if self._must_count_flops:
-            self._must_count_flops = False
-            self._flops = self._model_flops() if self.peak_flops() else None
         # The clock starts here: before, readers start up, and a resumed run skips batches.
         self.start_clock()
         for row in map(host_row, batches):
@@ -121,8 +111,8 @@ class ThroughputMeter:
                 self._add(row, room)
 
     def _add(self, row: HostRow, room: int | None) -> None:
-        lengths, targets = row.lengths, int(row.is_trained.sum())
-        tokens, counted = int(lengths.sum()), len(COUNTS)
+        lengths, counted = row.lengths, len(COUNTS)
+        tokens = int(lengths.sum())
         self._local[:counted] += (
             len(lengths),
             tokens,
@@ -131,34 +121,12 @@ class ThroughputMeter:
             row.num_tokens,
             tokens - (row.num_tokens - row.padding),
             row.num_images,
-            self._flops.of(row.segments, targets, row.keys) if self._flops else 0.0,
         )
         if row.sources is not None and self._sources:
             documents, of_tokens = self._local[counted:].reshape(2, -1)
             ids, number = 1 + row.sources, 1 + len(self._sources)  # 0 belongs to no source
             documents += np.bincount(ids, minlength=number)[1:]
             of_tokens += np.bincount(ids, lengths, minlength=number)[1:]
-
-    def _model_flops(self) -> ModelFlops | None:
-        model = self.trainer.model
-        try:
-            return model_flops(model)
-        except NotCountable as reason:
-            logger.info(f"no MFU is logged for {type(model).__name__}: {reason}")
-            return None
-
-    def peak_flops(self) -> float | None:
-        """Return the peak of this process' devices in FLOP/s, None if unknown."""
-        args = self.trainer.args
-        if args.device.type != "cuda":
-            return None
-        dtype = str(self.trainer.model.dtype).removeprefix("torch.")  # of matrix products
-        if args.bf16 or args.fp16:
-            dtype = "bfloat16" if args.bf16 else "float16"
-        elif dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-            dtype = "tf32"
-        peak = peak_flops(torch.cuda.get_device_name(args.device), dtype)
-        return None if peak is None else peak * max(args.n_gpu, 1)
 
     # --- the clock ----------------------------------------------------------------------------
 
@@ -214,12 +182,11 @@ class ThroughputMeter:
             The tokens that all runs of the trainer have trained. TRL would also count the padding
             of `pad_to_multiple_of`, and of ranks without documents.
         """
-        step, (rows, peaks, memories) = self.trainer.state.global_step, self._gather()
+        step, (rows, memories) = self.trainer.state.global_step, self._gather()
         shared = rows.sum(0) / self.trainer.get_tp_size()  # ranks that have counted the same
         self._interval += shared
         self._run += shared
         self._shared_at = step
-        self._peak_flops = float(peaks.sum()) if peaks.all() else None
         self._peak_memory = float(memories.max())
         run = self._counts(self._run)
         # A class of a user may make rows without a CPU copy.
@@ -234,16 +201,16 @@ class ThroughputMeter:
             self._write_token_means(means)
         return tokens
 
-    def _gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return of each rank: the vector since the last call, its peak FLOP/s and memory.
+    def _gather(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return of each rank: the vector since the last call, and its peak memory.
 
         Sums of several ranks that are still on the device are added up by the same wait.
         """
         args, accelerator = self.trainer.args, self.trainer.accelerator
         if args.world_size == 1:
             self._wait()
-        machine = [self.peak_flops() or 0.0, peak_memory_bytes(args.device) or 0.0]
-        rows = np.concatenate([self._read, self._local, machine])[None]
+        memory = [peak_memory_bytes(args.device) or 0.0]
+        rows = np.concatenate([self._read, self._local, memory])[None]
         self._read, self._local = np.zeros_like(self._read), np.zeros_like(self._local)
         if args.world_size > 1:
             sent = torch.from_numpy(rows).to(args.device, non_blocking=True)
@@ -252,7 +219,7 @@ class ThroughputMeter:
                 sent[0, : len(pending)] += pending
             rows = np.array(accelerator.gather(sent).tolist())
             self._waited_after = self.trainer.state.global_step
-        return rows[:, :-2], rows[:, -2], rows[:, -1]
+        return rows[:, :-1], rows[:, -1]
 
     def _wait(self) -> None:
         """Wait until the device has finished what is queued, at most once an optimizer step."""
@@ -307,7 +274,7 @@ class ThroughputMeter:
         """Return `COUNTS` of a vector by name."""
         width = self.trained.width
         numbers = zip(COUNTS, sums[width : width + len(COUNTS)].tolist(), strict=True)
-        return {name: number if name == "flops" else int(number) for name, number in numbers}
+        return {name: int(number) for name, number in numbers}
 
     def _metrics(self, sums: np.ndarray, seconds: float, steps: int) -> dict[str, float]:
         """Return the metrics of a vector in `seconds` and `steps`; unknown ones are left out."""
@@ -319,8 +286,6 @@ class ThroughputMeter:
             names = ["tokens", "trained_tokens", "documents"]
             names += ["images"] * bool(counts["images"]) + ["computed_tokens"] * bool(shares)
             found |= {f"{name}_per_second": counts[name] / seconds for name in names}
-            if self._peak_flops and counts["flops"]:
-                found["mfu"] = counts["flops"] / seconds / self._peak_flops
         found["utilization"] = (counts["tokens"] - counts["shared"]) / counts["room"]
         if steps:
             found["documents_per_step"] = counts["documents"] / steps

@@ -2,7 +2,7 @@
 
 train_dataset={"math": …, "chat": …}   the sources are its names               (run_data.py)
 source_column="source"                 the sources are the values of a column
-    │  mixture, mixture_unit, mixture_temperature
+    │  mixture, mixture_unit
     ▼
 documents an epoch of each source  →  places of an epoch                        (packing/draw.py)
 
@@ -94,11 +94,6 @@ class Mixture:
         return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
 
 
-def is_mixed(options: PackingOptions) -> bool:
-    """Return whether the settings ask for a mixture."""
-    return options.mixture is not None or options.mixture_temperature is not None
-
-
 def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     """Return the mixture of a training set; None if its sources are not known.
 
@@ -111,7 +106,7 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     """
     options = PackingOptions.of(args)
     dataset, columns = documents.dataset, documents.dataset.column_names
-    if not is_mixed(options):
+    if options.mixture is None:
         found = training_sources(dataset, options.source_column)
         return None if found is None else Mixture(found, None)
     column = SOURCE if SOURCE in columns else options.source_column
@@ -148,20 +143,11 @@ def _documents_an_epoch(
     if unit != "documents":
         values = documents.lengths() if unit == "tokens" else documents.num_trained()
         units = np.bincount(sources.ids, values, minlength=len(names))
-    temperature = options.mixture_temperature
     weights = np.array([shares.get(name, {}).get("weight", 0.0) for name in names])
     is_drawn = np.array(["weight" in shares.get(name, {}) for name in names])
-    if temperature is not None:  # the sources without epochs are drawn by their sizes
-        weights, is_drawn = units, np.array([name not in shares for name in names])
-        if not is_drawn.any():
-            raise ValueError(
-                f"mixture_temperature={temperature} has no effect: mixture has epochs for every "
-                "source; leave one of them out"
-            )
     counts[is_drawn] = 0
-    if weights[is_drawn].any():
-        drawn = sizes[is_drawn], units[is_drawn], temperature or 1.0
-        counts[is_drawn] = drawn_by_weight(weights[is_drawn], *drawn)
+    if weights.any():
+        counts[is_drawn] = drawn_by_weight(weights[is_drawn], sizes[is_drawn], units[is_drawn])
     if not counts.sum() or not units[is_drawn].all():
         raise ValueError(
             "mixture draws no document: every source has a weight or epochs of 0, or one has no "
@@ -181,10 +167,10 @@ def _documents_an_epoch(
 
 def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:
     """Raise ValueError if a single stream is to be mixed, whose sources are not known."""
-    if isinstance(dataset, IterableDataset) and is_mixed(options):
+    if isinstance(dataset, IterableDataset) and options.mixture is not None:
         raise ValueError(
             "a mixture draws sources, which a stream tells only by being read; pass train_dataset "
-            "as a dictionary of streams, or leave mixture and mixture_temperature out"
+            "as a dictionary of streams, or leave mixture out"
         )
 
 
@@ -214,12 +200,11 @@ def join_streams(
     """
     mixture: Any = options.mixture or {}
     weights = {name: float(share.get("weight", math.nan)) for name, share in mixture.items()}
-    is_by_size = options.mixture_temperature is not None or options.mixture_unit != "documents"
+    is_by_size = options.mixture_unit != "documents"
     if is_by_size or {*weights} != {*documents} or not sum(weights.values()) > 0:
         raise ValueError(
             "streams do not tell their sizes: give each of them a weight in mixture ("
-            f"{', '.join(documents)}; one weight above 0), and leave mixture_temperature and "
-            "mixture_unit out"
+            f"{', '.join(documents)}; one weight above 0), and leave mixture_unit out"
         )
     streams = {name: documents[name] for name, weight in weights.items() if weight}
     columns = {name: sorted(training_columns(stream)) for name, stream in streams.items()}

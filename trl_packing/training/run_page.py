@@ -182,13 +182,13 @@ _NOTES = {
     "utilization": "computed tokens of documents / room for tokens",
 }
 _MAIN = ("learning_rate", "grad_norm", "tokens_per_second", "utilization")  # behind the losses
-_SHARES = ("utilization", "mfu", "mean_token_accuracy")
+_SHARES = ("utilization", "mean_token_accuracy")
 _MAY_BE_LOG = ("loss", "loss by source", "grad_norm", "learning_rate")
 _EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
 # Counts and times of day are axes, or figures of the whole run.
 _NO_CURVE = re.compile(
     r"epoch|step|num_tokens|num_input_tokens_seen|total_flos|train_(loss|runtime|.*seconds?|tokens|"
-    r"trained_tokens|computed_tokens|documents|utilization|documents_per_step|peak_memory_gib|mfu)|"
+    r"trained_tokens|computed_tokens|documents|utilization|documents_per_step|peak_memory_gib)|"
     r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
 )
 _COUNT = "num_trained_tokens_"  # of a source, in the training log
