@@ -292,7 +292,8 @@ def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing
     options |= {"model": model, "packing": packing, "arguments": arguments}
     trainer = trainer_for(tmp_path, **options)
     assert trainer.evaluate()["eval_mine"] == 0.5
-    predicted = trainer.predict(Dataset.from_list(rows))
+    with pytest.warns(FutureWarning, match="`return_outputs=True`"):  # as TRL's trainer does
+        predicted = trainer.predict(Dataset.from_list(rows))
     assert math.isfinite(predicted.metrics["test_loss"])
     assert len(seen[0].inputs) == len(seen[0].losses) == 4
     for found in (seen[0], predicted):

@@ -9,6 +9,7 @@ numbers, which stay on the device until they are logged.
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -198,6 +199,8 @@ class StepLoss:
         loss = loss * undo if undo > 1 else loss
         if not return_outputs:
             return loss
+        message = "`return_outputs=True` is deprecated by TRL: the logits take another forward pass"
+        warnings.warn(message, FutureWarning, stacklevel=2)
         with torch.no_grad():
             return loss, model(**without_labels)
 
