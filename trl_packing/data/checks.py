@@ -1,8 +1,4 @@
-"""Checks of a data set that run before anything is computed on it.
-
-An error names the row, the column and the remedy here; a model would fail deep inside, or train on
-something else.
-"""
+"""Checks of a data set that run before anything is computed on it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,43 +22,32 @@ def check_is_dataset(dataset: Any, name: str) -> None:
     """Raise TypeError for an object without columns, ValueError for a stream of packed rows."""
     if not hasattr(dataset, "column_names"):
         raise TypeError(
-            f"the {name} dataset is a {type(dataset).__name__}; pass a Dataset or an "
-            "IterableDataset (datasets.Dataset.from_list makes one of rows), or a dictionary of "
-            "them"
+            f"the {name} dataset is a {type(dataset).__name__}; pass a Dataset, an "
+            "IterableDataset, or a dictionary of them"
         )
     if isinstance(dataset, IterableDataset) and is_packed(dataset):
         raise ValueError(
-            f"rows of the {name} stream were packed before (they have {SEQ_LENGTHS}); pass the "
-            "documents, or the rows as a Dataset"
+            f"rows of the {name} stream were packed before (they have {SEQ_LENGTHS}); pass them "
+            "as a Dataset"
         )
 
 
 def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:
     """Raise ValueError if `dataset` has no rows."""
-    is_map_style = isinstance(dataset, Dataset)
-    if (len(dataset) == 0) if is_map_style else (next(iter(dataset), None) is None):
+    if not len(dataset) if isinstance(dataset, Dataset) else next(iter(dataset), None) is None:
         raise ValueError(f"the {name} dataset is empty: it has no rows; check how it was loaded")
 
 
 def check_is_one_set(dataset: Any, reason: str) -> None:
-    """Raise ValueError if a training set is a dictionary, which only packed runs train.
-
-    Args:
-        dataset: as the user passed it.
-        reason: why the run takes TRL's path.
-    """
+    """Raise ValueError if a training set is a dictionary; `reason` is that for TRL's path."""
     if isinstance(dataset, dict):
         raise ValueError(
-            f"train_dataset is a dictionary, which only packed runs train, but {reason}; pass "
-            "one data set, or leave that out"
+            f"train_dataset is a dictionary, which only packed runs train, but {reason}"
         )
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
-    """Raise ValueError if `dataset` has no column to train on, or token columns do not match.
-
-    Values of other columns are checked when they are rendered.
-    """
+    """Raise ValueError if `dataset` has no column to train on, or token columns do not match."""
     columns = dataset.column_names
     if columns is None:  # a stream whose columns are known only by reading it
         return
@@ -92,23 +77,18 @@ def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
     if TOKEN_WEIGHTS in columns and "input_ids" not in columns:
         raise ValueError(
             f"the {name} dataset has {TOKEN_WEIGHTS!r}, one weight per token, but no 'input_ids'; "
-            f"give each document one number, {DOCUMENT_WEIGHT!r}, or each message a 'weight', or "
-            "pass tokenized rows"
+            f"give each document a {DOCUMENT_WEIGHT!r}, each message a 'weight', or tokenized rows"
         )
 
 
 def check_packed_rows(
     rows: Dataset, capacity: int | None, name: str, *, append_eos: bool = False
 ) -> None:
-    """Raise ValueError if packed rows are longer than `capacity` or misstate their lengths.
-
-    `append_eos` is refused, because documents of packed rows cannot grow.
-    """
+    """Raise ValueError if packed rows exceed `capacity`, misstate their lengths, or should grow."""
     if append_eos:
         raise ValueError(
             f"append_eos=True, but the rows of the {name} dataset are packed already (they have "
-            "seq_lengths), and their documents cannot grow; end the documents in EOS before they "
-            "are packed, or leave append_eos=False"
+            "seq_lengths); end documents in EOS before, or leave append_eos=False"
         )
     documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
     lengths, is_wrong = documents.lengths(), documents.lengths() != documents.sums(SEQ_LENGTHS)
@@ -118,12 +98,12 @@ def check_packed_rows(
         row = int(wrong[0])
         raise ValueError(
             f"row {row} of the {name} dataset holds {lengths[row]} input_ids, but its seq_lengths "
-            f"are {documents[row][SEQ_LENGTHS].tolist()}; they must name every token, and none can "
-            f"be negative{and_others(wrong)}"
+            f"are {documents[row][SEQ_LENGTHS].tolist()}; they must name every token"
+            f"{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
         row = int(lengths.argmax())
         raise ValueError(
             f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
-            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length to that length"
+            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length"
         )

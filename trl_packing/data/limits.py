@@ -1,9 +1,5 @@
 """Limits of what a model can read: token ids, labels and positions.
 
-    input_ids    0 … vocabulary − 1             a row of the embeddings each
-    labels       the same, or −100              what is not trained
-    length       positions learned (GPT-2), or any
-
 A value beyond them raises an index error deep inside the model on a CPU, ends the process by a
 device assert on CUDA, and silently gives a wrong number in some kernels. So every data set is
 checked before a model runs on it: in one pass over the Arrow table, or document by document.
@@ -37,10 +33,7 @@ class ModelLimits:
     positions: int | None = None
 
     def check(self, dataset: Any, name: str) -> None:
-        """Raise ValueError naming the first document of a data set that exceeds a limit.
-
-        Only tokenized data sets of `datasets` are checked, no streams.
-        """
+        """Raise ValueError naming the first document of a tokenized data set beyond a limit."""
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
             return
         present = [c for c in (*TOKEN_COLUMNS, SEQ_LENGTHS) if c in dataset.column_names]
@@ -58,16 +51,10 @@ class ModelLimits:
     ) -> None:
         """Raise ValueError naming the first document that exceeds a limit, and how many do.
 
-        Args:
-            documents: have `input_ids`, and perhaps `labels` and `seq_lengths`.
-            where: end of the name of a document, "of the train dataset".
-            numbers: of the documents; None: 0, 1, 2, …
+        `where` ends the name of a document: "of the train dataset"; `numbers` None: 0, 1, 2, …
         """
-        found = [
-            documents.rows_where(column, partial(self._beyond, column))
-            for column in documents.columns
-            if column in (*TOKEN_COLUMNS, SEQ_LENGTHS)
-        ]
+        columns = [c for c in documents.columns if c in (*TOKEN_COLUMNS, SEQ_LENGTHS)]
+        found = [documents.rows_where(c, partial(self._beyond, c)) for c in columns]
         if not is_packed(documents):
             found.append(np.flatnonzero(self._beyond(SEQ_LENGTHS, documents.lengths())))
         for wrong in found:
@@ -82,13 +69,12 @@ class ModelLimits:
             values = np.asarray(document.get(column, ()))
             if values.size and (wrong := self._beyond(column, values)).any():
                 kind = "label" if column == "labels" else "token id"
-                allowed = (
-                    f"but an id is 0 or more, and a label may be {IGNORE_INDEX}"
-                    if self.vocabulary is None
-                    else f"but the model's vocabulary has {self.vocabulary} ids (a label may be "
-                    f"{IGNORE_INDEX}); was it tokenized with another tokenizer?"
+                allowed = f"the model's vocabulary has {self.vocabulary} ids"
+                allowed = "an id is 0 or more" if self.vocabulary is None else allowed
+                raise ValueError(
+                    f"{which} has {kind} {values[wrong][0]}, but {allowed} (a label may be "
+                    f"{IGNORE_INDEX}); was it tokenized with another tokenizer?{others}"
                 )
-                raise ValueError(f"{which} has {kind} {values[wrong][0]}, {allowed}{others}")
         lengths = document.get(SEQ_LENGTHS)
         longest = len(document["input_ids"]) if lengths is None else max(lengths, default=0)
         if self._beyond(SEQ_LENGTHS, np.array(longest)):
@@ -129,7 +115,7 @@ def limits_of(model: Any) -> ModelLimits:
 
 
 def learned_positions(model: Any) -> int | None:
-    """Return the number of learned positions, if a module and the config agree on it; else None."""
+    """Return the number of learned positions, if a module and the config agree on it."""
     stated = getattr(text_config(model), "max_position_embeddings", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and _POSITIONS & set(name.split(".")):
@@ -148,9 +134,8 @@ def check_entries(
         entries = documents.lengths(column)
         wrong = np.flatnonzero(entries != expected)
         if len(wrong):
-            row = int(wrong[0])
+            row = wrong[0]
             raise ValueError(
                 f"document {row if numbers is None else numbers[row]} {where} has {expected[row]} "
-                f"input_ids but {entries[row]} entries in {column!r}; give one per token"
-                f"{and_others(wrong)}"
+                f"input_ids but {entries[row]} entries in {column!r}{and_others(wrong)}"
             )

@@ -1,18 +1,15 @@
 """Documents should end in a trained stop token; otherwise a model never learns to stop there.
 
-    tokens     Why  ?  Because  .  <|im_end|>  \\n        the end of a turn, then white space
+    tokens     Why  ?  Because  .  <|im_end|>  \\n        ChatML ends so; TRL trains both
     labels      .   .  Because  .  <|im_end|>  \\n        ends in a trained stop token
     labels      .   .  Because  .      .       .         untrained stop token: train it
     tokens     Why  ?  Because  .                        trained to the end: append EOS
     labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing is appended
 
-White space after the stop token is skipped: ChatML ends "<|im_end|>\\n", and TRL trains both.
-
-They should begin with one BOS, too. Where a tokenizer adds one to a text that a chat template has
-rendered, there are two, which are counted; TRL trains them.
+Documents that begin with two BOS tokens (a template's and the tokenizer's) are counted, too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +20,8 @@ from trl import SFTConfig
 from trl_packing.config import PackingOptions
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.printable import quote
-from trl_packing.documents.arrow import ArrowDocuments, list_column, token_lists
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
+from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS, token_columns
 
 
 @dataclass(frozen=True)
@@ -39,17 +36,9 @@ class EosRule:
     def from_args(
         cls, args: SFTConfig, tokenizer: Any, processing_class: Any, generation_config: Any
     ) -> "EosRule":
-        """Return the rule of a run.
-
-        Args:
-            args: its settings.
-            tokenizer: its tokenizer, or the one inside its processor.
-            processing_class: the tokenizer or the processor, which has its own chat template.
-            generation_config: of the model, or None.
-        """
-        template = None
-        if processing_class is not tokenizer:
-            template = getattr(processing_class, "chat_template", None)
+        """Return the rule of a run, with the chat template of `processing_class`, a processor."""
+        is_processor = processing_class is not tokenizer
+        template = getattr(processing_class, "chat_template", None) if is_processor else None
         stop_ids = stop_token_ids(tokenizer, generation_config, template)
         return cls(tokenizer, stop_ids, PackingOptions.of(args).append_eos)
 
@@ -58,8 +47,7 @@ class EosRule:
         """The id to append. Raises ValueError if the tokenizer has no EOS token."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
-                "append_eos=True, but the tokenizer has no eos_token; set eos_token='...' in the "
-                "config, or tokenizer.eos_token"
+                "append_eos=True, but the tokenizer has no eos_token; set eos_token in the config"
             )
         return self.tokenizer.eos_token_id
 
@@ -90,15 +78,10 @@ def stop_token_ids(
 
 
 def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
-    """Return a sentence on documents that do not end in a trained stop token.
-
-    None if all do. Documents without a trained token are left out. None, too, if there is no stop
-    token.
-    """
+    """Return a sentence on documents that are trained, but do not end in a trained stop token."""
     if not eos.stop_ids:
         return None
-    chunks = documents.readers["labels"].chunks
-    trained = documents.in_order([_last(*chunk, [IGNORE_INDEX]) >= 0 for chunk in chunks])
+    trained = documents.by_document("labels", lambda *lists: _last(*lists, [IGNORE_INDEX]) >= 0)
     wrong = np.flatnonzero(trained & ~ends_in_stop_token(documents, eos))
     if not len(wrong):
         return None
@@ -117,16 +100,10 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
 
 
 def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:
-    """Return whether the last trained token of each document is a stop token, ``(documents,)``.
-
-    White space behind it is skipped.
-    """
+    """Return whether the last trained token of each document, no white space, is a stop token."""
     skipped = [IGNORE_INDEX, *_whitespace_at_ends(documents, eos, ["labels"])]
-    return documents.in_order(
-        [
-            _holds(labels, _last(labels, offsets, skipped), eos.stop_ids)
-            for labels, offsets in documents.readers["labels"].chunks
-        ]
+    return documents.by_document(
+        "labels", lambda ids, ends: _holds(ids, _last(ids, ends, skipped), eos.stop_ids)
     )
 
 
@@ -172,11 +149,7 @@ def append_eos(
     """Return `documents` ended in EOS.
 
     EOS is appended, trained, to documents that are trained to their end. If an untrained stop token
-    follows the last trained token, it is trained instead. Documents that end in a trained stop
-    token, in other untrained tokens, or have none, do not change.
-
-    Raises:
-        ValueError: the tokenizer has no EOS token.
+    follows the last trained token, it is trained instead. Other documents do not change.
     """
     appended = documents.dataset.with_format("arrow").map(
         append_eos_to_table,
@@ -188,11 +161,9 @@ def append_eos(
     return ArrowDocuments(appended.with_format(None), documents.columns)
 
 
-def eos_ids(documents: ArrowDocuments, eos: EosRule) -> Mapping[str, Any]:
-    """Return what `append_eos_to_table` needs beside the documents.
-
-    Ids and not the tokenizer: its hash, by which `map` caches, changes when it is used.
-    """
+def eos_ids(documents: ArrowDocuments, eos: EosRule) -> dict[str, Any]:
+    """Return the arguments of `append_eos_to_table` beside the documents."""
+    # No tokenizer: its hash, by which `map` caches, changes when it is used.
     spaces = _whitespace_at_ends(documents, eos)
     return {"eos_id": eos.eos_id, "stop_ids": sorted(eos.stop_ids), "whitespace_ids": spaces}
 
@@ -201,7 +172,8 @@ def append_eos_to_table(
     table: pa.Table, eos_id: int, stop_ids: list[int], whitespace_ids: list[int]
 ) -> pa.Table:
     """Return `table` with every document that is trained to its end ending in a stop token."""
-    lists = token_lists(table)
+    names = token_columns(table.column_names)
+    lists = {name: flat_lists(name, table.column(name)) for name in names}
     ids, offsets = lists["input_ids"]
     labels = lists["labels"][0].copy()
     starts, stops = offsets[:-1], offsets[1:]
@@ -222,9 +194,8 @@ def append_eos_to_table(
         weights[trained_now] = 1
         values[TOKEN_WEIGHTS] = np.insert(weights, at, 1)
     for name, flat in values.items():
-        at_column = table.column_names.index(name)
         column = list_column(flat, longer, table.schema.field(name))
-        table = table.set_column(at_column, name, column)
+        table = table.set_column(table.column_names.index(name), name, column)
     return table
 
 
@@ -233,19 +204,19 @@ def append_eos_to_table(
 
 def note_second_bos(documents: ArrowDocuments, tokenizer: Any, name: str) -> str | None:
     """Return a sentence on documents that begin with two BOS tokens, None if there are none."""
-    bos, found = getattr(tokenizer, "bos_token_id", None), []
-    if bos is None:
-        return None
-    for values, offsets in documents.readers["input_ids"].chunks:
+    bos = getattr(tokenizer, "bos_token_id", None)
+
+    def has_two(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         begins = np.diff(offsets) >= 2
         first = offsets[:-1][begins]
-        begins[begins] = (values[first] == bos) & (values[first + 1] == bos)
-        found.append(begins)
-    rows = np.flatnonzero(documents.in_order(found))
+        begins[begins] = (ids[first] == bos) & (ids[first + 1] == bos)
+        return begins
+
+    rows = () if bos is None else np.flatnonzero(documents.by_document("input_ids", has_two))
     if not len(rows):
         return None
     return (
         f"{name} dataset: {len(rows):,} of {len(documents):,} documents begin with two BOS tokens "
-        f"({quote(tokenizer.bos_token)}; the first is document {rows[0]}): the text has one, "
-        "and the tokenizer adds one; pass messages instead of text, or leave BOS out of the text"
+        f"({quote(tokenizer.bos_token)}; the first is document {rows[0]}): the text has one, the "
+        "tokenizer adds one; pass messages, or leave BOS out of the text"
     )

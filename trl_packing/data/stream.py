@@ -1,10 +1,7 @@
 """Documents of a stream → documents that fit, with losses counted in the process that reads.
 
-    stream ──► StreamFit, in the process that reads ──► documents that fit
-                   └── take_counts()                ──► counts since the last call
-
-A stream is read in a dataloader worker, again in every epoch, and ahead of the training. So its
-reader (`streaming`) takes counts from time to time and adds them up.
+stream ──► StreamFit, in the process that reads ──► documents that fit
+               └── take_counts()                ──► counts since the last call
 """
 
 import logging
@@ -24,7 +21,6 @@ from trl_packing.documents.labels import (
     TURN,
     check_same_columns,
     document_columns,
-    named_if_beyond_int64,
     token_columns,
 )
 
@@ -33,8 +29,7 @@ logger = logging.getLogger(__name__)
 Document = dict[str, Any]
 
 NOTHING_TO_TRAIN = (
-    "the stream has no documents left to train on; check its source, max_length and the completion "
-    "or assistant masks"
+    "the stream has no documents left to train on; check its source, max_length and the masks"
 )
 
 # Documents in a row without a trained token: after so many a warning, and an error.
@@ -46,13 +41,7 @@ def fit_stream(
 ) -> datasets.IterableDataset:
     """Return `dataset` with `eos` and `overflow` applied as it is read; tokens and weights stay.
 
-    Args:
-        dataset: documents of any length.
-        overflow: the policy.
-        eos: tokens that end a document; None changes none.
-
-    Reading raises ValueError where `fit_and_count` does, except that a stream may turn out to be
-    empty.
+    Reading raises ValueError where `fit_and_count` does, but a stream may turn out to be empty.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
     kept = [*token_columns(columns), *document_columns(columns, ())]
@@ -65,10 +54,7 @@ def fit_stream(
 
 
 class StreamFit:
-    """Fits one batch of documents after the other (see `fit_stream`), and counts them.
-
-    Of the notes on documents without a stop token, the first is kept.
-    """
+    """Fits one batch of documents after the other, and counts them; the first note is kept."""
 
     def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule | None = None):
         self.columns = columns
@@ -81,8 +67,7 @@ class StreamFit:
         self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
     ) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
-        with named_if_beyond_int64(batch, rows):
-            table = pa.table({name: pa.array(batch[name]) for name in self.columns})
+        table = pa.table({name: pa.array(batch[name]) for name in self.columns})
         documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)
@@ -111,17 +96,13 @@ class StreamFit:
             "check its answers, response_template, the masks of completions and max_length"
         )
         if self._num_untrained >= _MOST_UNTRAINED:
-            raise ValueError(f"{words}, or filter such documents out")
+            raise ValueError(words)
         if before < _UNTRAINED <= self._num_untrained:
             logger.warning(words)
 
 
 def take_counts(dataset: Any) -> PreparationCounts:
-    """Return the counts of `dataset` since the last call, in this process; zeros if unknown.
-
-    Args:
-        dataset: result of `fit_stream`, or any stream or part made from it.
-    """
+    """Return the counts of a stream since the last call, in this process; zeros if unknown."""
     total = PreparationCounts()
     for fits in _fits_of(dataset):
         total, fits._counts = total + fits._counts, PreparationCounts()
@@ -129,7 +110,7 @@ def take_counts(dataset: Any) -> PreparationCounts:
 
 
 def columns_kept(dataset: Any) -> list[str]:
-    """Return the columns that `fit_stream` kept, without reading; none if unknown."""
+    """Return the columns that `fit_stream` kept; none if unknown."""
     return [column for fits in _fits_of(dataset) for column in fits.columns]
 
 

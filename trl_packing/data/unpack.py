@@ -6,10 +6,7 @@
     input_ids    11 12 13 21 22      seq_lengths  3 2       a packed row
                  11 12 13                                   its documents, in order, each with the
                  21 22                                      row's values in other columns
-
-A tokenizer called with ``padding="max_length"`` makes padded rows. Zeros in the middle of a row are
-not padding, and raise an error. Packed rows are unpacked for callers who expect one row of logits
-for each document.
+Packed rows are unpacked for callers who expect one row of logits for each document.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,11 +44,8 @@ def cut_padding(
 ) -> tuple[datasets.Dataset | datasets.IterableDataset, str | None]:
     """Return `dataset` without padding, and a sentence that counts the padding, or None.
 
-    Packed rows and rows that are not tokenized do not change.
-
-    Raises:
-        ValueError: naming the row, for an `attention_mask` that is 0 elsewhere than at the ends, or
-            in a stream (while it is read) anywhere.
+    Raises ValueError naming the row for an `attention_mask` that is 0 elsewhere than at the ends,
+    or in a stream (while it is read) anywhere. Packed rows do not change.
     """
     columns = get_dataset_column_names(dataset)
     if not {"input_ids", _MASK} <= {*columns} or SEQ_LENGTHS in columns:
@@ -59,11 +53,25 @@ def cut_padding(
     if isinstance(dataset, datasets.IterableDataset):
         options = {"batched": True, "with_indices": True, "fn_kwargs": {"name": name}}
         return dataset.with_format(None).map(_check_not_padded, **options), None
-    documents = ArrowDocuments(dataset, ("input_ids", _MASK))
-    where = f"of the {name} dataset"
-    real, note = _real_tokens(documents, where)
-    words, by_token = f"Cutting padding {where}", [c for c in columns if c in _BY_TOKEN]
-    return cut_documents(documents, real, by_token, num_proc=num_proc, desc=words), note
+    documents, where = ArrowDocuments(dataset, ("input_ids", _MASK)), f"of the {name} dataset"
+    check_entries(documents, where)
+    starts, stops, ones = documents.by_document(_MASK, _ends_of_ones).T
+    wrong = np.flatnonzero(stops - starts != ones)
+    if len(wrong):
+        raise ValueError(
+            f"document {wrong[0]} {where} has an {_MASK} that is no padding: it has other values "
+            "than 0 and 1, or is 0 between tokens where it is 1; remove these tokens, or give "
+            f"lengths of several documents as seq_lengths{and_others(wrong)}"
+        )
+    padding = documents.lengths() - ones
+    note = (
+        f"{int((padding > 0).sum()):,} of {len(padding):,} rows {where} were padded beforehand: "
+        f"{int(padding.sum()):,} padding tokens ({_MASK} 0) are cut"
+    )
+    real, by_token = Pieces.of(starts, stops), [c for c in columns if c in _BY_TOKEN]
+    desc = f"Cutting padding {where}"
+    documents_cut = cut_documents(documents, real, by_token, num_proc=num_proc, desc=desc)
+    return documents_cut, note if padding.any() else None
 
 
 def _check_not_padded(
@@ -73,33 +81,10 @@ def _check_not_padded(
     for row, mask in zip(rows, batch[_MASK], strict=True):
         if {*(mask or ())} - {1}:
             raise ValueError(
-                f"document {row} of the {name} stream has an {_MASK} with other values than 1, and "
-                "only a Dataset is rid of padding; tokenize without padding, or pass a Dataset"
+                f"document {row} of the {name} stream has an {_MASK} with other values than 1; "
+                "tokenize without padding, or pass a Dataset"
             )
     return dict(batch)
-
-
-def _real_tokens(documents: ArrowDocuments, where: str) -> tuple[Pieces, str | None]:
-    """Return the tokens of every row from the first to the last with mask 1, and a sentence.
-
-    The sentence counts the padding; it is None if there is none.
-    """
-    check_entries(documents, where)
-    starts, stops, ones = documents.by_document(_MASK, _ends_of_ones).T
-    wrong = np.flatnonzero(stops - starts != ones)
-    if len(wrong):
-        raise ValueError(
-            f"document {wrong[0]} {where} has an {_MASK} that is no padding: it has other "
-            "values than 0 and 1, or is 0 between tokens where it is 1; remove these tokens, or "
-            f"give the lengths of several documents as seq_lengths instead{and_others(wrong)}"
-        )
-    padding = documents.lengths() - ones
-    return Pieces.of(starts, stops), (
-        f"{int((padding > 0).sum()):,} of {len(padding):,} rows {where} were padded beforehand: "
-        f"{int(padding.sum()):,} padding tokens ({_MASK} 0) are cut"
-        if padding.any()
-        else None
-    )
 
 
 def _ends_of_ones(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:

@@ -3,17 +3,9 @@
     Arrow column      chunk 0: values ........., offsets 0 3 8      chunk 1: ...
     document i        values[offsets[i] : offsets[i + 1]]           a view of the memory-mapped file
 
-    table             input_ids [5 6] [7]     labels [-100 6] [7]     other columns
-        │  token_lists
-        ▼
-    flat              input_ids 5 6 7         labels -100 6 7         offsets 0 2 3
-        │  cut, extend: one NumPy call for a whole batch
-        ▼
-    list_column       the column again, in its former type
-
-`datasets` turns every token of every row into a Python object before a collator sees it, which
-limits a training dataloader to about 2M tokens/s. Only lengths are held in memory: 16 bytes per
-document. Shape letters: N documents, T tokens of all of them.
+`flat_lists` has a column of a table as one such pair, and `list_column` makes it a column again.
+Only lengths are held in memory: 16 bytes per document. `datasets` would make a Python object of
+every token, about 2M tokens/s. Shape letters: N documents, T tokens of all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS, token_columns
+from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
 
 # Values ``(T,)`` and offsets ``(N + 1,)``: list i is ``values[offsets[i] : offsets[i + 1]]``.
 FlatLists = tuple[np.ndarray, np.ndarray]
@@ -35,15 +27,8 @@ class ArrowDocuments(torch.utils.data.Dataset):
     """The token columns of a `datasets.Dataset`; ``documents[i]`` is a dict of arrays.
 
     Reads through the data set's indices mapping (select, shuffle, filter) and ignores its format.
-
-    Args:
-        dataset: the data set whose columns are read.
-        columns: names of columns that hold a list per document.
-        scalars: further values, one number per document, ``(documents,)`` each.
-
-    Raises:
-        ValueError: on first access, if a column does not hold lists of integers. `loss_weights`
-            may also hold floats of any width; they are returned as float32.
+    `columns` hold a list per document, `scalars` a number, ``(documents,)``. The first access
+    raises ValueError unless the lists hold integers (`loss_weights`: any numbers, read as float32).
     """
 
     def __init__(
@@ -95,7 +80,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
 
     def in_order(self, chunks: Sequence[np.ndarray]) -> np.ndarray:
-        """Return values of the stored rows of each chunk as values of the documents, in order."""
+        """Return values of the stored rows of each chunk in the order of the documents."""
         stored = np.concatenate(chunks) if len(chunks) else np.zeros(0, np.int64)
         return stored[self.stored_rows(np.arange(len(self)))]
 
@@ -115,10 +100,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return self.in_order([self.readers[column].lengths])
 
     def num_trained(self) -> np.ndarray:
-        """Return the trained tokens of every row, ``(rows,)`` int64.
-
-        The first token of a document counts for nothing: it is never a target.
-        """
+        """Return the trained tokens of every row, ``(rows,)`` int64: never a document's first."""
         if "labels" not in self.columns:
             return np.maximum(self.lengths() - 1, 0)
         if is_packed(self):
@@ -135,17 +117,11 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return self.by_document(column, lambda values, ends: _sums(values, ends[:-1], ends[1:]))
 
     def rows_where(self, column: str, condition: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return the rows that have a value of `column` which meets `condition`, ascending.
-
-        Args:
-            column: one of `columns`.
-            condition: function from values ``(T,)`` to booleans ``(T,)``.
-        """
-        return np.flatnonzero(
-            self.by_document(
-                column, lambda values, ends: _sums(condition(values), ends[:-1], ends[1:])
-            )
+        """Return the rows with a value of `column` for which `condition` is True, ascending."""
+        found = self.by_document(
+            column, lambda values, ends: _sums(condition(values), ends[:-1], ends[1:])
         )
+        return np.flatnonzero(found)
 
 
 def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
@@ -163,10 +139,7 @@ def _sums(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
 
 
 def is_packed(dataset: ArrowDocuments | datasets.Dataset | datasets.IterableDataset) -> bool:
-    """Return whether rows hold several documents each: they have `seq_lengths`.
-
-    The first row of a stream is read if the stream does not know its columns.
-    """
+    """Return whether rows hold several documents: their columns, or a first row, say so."""
     columns = dataset.columns if isinstance(dataset, ArrowDocuments) else dataset.column_names
     return SEQ_LENGTHS in (next(iter(dataset), {}) if columns is None else columns)
 
@@ -189,10 +162,8 @@ def num_documents_by_row(dataset: datasets.Dataset) -> np.ndarray:
 class ListColumn:
     """One Arrow column of lists; ``column[row]`` is a view of its values.
 
-    Attributes:
-        chunks: values and offsets of each chunk of the table that has rows.
-        first_row: the first stored row of each chunk, and the number of rows at the end.
-        lengths: entries of each stored row, ``(rows,)`` int64.
+    `chunks` are values and offsets of each chunk with rows, `first_row` its first stored row and
+    the number of rows at the end, `lengths` the entries of each stored row, int64.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray):
@@ -211,59 +182,25 @@ class ListColumn:
         found = values[offsets[row] : offsets[row + 1]]
         if self.name != TOKEN_WEIGHTS:
             return found
-        # Cast by document: the whole column cast would be a copy of it in memory.
-        # A weight beyond float32 becomes inf, which `check_token_weights` refuses.
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # `check_token_weights` refuses inf
             return found.astype(np.float32, copy=False)
 
 
 def lists_of(name: str, chunk: pa.Array) -> FlatLists:
-    """Return values and offsets of a column of integers or booleans; of weights, any numbers.
-
-    Raises:
-        ValueError: naming the column, for values of other types and for missing entries.
-    """
+    """Return values and offsets of lists of integers or booleans; of weights, any numbers."""
     if chunk.null_count:
         raise ValueError(f"column {name!r} has a missing (null) row; remove such rows")
-    if pa.types.is_fixed_size_list(chunk.type):
-        chunk = chunk.cast(pa.large_list(chunk.type.value_type))
     is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
     if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
         chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
-    are_weights = name == TOKEN_WEIGHTS
-    is_other = pa.types.is_floating if are_weights else pa.types.is_boolean
+    is_other = pa.types.is_floating if name == TOKEN_WEIGHTS else pa.types.is_boolean
     kind = chunk.type.value_type if is_list else None
     if kind is None or not (pa.types.is_integer(kind) or is_other(kind)):
-        expected = "weights are lists of numbers, one per token" if are_weights else _TOKENS
-        raise ValueError(f"column {name!r} holds {chunk.type}, but {expected}")
+        numbers = "numbers" if name == TOKEN_WEIGHTS else "integers"
+        raise ValueError(f"column {name!r} holds {chunk.type}, not lists of {numbers}; convert it")
     if chunk.values.null_count:
         raise ValueError(f"column {name!r} has a missing (null) token; remove such rows")
     return chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
-
-
-_TOKENS = "tokens are lists of integers; convert it, or pass text"
-
-
-# --- a table, and back ----------------------------------------------------------------------------
-
-
-def token_lists(table: pa.Table) -> dict[str, FlatLists]:
-    """Return values ``(T,)`` and offsets ``(N + 1,)`` int64, the first 0, of every token column.
-
-    Raises:
-        ValueError: for anything but lists of numbers, and for unequal numbers of entries.
-    """
-    names = token_columns(table.column_names)
-    lists = {name: flat_lists(name, table.column(name)) for name in names}
-    lengths = np.diff(lists["input_ids"][1])
-    for name, (_, offsets) in lists.items():
-        wrong = np.flatnonzero(np.diff(offsets) != lengths)
-        if len(wrong):
-            raise ValueError(
-                f"a document has {lengths[wrong[0]]} input_ids but {np.diff(offsets)[wrong[0]]} "
-                f"{name}; give one label, mask entry or weight per token"
-            )
-    return lists
 
 
 def flat_lists(name: str, column: pa.ChunkedArray) -> FlatLists:
@@ -274,10 +211,8 @@ def flat_lists(name: str, column: pa.ChunkedArray) -> FlatLists:
 
 
 def list_column(values: np.ndarray, offsets: np.ndarray, field: pa.Field) -> pa.Array:
-    """Return the list array of `values` in the type of `field`, without its fixed list length."""
+    """Return the list array of `values` in the type of `field`."""
     kind = field.type
     if pa.types.is_null(kind.value_type):  # a batch of empty documents of a stream
         kind = pa.list_(pa.int64())
-    elif pa.types.is_fixed_size_list(kind):
-        kind = pa.list_(kind.value_type)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)).cast(kind)

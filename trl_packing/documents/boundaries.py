@@ -1,22 +1,12 @@
 """Document boundaries of a packed row, in the four forms that kernels take.
 
-    seq_lengths    3, 2, 4                      one number per document      (N,)
-    cu_seqlens     0, 3, 5, 9                   boundaries, varlen kernels   (N + 1,) int32
-    position_ids   0 1 2 | 0 1 | 0 1 2 3        restart at every document    (T,) int64
-    document_ids   0 0 0 | 1 1 | 2 2 2 2        equal iff same document      (T,) int64
+    seq_lengths    [3, 2, 4]                      N documents of a row, or (B, N), zeros behind
+    cu_seqlens     [0, 3, 5, 9]                   (N + 1,) int32, for varlen kernels
+    position_ids   [0 1 2, 0 1, 0 1 2 3]          (T,) int64, restart at every document
+    document_ids   [0 0 0, 1 1, 2 2 2 2]          (T,) int64, equal iff same document
 
-All functions take one row, `seq_lengths` (N,), or a batch of rows, (B, N), in which rows with
-fewer documents are filled with zeros. There is no loop over rows, documents or tokens:
-
-    seq_lengths    [[3, 2], [4, 0]]
-    position_ids   [[0 1 2 0 1], [0 1 2 3 | 0]]      (B, T), T tokens of the longest row
-    document_ids   [[0 0 0 1 1], [0 0 0 0 | -1]]     tokens after a row's documents are padding
-
-Padding is a separate document with id -1. It attends to itself only, so no row of a mask is empty
-(softmax over an empty row is NaN). A document of length 0 has no token, but counts, so that ids
-still index `seq_lengths`.
-
-Shape letters: B rows, N documents, T tokens in a row.
+Tokens after the documents of a row are padding, a document with id -1 that attends to itself: no
+row of a mask is empty (softmax over none is NaN). Empty documents count, so ids index the lengths.
 """
 
 from collections.abc import Sequence
@@ -32,14 +22,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
     """Return document boundaries ``(N + 1,)`` int32, starting at 0 and ending at T.
 
-    A batch ``(B, N)`` gives ``(B, N + 1)``, where each row starts at 0. A document of length 0
-    repeats a boundary.
-
-    Args:
-        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
-
-    Raises:
-        ValueError: lengths are not integers, or negative.
+    A batch ``(B, N)`` gives ``(B, N + 1)``. Raises ValueError unless lengths are integers ≥ 0.
 
     Examples:
         >>> cu_seqlens_from_lengths(torch.tensor([3, 2, 4])).tolist()
@@ -60,30 +43,20 @@ def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
         ValueError: lengths are not integers, are negative, or sum to more than `num_tokens`.
 
     Examples:
-        >>> position_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
-        [0, 1, 2, 0, 1, 0, 1, 2, 3]
         >>> position_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
         [[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]]
     """
     lengths = _with_padding(seq_lengths, num_tokens)
-    starts = lengths.cumsum(-1) - lengths
-    starts = _repeat_by_token(starts, lengths)
+    starts = _repeat_by_token(lengths.cumsum(-1) - lengths, lengths)
     return torch.arange(starts.shape[-1], device=starts.device) - starts
 
 
 def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return the index of each token's document: ``(T,)`` or ``(B, T)`` int64, -1 on padding.
 
-    Args:
-        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
-        num_tokens: T, if rows end with padding; None for the tokens of the longest row.
-
-    Raises:
-        ValueError: lengths are not integers, are negative, or sum to more than `num_tokens`.
+    Arguments and errors are those of `position_ids_from_lengths`.
 
     Examples:
-        >>> document_ids_from_lengths(torch.tensor([3, 2, 4])).tolist()
-        [0, 0, 0, 1, 1, 2, 2, 2, 2]
         >>> document_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
         [[0, 0, 0, 1, 1], [0, 0, 0, 0, -1]]
     """
@@ -96,20 +69,14 @@ def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
 def lengths_from_eos(input_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:
     """Return the lengths of documents that end with EOS: ``(N,)``, or ``(B, N)`` int64 with zeros.
 
-    An EOS belongs to the document that it ends, and the tokens after the last EOS are a document.
-    Further EOS tokens directly after one (a row padded with EOS) together form one document, so
-    padding is separate and the lengths of a row always sum to T.
+    The tokens after the last EOS are a document, and so are further EOS tokens directly after one
+    (a row padded with EOS). The lengths of a row sum to T.
 
     Args:
-        input_ids: ``(T,)`` or ``(B, T)`` integers.
-        eos_token_id: one id, or several if the model has several.
-
-    Raises:
-        ValueError: `input_ids` are not integers ``(T,)`` or ``(B, T)``.
+        input_ids: ``(T,)`` or ``(B, T)`` integers, else ValueError.
+        eos_token_id: one id, or several.
 
     Examples:
-        >>> lengths_from_eos(torch.tensor([5, 6, 0, 7, 0, 8, 9]), 0).tolist()
-        [3, 2, 2]
         >>> batch = torch.tensor([[5, 6, 0, 7, 8, 9, 0], [5, 0, 6, 0, 0, 0, 0]])
         >>> lengths_from_eos(batch, 0).tolist()
         [[3, 4, 0], [2, 2, 3]]
@@ -138,16 +105,15 @@ def block_diagonal_mask(
     """Return the attention mask of documents: ``(T, T)``, or ``(B, 1, T, T)``, as [query, key].
 
     Args:
-        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers.
-        num_tokens: T, if rows end with padding; None for the tokens of the longest row.
+        seq_lengths: as in `position_ids_from_lengths`, like `num_tokens`.
+        num_tokens: T, or None.
         causal: whether a token attends only to itself and to earlier tokens.
         window: a token attends only to keys less than `window` positions away; None for all.
         dtype: bool for True where attention is allowed, or a float type for a mask that is added to
             the scores: 0 where attention is allowed, and the lowest number of the type elsewhere.
 
     Raises:
-        ValueError: lengths are not integers, are negative, or sum to more than `num_tokens`; the
-            window is below 1; the dtype is neither bool nor a float type.
+        ValueError: also for a window below 1.
 
     Examples:
         >>> block_diagonal_mask(torch.tensor([2, 1])).int().tolist()
@@ -162,15 +128,9 @@ def block_diagonal_mask(
 def mask_from_document_ids(
     ids: Tensor, *, causal: bool = True, window: int | None = None, dtype: torch.dtype = torch.bool
 ) -> Tensor:
-    """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``.
-
-    Raises:
-        ValueError: the window is below 1, or the dtype is neither bool nor a float type.
-    """
+    """Return the mask of `block_diagonal_mask`, given `document_ids` ``(T,)`` or ``(B, T)``."""
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}; pass None for no window")
-    if dtype != torch.bool and not dtype.is_floating_point:
-        raise ValueError(f"dtype must be torch.bool or a float type, got {dtype}")
     allowed = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     token = torch.arange(ids.shape[-1], device=ids.device)
     distance = token.unsqueeze(-1) - token  # in the row, because documents are contiguous
@@ -182,15 +142,15 @@ def mask_from_document_ids(
         allowed = allowed.unsqueeze(1)
     if dtype == torch.bool:
         return allowed
-    lowest = torch.finfo(dtype).min
+    lowest = torch.finfo(dtype).min  # TypeError for integers
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, lowest)
 
 
 def _check_integers(name: str, values: Tensor) -> None:
     if values.dtype not in _INTEGERS or values.dim() not in (1, 2):
         raise ValueError(
-            f"{name} must be an integer tensor of one row (1-D) or a batch of rows (2-D), "
-            f"got {values.dtype} of shape {tuple(values.shape)}"
+            f"{name} must be an integer tensor (1-D or 2-D), got {values.dtype} of shape "
+            f"{tuple(values.shape)}"
         )
 
 
@@ -208,8 +168,7 @@ def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
     longest = int(used.max()) if used.numel() else 0
     if num_tokens is not None and num_tokens < longest:
         raise ValueError(
-            f"seq_lengths of a row sum to {longest} but num_tokens is {num_tokens}; "
-            "pass at least the tokens of the longest row"
+            f"seq_lengths of a row sum to {longest} but num_tokens is {num_tokens}; raise it"
         )
     return torch.cat([lengths, (longest if num_tokens is None else num_tokens) - used], dim=-1)
 
@@ -217,8 +176,7 @@ def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
 def _repeat_by_token(values: Tensor, lengths: Tensor) -> Tensor:
     """Repeat each document's value over its tokens; every row of `lengths` sums to the same T."""
     if values.device.type == "cpu":
-        # torch.repeat_interleave would wake a thread pool for microseconds of work: 12 ms per call
-        # on busy cores, which was most of a training dataloader's time.
+        # torch.repeat_interleave would wake a thread pool: 12 ms a call on busy cores.
         flat = torch.from_numpy(np.repeat(values.flatten().numpy(), lengths.flatten().numpy()))
     else:
         flat = torch.repeat_interleave(values.flatten(), lengths.flatten())
@@ -227,12 +185,9 @@ def _repeat_by_token(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def lengths_from_numbers(numbers: np.ndarray) -> np.ndarray:
-    """Return the lengths ``(N,)`` int64 of documents, given the document number of each token.
+    """Return the lengths ``(N,)`` of documents, given the number ``(T,)`` of each token's document.
 
     Neighbors with the same number are one document, also for number 0 (padding).
-
-    Args:
-        numbers: document number of each token, ``(T,)``.
 
     Examples:
         >>> lengths_from_numbers(np.array([1, 1, 1, 2, 2, 0])).tolist()
@@ -243,11 +198,9 @@ def lengths_from_numbers(numbers: np.ndarray) -> np.ndarray:
 
 
 def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, Any]:
-    """Return the keys of a packed batch that describe the boundaries of its row.
+    """Return the keys of a packed batch that describe the boundaries of its row, ``(N,)`` lengths.
 
-    Args:
-        seq_lengths: tokens of each document, ``(N,)``.
-        longest: lower bound of ``max_length_q/k``, so that it stays constant between rows.
+    `longest` is a lower bound of ``max_length_q/k``, so that it stays constant between rows.
     """
     cu_seqlens = cu_seqlens_from_lengths(seq_lengths)
     longest = max(longest, int(seq_lengths.max()))
@@ -256,8 +209,8 @@ def boundaries_of_row(seq_lengths: torch.Tensor, longest: int = 0) -> dict[str, 
         "position_ids": position_ids_from_lengths(seq_lengths)[None],
         # Without these, the model derives boundaries in every layer, with a synchronization each.
         "cu_seq_lens_q": cu_seqlens,
-        # A tensor of its own: with one object under two names, torch.compile (2.13) fails with a
-        # KeyError where an earlier row had keys that this one lacks, such as `key_index`.
+        # One object under two names: torch.compile (2.13) fails with a KeyError where an earlier
+        # row had keys that this one lacks, such as `key_index`.
         "cu_seq_lens_k": cu_seqlens.clone(),
         "max_length_q": longest,
         "max_length_k": longest,

@@ -46,12 +46,12 @@ class HostRow:
 
     @property
     def num_tokens(self) -> int:
-        """Return T, padding included."""
+        """T, padding included."""
         return len(self.is_trained)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of every document ``(N,)``, without the padding."""
+        """Tokens of every document ``(N,)``, without the padding."""
         if self.tree is not None:
             return self.tree.lengths
         real = self.boundaries[self.boundaries <= self.num_tokens - self.padding]
@@ -60,7 +60,7 @@ class HostRow:
 
     @property
     def num_trained(self) -> int:
-        """Return the trained tokens of all documents."""
+        """Trained tokens of all documents."""
         return int(self.is_trained.sum()) if self.tree is None else self.tree.num_trained
 
 
@@ -89,13 +89,11 @@ _READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}
 
 
 class PackedBatch(dict[str, Any]):
-    """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row.
+    """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row, if it has one.
 
-    `host` is None if the collator gave none. It is passed on to other processes, pinned memory and
-    the device, where it is cached under the tensors, so a plain dictionary of them also has it.
+    It goes along to other processes, pinned memory and the device, where its numbers are cached
+    under the tensors, so a plain dictionary of them also has them.
     """
-
-    host: HostRow | None
 
     def __init__(self, tensors: Mapping[str, Any], host: HostRow | None = None):
         super().__init__(tensors)
@@ -103,15 +101,10 @@ class PackedBatch(dict[str, Any]):
         remember_row(self)
 
     def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
-        """Return the batch on `device`; accelerate calls this method if a batch has one.
-
-        Tensors on the CPU are always sent without waiting.
-        """
-        moved = {
-            name: value.to(device, non_blocking=non_blocking or value.is_cpu)
-            if torch.is_tensor(value)
-            else value
-            for name, value in self.items()
+        """Return the batch on `device`; accelerate calls this method if a batch has one."""
+        moved = {  # what is on the CPU is sent without waiting
+            n: v.to(device, non_blocking=non_blocking or v.is_cpu) if torch.is_tensor(v) else v
+            for n, v in self.items()
         }
         for name in _READ_BY_HOST & self.keys():
             cache_values(moved[name], host_values(self[name]))
@@ -149,12 +142,8 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch as transformers counts its tokens: those of all documents, and padding.
-
-    Its own count of padding is by token id, which drops EOS where EOS is also the pad token, and it
-    would count a shared prefix once.
-    """
-    row = host_row(batch)
+    """Return the batch as transformers counts its tokens: those of all documents, and padding."""
+    row = host_row(batch)  # by token id, EOS may be padding, and a shared prefix counts once
     if row is None:
         return batch
     real = int(row.lengths.sum())
@@ -166,8 +155,7 @@ def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _rows_lock = threading.Lock()
-# By boundaries: tokens of the longest document, as passed to kernels.
-_max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by boundaries
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:
@@ -207,7 +195,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _longest(cu_seqlens: Tensor) -> int:
-    """Return the tokens of the longest document, as passed to kernels; syncs if not cached."""
+    """Return the tokens of the longest document as passed to kernels; syncs if not cached."""
     kept = _max_lengths.get(cu_seqlens)
     return int(np.diff(host_values(cu_seqlens)).max()) if kept is None else kept
 
@@ -220,7 +208,7 @@ _LARGEST_STAGED = 64 * 1024
 
 
 def is_cpu(tensor: Tensor) -> bool:
-    """Whether `tensor` is on the CPU, where reading it needs no sync."""
+    """Whether `tensor` is on the CPU, where reading it needs no sync; tests replace this."""
     return tensor.device.type == "cpu"
 
 

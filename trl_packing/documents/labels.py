@@ -5,12 +5,10 @@
     labels          -100 -100 7  8      made from the mask
     loss_weights       .  . 1.  .5      weight of each trained token in the loss; 1 by default
 
-The first token of a document is never a target: nothing precedes it in its document, and in a
-packed row the position before it belongs to another document.
+The first token of a document is never a target: the position before it is another document's.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ IMAGE_COLUMNS = ("image", "images")
 TARGET_COUNTS = "target_counts"
 
 # For every document of `train_on="every_turn"`: its place among the trained turns of its
-# conversation, or -1 if the conversation has none. Preparation counts conversations by it.
+# conversation, or -1 if the conversation has none.
 TURN = "trl_packing_turn"
 
 # An integer for every document of a set whose losses are told apart by source.
@@ -103,8 +101,7 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
 def _check_one_each(name: str, values: Sized, input_ids: Sized) -> None:
     if len(values) != len(input_ids):
         raise ValueError(
-            f"{name} has {len(values)} entries but input_ids has {len(input_ids)}; give one per "
-            "token"
+            f"{name} has {len(values)} entries but input_ids has {len(input_ids)}; one per token"
         )
 
 
@@ -112,12 +109,7 @@ def _check_one_each(name: str, values: Sized, input_ids: Sized) -> None:
 
 
 def and_others(rows: Sized) -> str:
-    """Return the number of `rows`, to append to a sentence that names the first; "" for one row.
-
-    Example:
-        >>> and_others(np.array([4, 9])), and_others(np.array([4]))
-        (' (2 such rows)', '')
-    """
+    """Return the number of bad `rows`, to end a sentence that names the first; "" for one row."""
     return f" ({len(rows):,} such rows)" * (len(rows) > 1)
 
 
@@ -135,14 +127,11 @@ def check_unicode(text: str) -> None:
 def check_same_columns(
     batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Collection[str]
 ) -> None:
-    """Raise ValueError naming the first row of a stream whose columns differ from those of row 0.
+    """Raise ValueError naming the first of `rows` of a stream without the `columns` of row 0.
 
-    Args:
-        batch: values by column, None where a row lacks the column.
-        rows: numbers of the rows.
-        columns: columns of row 0. Only columns of tokens and weights are compared.
+    Values of `batch` are None where a row lacks a column of tokens or weights.
     """
-    for column in _BY_TOKEN:
+    for column in (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT):
         is_there = [value is not None for value in batch.get(column, [None] * len(rows))]
         wrong = np.flatnonzero(np.array(is_there) != (column in columns))
         if len(wrong):
@@ -151,24 +140,3 @@ def check_same_columns(
                 f"row {rows[wrong[0]]} of the stream has {has} {column!r}, unlike its first row; "
                 f"give all rows the same columns, and no null values{and_others(wrong)}"
             )
-
-
-@contextmanager
-def named_if_beyond_int64(
-    batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
-) -> Iterator[None]:
-    """Raise ValueError naming row and column in place of an OverflowError of NumPy or Arrow."""
-    try:
-        yield
-    except OverflowError as error:
-        for column in (*TOKEN_COLUMNS, *MASK_COLUMNS):
-            for row, values in zip(rows, batch.get(column, ()), strict=False):
-                if beyond := [value for value in values or () if abs(value) >= 2**63]:
-                    raise ValueError(
-                        f"row {row} has {beyond[0]} in {column!r}, which 64 bits cannot hold; was "
-                        "it tokenized with another tokenizer?"
-                    ) from error
-        raise
-
-
-_BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, DOCUMENT_WEIGHT)

@@ -1,16 +1,13 @@
 """Weights of tokens in the loss: by token, by document, and by the length of the document.
 
-    tokens           a1   a2   a3   a4   b1        trained targets of two documents
-    loss_weights      1    1    1    1    1        weights by token; 1 without the column
-    loss_weight       1    1    1    1    2        weight of the document; 1 without the column
-    "token"           1    1    1    1    2        every token has the same weight
-    "sqrt"          1/2  1/2  1/2  1/2    2        divided by √n
-    "document"      1/4  1/4  1/4  1/4    2        divided by n: the same weight for each document
+    loss_weights      1    1    1    1 | 1    by token, of trained targets; 1 without the column
+    loss_weight       1    1    1    1 | 2    of the document; 1 without the column
+    "token"           1    1    1    1 | 2    as they are
+    "sqrt"          1/2  1/2  1/2  1/2 | 2    divided by √n
+    "document"      1/4  1/4  1/4  1/4 | 2    divided by n, the sum of the document's loss_weights
 
-n is the sum of a document's `loss_weights` over its trained targets; without them, the number of
-targets. The first token of a document is never a target. The loss is Σ w · loss of a token / Σ w
-over the whole optimizer step, so ``"document"`` is the mean of the documents' means: LongAlign's
-weighting (https://huggingface.co/papers/2401.18058). A piece of a split document is a document.
+The loss is Σ w · loss of a token / Σ w over an optimizer step, so ``"document"`` is the mean of the
+documents' means (LongAlign, https://huggingface.co/papers/2401.18058). A piece is a document.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,17 +35,11 @@ _WORDS = {"token": "", "document": "1/n", "sqrt": "1/√n"}
 
 
 def in_words(weighting: str, columns: Iterable[str]) -> str:
-    """Return a description of the loss for the report.
-
-    Args:
-        weighting: one of `LOSS_WEIGHTINGS`.
-        columns: of the data set; weights among them are named.
+    """Return a description of the loss for the report, which names the weights in `columns`.
 
     Example:
         >>> in_words("token", ["input_ids", "loss_weight"])
         'mean over the trained tokens of a step, each with weight loss_weight'
-        >>> in_words("document", ["input_ids"]).partition(", ")[2]
-        'each with weight 1/n (n: trained tokens of its document)'
     """
     columns = set(columns)
     factors = [_WORDS[weighting], *(name for name in WEIGHT_COLUMNS if name in columns)]
@@ -74,9 +65,6 @@ def weigh_tokens(
         document_weights: of each document.
         loss_weighting: one of `LOSS_WEIGHTINGS`.
 
-    Raises:
-        ValueError: if a weight does not fit into float32.
-
     Example:
         >>> labels = np.array([-100, 6, 7, -100, 9])
         >>> weigh_tokens(np.ones(5), labels, [3, 2], [1.0, 2.0], "document").tolist()
@@ -91,22 +79,13 @@ def weigh_tokens(
     products = trained * factors[document]
     if products.max() > LARGEST_WEIGHT:
         raise ValueError(
-            f"{TOKEN_WEIGHTS} times {DOCUMENT_WEIGHT} is more than float32 holds; divide all "
-            "weights by one number: only their ratios count"
+            f"{TOKEN_WEIGHTS} times {DOCUMENT_WEIGHT} is more than float32 holds; divide all"
         )
     return products.astype(np.float32)
 
 
 def document_weight(document: Mapping[str, Any], which: str = "a document") -> float:
-    """Return the `loss_weight` of a document, 1 without one; `which` is its name in messages.
-
-    Raises:
-        ValueError: if the weight is not a number, or is negative, infinite or NaN.
-
-    Example:
-        >>> document_weight({"loss_weight": 0.5}), document_weight({})
-        (0.5, 1.0)
-    """
+    """Return the `loss_weight` of a document, 1 without one; `which` is its name in messages."""
     given, weight = document.get(DOCUMENT_WEIGHT, 1.0), np.nan
     with suppress(TypeError, ValueError):
         weight = float(given)
@@ -116,21 +95,13 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
 
 
 def _wrong_weight(value: Any) -> str:
-    return (
-        f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers that are not negative and that float32 "
-        "holds (0 leaves a document out of the loss)"
-    )
+    return f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers of at least 0 that float32 holds"
 
 
 def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     """Return the `loss_weights` of a document, ``(num_tokens,)`` float32; ones without them.
 
-    Raises:
-        ValueError: if there is not one per token, or one is negative, infinite or NaN.
-
-    Example:
-        >>> token_weights({"loss_weights": [0, 0.5]}, 2).tolist(), token_weights({}, 2).tolist()
-        ([0.0, 0.5], [1.0, 1.0])
+    Raises ValueError if there is not one per token, or one is negative, infinite or NaN.
     """
     given = document.get(TOKEN_WEIGHTS)
     if given is None:
@@ -138,14 +109,13 @@ def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     weights = _float32(given)
     if len(weights) != num_tokens:
         raise ValueError(
-            f"{TOKEN_WEIGHTS} has {len(weights)} entries but input_ids has {num_tokens}; "
-            "give one weight per token"
+            f"{TOKEN_WEIGHTS} has {len(weights)} entries but input_ids has {num_tokens}"
         )
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         raise ValueError(
             f"{TOKEN_WEIGHTS} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
-            "give finite numbers that are not negative (0 leaves a token out of the loss)"
+            "give finite numbers of at least 0"
         )
     return weights
 
@@ -161,19 +131,12 @@ def _float32(values: Any) -> np.ndarray:
 def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndarray:
     """Return the `loss_weight` of every row, ``(rows,)`` float32.
 
-    Args:
-        dataset: has the column `loss_weight`.
-        which: name of the data set, for messages.
-
-    Raises:
-        ValueError: naming the row, if a weight is missing, negative, infinite or NaN, or if the
-            column does not hold numbers.
+    Raises ValueError naming the row of the data set `which` whose weight cannot be used.
     """
     column = dataset.data.column(DOCUMENT_WEIGHT)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         raise ValueError(
-            f"column {DOCUMENT_WEIGHT!r} of {which} holds {column.type}, but it says what "
-            "each document counts; convert it to numbers, or drop it"
+            f"column {DOCUMENT_WEIGHT!r} of {which} holds {column.type}; convert it to numbers"
         )
     rows = stored_rows(dataset)
     weights = _float32(column.to_numpy()[rows])  # missing ones become NaN
@@ -201,10 +164,9 @@ def check_token_weights(documents: ArrowDocuments) -> None:
 def check_some_weight(documents: ArrowDocuments) -> None:
     """Raise ValueError naming the columns if every trained token of `documents` has weight 0.
 
-    Reads documents up to the first with a positive weight, mostly one. No-op without weights.
+    Reads documents up to the first with a positive weight, mostly one.
     """
-    present = (*documents.columns, *documents.scalars)
-    names = [name for name in WEIGHT_COLUMNS if name in present]
+    names = [name for name in WEIGHT_COLUMNS if name in (*documents.columns, *documents.scalars)]
     if not names or not len(documents):
         return
     for document in documents:
@@ -213,7 +175,6 @@ def check_some_weight(documents: ArrowDocuments) -> None:
         if document.get(DOCUMENT_WEIGHT, 1.0) and weights[1:][trained[1:]].any():
             return
     raise ValueError(
-        f"{' and '.join(names)} leave every trained token of a data set out of the loss: each "
-        "weighs 0; give some a number above 0, or drop the column: "
-        f"dataset.remove_columns({names})"
+        f"{' and '.join(names)} leave every trained token of a data set out of the loss; give some "
+        f"a number above 0, or dataset.remove_columns({names})"
     )
