@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from trl_packing.documents.arrow import ArrowDocuments, list_column, token_lists
+from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
 from trl_packing.documents.weights import check_token_weights
 from trl_packing.packing.collator import PackedCollator
 
@@ -32,33 +32,22 @@ def lists(documents) -> list[dict]:
 
 def test_a_document_is_a_view_of_the_arrow_memory():
     dataset = Dataset.from_list(ROWS)
-    documents = ArrowDocuments(dataset, COLUMNS)
-    assert lists(documents) == ROWS
     values = dataset.data.column("input_ids").chunk(0).values.to_numpy()
-    assert np.shares_memory(documents[0]["input_ids"], values)
     unlabeled = ArrowDocuments(dataset, ["input_ids"])
+    assert np.shares_memory(unlabeled[0]["input_ids"], values)
     assert unlabeled.num_trained().tolist() == [2, 0, 0, 3], "every token but the first"
-
-
-@pytest.mark.parametrize("column", COLUMNS)
-def test_rows_with_such_a_value_are_found_in_the_order_of_the_data_set(column):
-    chosen = [3, 1, 0, 2, 3]
-    documents = ArrowDocuments(Dataset.from_list(ROWS).select(chosen), [column])
-    for limit in (-100, 0, 11, 33, 99):
-        expected = [i for i, row in enumerate(chosen) if any(v > limit for v in ROWS[row][column])]
-        found = documents.rows_where(column, lambda values, limit=limit: values > limit)
-        assert found.tolist() == expected
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     chunks=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4),
     seed=st.one_of(st.none(), st.integers(0, 100)),
+    kinds=st.sampled_from([(List, "int32"), (LargeList, "uint16"), (List, "int8")]),
 )
-def test_any_chunks_and_mapping_read_as_the_data_set_does(chunks, seed):
+def test_any_chunks_mapping_and_integers_read_as_the_data_set_does(chunks, seed, kinds):
     """The reference is `datasets` itself, one Python list a row."""
-    rng = np.random.default_rng(0)
-    features = Features(input_ids=List(Value("int32")), labels=List(Value("int64")))
+    rng, (list_type, integers) = np.random.default_rng(0), kinds
+    features = Features(input_ids=list_type(Value(integers)), labels=List(Value("int64")))
 
     def row(length: int) -> dict:
         return {
@@ -77,14 +66,8 @@ def test_any_chunks_and_mapping_read_as_the_data_set_does(chunks, seed):
     assert documents.num_trained().tolist() == [
         sum(label != -100 for label in r["labels"][1:]) for r in expected
     ]
-
-
-@pytest.mark.parametrize("list_type", [List, LargeList])
-@pytest.mark.parametrize("integers", ["int32", "int64", "uint16", "int8", "bool"])
-def test_integers_and_booleans_of_any_width_are_read(list_type, integers):
-    rows = [{"input_ids": [1, 0, 1]}, {"input_ids": [1]}]
-    dataset = Dataset.from_list(rows, features=Features(input_ids=list_type(Value(integers))))
-    assert lists(ArrowDocuments(dataset, ["input_ids"])) == rows
+    found = documents.rows_where("input_ids", lambda ids: ids > 50).tolist()
+    assert found == [i for i, r in enumerate(expected) if max(r["input_ids"], default=0) > 50]
 
 
 def test_workers_of_a_loader_read_the_same_documents_and_carry_no_copy_of_what_was_read():
@@ -100,35 +83,24 @@ def test_workers_of_a_loader_read_the_same_documents_and_carry_no_copy_of_what_w
     assert [ids.tolist() for ids in found] == expected
 
 
-# --- columns of tables ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64())])
 def test_columns_are_flat_arrays_and_back_also_of_a_slice_over_chunks(kind):
-    column = pa.array([[5, 6], [], [7, 8, 9]], kind)
-    table = pa.table({"input_ids": column, "labels": column, "source": ["a"] * 3})
-    lists = token_lists(table)
-    assert list(lists) == ["input_ids", "labels"]
-    values, offsets = lists["input_ids"]
-    assert (values.tolist(), offsets.tolist()) == ([5, 6, 7, 8, 9], [0, 2, 2, 5])
-    assert list_column(values, offsets, table.schema.field("input_ids")).equals(column)
-    values, offsets = token_lists(pa.concat_tables([table, table]).slice(2, 3))["labels"]
+    column = pa.chunked_array([pa.array([[5, 6], [], [7, 8, 9]], kind)] * 2)
+    values, offsets = flat_lists("labels", column.slice(2, 3))
     assert (values.tolist(), offsets.tolist()) == ([7, 8, 9, 5, 6], [0, 3, 5, 5])
-    with pytest.raises(ValueError, match="a document has 2 input_ids but 1 labels"):
-        token_lists(table.set_column(1, "labels", [[[1], [], [1, 2, 3]]]))
+    assert list_column(values, offsets, pa.field("labels", kind)).to_pylist() == [
+        [7, 8, 9],
+        [5, 6],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
     ("column", "values", "words"),
     [
-        ("input_ids", [[1.5]], "holds list<item: double>, but tokens are lists of integers"),
-        ("input_ids", [[[1]]], "holds list<item: list<item: int64>>"),
-        ("input_ids", [7], "holds int64"),
-        ("input_ids", [[1], None], r"has a missing \(null\) row"),
-        ("input_ids", [[1, None]], r"has a missing \(null\) token"),
-        ("loss_weights", [["a"]], "holds list<item: string>, but weights are lists of numbers"),
-        ("loss_weights", [0.5], "holds double"),
-        ("loss_weights", [[1.0, None]], r"has a missing \(null\) token"),
+        ("labels", [[[1]]], "holds list<item: list<item: int64>>, not lists of integers"),
+        ("labels", [[1], None], r"has a missing \(null\) row"),
+        ("loss_weights", [0.5], "holds double, not lists of numbers"),
     ],
 )
 def test_what_is_no_list_of_numbers_is_refused_by_name(column, values, words):
@@ -152,7 +124,7 @@ def with_weights(rows, numbers):
     return Dataset.from_list(rows, features=features)
 
 
-@pytest.mark.parametrize("numbers", ["float16", "float32", "float64", "int64", "uint8"])
+@pytest.mark.parametrize("numbers", ["float16", "float64", "uint8"])
 def test_weights_of_any_numbers_are_given_as_float32(numbers):
     documents = ArrowDocuments(with_weights(WEIGHTED, numbers), WITH_WEIGHTS)
     assert lists(documents) == WEIGHTED
@@ -160,7 +132,7 @@ def test_weights_of_any_numbers_are_given_as_float32(numbers):
     check_token_weights(documents)
 
 
-@pytest.mark.parametrize("wrong", [-0.5, float("nan"), float("inf"), 1e39])
+@pytest.mark.parametrize("wrong", [-0.5, float("nan"), 1e39])
 def test_the_first_document_of_impossible_weights_is_named(wrong):
     rows = [*WEIGHTED, {"input_ids": [1, 2], "loss_weights": [1.0, wrong]}]
     dataset = with_weights(rows, "float64")

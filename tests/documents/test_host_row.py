@@ -27,19 +27,14 @@ DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 KEYS = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 
 
-def weighted(documents):
-    return [d | {"loss_weights": [0.5] * len(d["input_ids"])} for d in documents]
-
-
 @pytest.mark.parametrize(
     ("documents", "options"),
     [
-        (DOCUMENTS, {"packing": False}),
-        (DOCUMENTS, {"pad_to_multiple_of": 8, "dataloader_num_workers": 1}),
+        (DOCUMENTS, {"packing": False, "pad_to_multiple_of": 8, "dataloader_num_workers": 1}),
+        ([d | {"loss_weights": [0.5] * len(d["input_ids"])} for d in DOCUMENTS], {}),
         (DOCUMENTS, {"static_shapes": True}),
-        (weighted(DOCUMENTS), {}),
     ],
-    ids=["padding-free", "workers", "static", "weighted"],
+    ids=["workers", "weighted", "static"],
 )
 def test_batches_of_every_loader_hold_tensors_only(documents, options, tmp_path):
     evaluated = Dataset.from_list(documents)
@@ -65,10 +60,9 @@ def alone(batch):
     return torch.cat([model(input_ids=row.clone(), use_cache=False).logits for row in rows], 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_numbers_come_along_with_the_tensors(num_workers):
+def test_the_numbers_come_along_with_the_tensors():
     collator = PackedCollator(pad_to_multiple_of=8, tensors_only=True)
-    loader = DataLoader(DOCUMENTS, batch_size=3, collate_fn=collator, num_workers=num_workers)
+    loader = DataLoader(DOCUMENTS, batch_size=3, collate_fn=collator, num_workers=1)
     for batch in (b.to("cpu") for b in loader):
         assert cached_values(batch["labels"]) is not None
         assert cached_values(batch["cu_seq_lens_q"]).tolist() == batch["cu_seq_lens_q"].tolist()

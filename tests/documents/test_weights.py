@@ -101,10 +101,8 @@ def test_weights_are_read_through_select_and_chunks():
     ("weights", "words"),
     [
         ([1.0, float("nan")], "row 1 of it has loss_weight=nan; give finite"),
-        ([1.0, 1e300], "row 1 of it has loss_weight="),
+        ([1.0, None], "row 1 of it has loss_weight=None"),
         (["1"], "'loss_weight' of it holds .*convert it to numbers"),
-        ([True], "'loss_weight' of it holds"),
-        ([[1.0]], "'loss_weight' of it holds"),
     ],
 )
 def test_an_impossible_weight_of_a_row_is_named(weights, words):
@@ -112,7 +110,7 @@ def test_an_impossible_weight_of_a_row_is_named(weights, words):
         document_weights_from_rows(dataset_of(*weights), "it")
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), "many", [1.0, 2.0], 1e300])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), "many", 1e300])
 def test_an_impossible_weight_of_a_document_is_named(wrong):
     with pytest.raises(ValueError, match=r"a document has loss_weight=.*give finite"):
         document_weight({"loss_weight": wrong})
@@ -211,13 +209,3 @@ def test_rows_of_text_keep_the_weights_of_their_documents(form, packing, tmp_pat
         rows = [{"text": "So.", "loss_weight": weight} for weight in (1.0, 2.0, None)]
         with pytest.raises(ValueError, match="row 2 of the train dataset has loss_weight=None; "):
             prepared(tmp_path, rows)
-
-
-@pytest.mark.parametrize("option", ["loss_weighting", "source_column"])
-def test_a_loss_function_of_ones_own_takes_no_weights_and_no_sources(option, tmp_path):
-    def own_loss(outputs, labels, num_items_in_batch=None):
-        return outputs.logits.sum()
-
-    options = {option: "document", "arguments": {"compute_loss_func": own_loss}}
-    with pytest.raises(ValueError, match=rf"{option}='document' .*compute_loss_func .*{option} "):
-        make_trainer(tmp_path, tiny_documents(), **options)

@@ -81,7 +81,9 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
     """Return a sentence on documents that are trained, but do not end in a trained stop token."""
     if not eos.stop_ids:
         return None
-    trained = documents.by_document("labels", lambda *lists: _last(*lists, [IGNORE_INDEX]) >= 0)
+    trained = documents.by_document(
+        "labels", lambda ids, ends: _last(ids, ends, [IGNORE_INDEX]) >= 0
+    )
     wrong = np.flatnonzero(trained & ~ends_in_stop_token(documents, eos))
     if not len(wrong):
         return None
@@ -204,7 +206,7 @@ def append_eos_to_table(
 
 def note_second_bos(documents: ArrowDocuments, tokenizer: Any, name: str) -> str | None:
     """Return a sentence on documents that begin with two BOS tokens, None if there are none."""
-    bos = getattr(tokenizer, "bos_token_id", None)
+    bos = getattr(tokenizer, "bos_token_id", None)  # None equals no id
 
     def has_two(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         begins = np.diff(offsets) >= 2
@@ -212,7 +214,7 @@ def note_second_bos(documents: ArrowDocuments, tokenizer: Any, name: str) -> str
         begins[begins] = (ids[first] == bos) & (ids[first + 1] == bos)
         return begins
 
-    rows = () if bos is None else np.flatnonzero(documents.by_document("input_ids", has_two))
+    rows = np.flatnonzero(documents.by_document("input_ids", has_two))
     if not len(rows):
         return None
     return (
