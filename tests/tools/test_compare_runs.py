@@ -101,7 +101,7 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
         (["{a}"], "alone has nothing to be compared with; name two runs"),
         (["{a}", "{empty}"], "holds no run (run.json or trainer_state.json); name the output_dir"),
         (["{a}", "{broken}"], "cannot be read as a run"),
-        (["{a}", "{a}", "--html", "{empty}/no/c.html"], "its folder does not exist"),
+        (["{a}", "{a}", "--html", "{empty}/no/c.html"], "in a folder that exists"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):

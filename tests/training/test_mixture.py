@@ -164,9 +164,11 @@ def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
 
 TWICE = {"a": {"epochs": 2}, "b": {"epochs": 1}}
 REFUSED = [
-    ({"mixture": {"c": {"weight": 1}}}, "names 'c', but the sources are a, b"),
+    (
+        {"mixture": {"c": {"weight": 1}}},
+        "names 'c', but the sources .* are a, b",
+    ),
     ({"mixture": {"a": {"epochs": 0}, "b": {"epochs": 0}}}, "draws no document"),
-    ({"mixture": {"a": {"epochs": 1e300}}}, "of 'a', and 1,000,000,000 are the most"),
     ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have"),
     ({"mixture": {"a": {"weight": -1}}}, "'weight' or 'epochs' from 0"),
     ({"mixture_unit": "tokens"}, "mixture_unit='tokens' has no effect"),

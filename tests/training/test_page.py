@@ -82,9 +82,8 @@ def test_a_page_replaces_an_older_page_and_nothing_else(tmp_path):
     data.write_text('{"text": "a"}\n')
     for path, problem in (
         (data, r"c\.jsonl exists and is no page"),
-        (tmp_path, "is a folder; name a file$"),
-        ("", "'' is a folder"),
-        (tmp_path / "none" / "a.html", "its folder does not exist; create it first"),
+        (tmp_path, "must name a file"),
+        (tmp_path / "none" / "a.html", "in a folder that exists"),
     ):
         with pytest.raises(ValueError, match=f"^--html .*{problem}"):
             check_can_write("--html", str(path))

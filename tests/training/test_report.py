@@ -193,7 +193,7 @@ def test_the_report_fits_its_terminal(monkeypatch, columns, most):
     assert columns_of(text) <= most
     words = " ".join(text.split())
     assert all(" ".join(line.split()) in words for _, line in REPORT.lines()), "nothing is left out"
-    assert columns_of(as_text([("model", "x" * 300)], 60)) == 60, "long words are broken"
+    assert columns_of(as_text([("model", "x" * 300)])) <= most, "long words are broken"
 
 
 def tags_of(html: str) -> set[str]:

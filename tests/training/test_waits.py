@@ -153,7 +153,7 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
 
         monkeypatch.setattr(trainer.accelerator, "gather", gather)
         waits.step = STEPS
-        meter.share({}, log=False)
+        meter.share(log=False)
         with meter.pause():  # an evaluation after the log, in the same step
             pass
         waits.step = None

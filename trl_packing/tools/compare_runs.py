@@ -24,7 +24,6 @@ from trl_packing.training.run_page import (
     ON_STEPS,
     RunRecord,
     Totals,
-    charts_of,
     in_json,
     is_eval_loss,
     is_number,
@@ -187,12 +186,11 @@ def _figures(record: RunRecord) -> dict[str, Any]:
 def compare_page(records: Sequence[RunRecord], comparison: Comparison) -> HtmlPage:
     """Return the page of a comparison: the tables, and the curves of all runs in one frame."""
     named = [replace(r, name=name) for r, name in zip(records, comparison.runs, strict=True)]
-    charts, main = charts_of(named)
     warnings = {"steps": ON_STEPS}
     for axis, name in (("documents", "documents"), ("tokens", "tokens"), ("hours", "seconds")):
         if lack := [r.name for r in named if getattr(r.total, name) is None]:
             warnings[axis] = f"Not shown, because their {axis} are unknown: {', '.join(lack)}."
-    shown = values_of_curves(charts, main, axis=comparison.over or "steps", warnings=warnings)
+    shown = values_of_curves(named, axis=comparison.over or "steps", warnings=warnings)
     return render(
         Path(__file__).with_name("compare.html"),
         title=f"Runs · {' · '.join(comparison.runs)}",

@@ -3,10 +3,8 @@
     checkpoint-20/    model.safetensors, optimizer.pt, ...
     checkpoint-40/    model.safetensors, being_written    killed here: resume from checkpoint-20
 
-Trainer writes checkpoints in place and resumes from the highest number, whatever it holds
-(transformers 5.23). A checkpoint without the mark is whole, whoever wrote it. Its files are checked
-before anything is read: a full disk or a broken copy may have cut one short, and Trainer silently
-replaces a missing optimizer by a new one.
+Trainer writes checkpoints in place, resumes from the highest number, whatever it holds, and makes a
+new optimizer for a missing one (transformers 5.23). So files are checked before it reads them.
 """
 
 import json
@@ -36,12 +34,7 @@ MARK = "being_written"
 def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
     """Yield the checkpoint of this step, marked on all ranks together until all have written it.
 
-    With `save_on_each_node`, each node marks its own. It is uploaded, and older checkpoints are
-    deleted, when it is whole.
-
-    Args:
-        trainer: of the run.
-        trial: of a hyperparameter search; None without one.
+    It is uploaded, and older checkpoints are deleted, when it is whole.
     """
     args, limit = trainer.args, trainer.args.save_total_limit
     name = f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
@@ -68,11 +61,11 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
 
 def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[Path]]:
     """Return the last whole checkpoint of a run, and the half-written ones after it."""
-    found = [each for each in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if each.is_dir()]
-    numbers = {each: each.name.rpartition("-")[2] for each in found}
-    numbered = [each for each in found if numbers[each].isdecimal()]
+    found = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    numbers = {each: each.name.rpartition("-")[2] for each in found if each.is_dir()}
+    numbered = {each: int(number) for each, number in numbers.items() if number.isdecimal()}
     skipped: list[Path] = []
-    for checkpoint in sorted(numbered, key=lambda each: -int(numbers[each])):
+    for checkpoint in sorted(numbered, key=lambda each: -numbered[each]):
         if not (checkpoint / MARK).exists():
             return checkpoint, skipped
         skipped.append(checkpoint)
@@ -83,8 +76,7 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
     """Return the checkpoint to resume from: `asked`, or the last whole one for True.
 
     Raises:
-        ValueError: before anything is read, if the checkpoint is half-written and so are all
-            others, or if a part is missing or damaged.
+        ValueError: it is half-written, or a part is missing or damaged.
     """
     if asked is True:
         whole, skipped = last_whole_checkpoint(Path(trainer.args.output_dir))
@@ -103,10 +95,7 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
 
 
 def _refused(checkpoint: Path, problem: str) -> ValueError:
-    return ValueError(
-        f"{checkpoint} {problem}; resume from another checkpoint, or start without "
-        "resume_from_checkpoint"
-    )
+    return ValueError(f"{checkpoint} {problem}; resume from another checkpoint, or start anew")
 
 
 def check_readable(checkpoint: Path) -> None:
@@ -126,8 +115,7 @@ def check_readable(checkpoint: Path) -> None:
                 if is_archive and not zipfile.is_zipfile(path):
                     raise ValueError("its end is missing")
         except (SafetensorError, OSError, ValueError) as problem:
-            cut_short = f"has a damaged {path.name} ({problem}), cut short when it was written"
-            raise _refused(checkpoint, cut_short) from problem
+            raise _refused(checkpoint, f"has a damaged {path.name} ({problem})") from problem
 
 
 def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
@@ -139,10 +127,7 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
     files = [path.name for path in checkpoint.iterdir()]
     missing = [] if any("optimizer" in name for name in files) else ["optimizer.pt"]
     missing += [] if "scheduler.pt" in files else ["scheduler.pt"]
-    problem = (
-        f"has no {' and no '.join(missing)}: the optimizer and the learning rate's schedule would "
-        "restart (save_only_model=True allows it)"
-    )
+    problem = f"has no {' and no '.join(missing)}: new ones begin (save_only_model=True allows it)"
     # `save_only_model` leaves out the states of random generators too.
     is_model_alone = len(missing) == 2 and not list(checkpoint.glob("rng_state*.pth"))
     if missing and not (save_only_model or is_model_alone):
@@ -155,9 +140,8 @@ def check_optimizer(checkpoint: Path, *, save_only_model: bool) -> None:
 def load_renamed(trainer: Any, checkpoint: Any) -> None:
     """Load the weights of `checkpoint` into the model if they have other names there.
 
-    transformers saves many vision-language models under older names, which `from_pretrained`
-    translates. `Trainer` does not when it resumes or loads the best model (5.23): it warns of
-    missing names and trains on with the weights from before. Sharded engines load their own files.
+    `from_pretrained` translates older names of vision-language models; `Trainer` does not when it
+    resumes or loads the best model (5.23), and trains on with the weights from before.
     """
     model, is_sharded = trainer.model, trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if is_sharded or not isinstance(checkpoint, (str, Path)):

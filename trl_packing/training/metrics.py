@@ -1,17 +1,15 @@
-"""Count what a run trains and how fast, without making the CPU wait for the device between logs.
+"""Count what a run trains and how fast; the CPU waits for the device once a log. docs/metrics.md
 
-    micro-batch    counts, and those of each source            on the CPU, from the copy of each row
-                   sums of losses, those of each source too    on the device (loss/sums.py)
-        │  share: a vector of each rank, once a log; the only wait for the device
-    interval       since the last log, all ranks      tokens_per_second, loss_<source>, ...
-        │  add
-    run            since train() began                train_tokens_per_second, ...
-
-docs/metrics.md defines each of the names.
+micro-batch    counts, and those of each source            on the CPU, from the copy of each row
+               sums of losses, those of each source too    on the device (loss/sums.py)
+    │  share: a vector of each rank
+interval       since the last log, all ranks      tokens_per_second, loss_<source>, ...
+    │  add
+run            since train() began                train_tokens_per_second, ...
 """
 
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,19 +37,12 @@ COUNTS = ("documents", "tokens", "trained_tokens", "room", "computed_tokens", "s
 # What a person reads of an interval while the run trains.
 _SHOWN = ("tokens_per_second", "computed_tokens_per_second", "utilization", "documents_per_step")
 
-# TRL's `_metrics` of training: a list for every name, of which it logs the mean.
-Means = MutableMapping[str, list[float]]
-
 
 class ThroughputMeter:
     """Counts what a run trains, and writes its throughput and token metrics into the log.
 
     Sums and counts are vectors: `SUMS` and the losses of each source, then `COUNTS`, then documents
-    and tokens of each source.
-
-    Args:
-        trainer: its model, accelerator, arguments and state are read.
-        trained: sums of the micro-batches of this rank; is told the number of sources.
+    and tokens of each source. `trained` has the sums of the micro-batches of this rank.
     """
 
     clock = staticmethod(time.perf_counter)
@@ -83,10 +74,9 @@ class ThroughputMeter:
     # --- counting -----------------------------------------------------------------------------
 
     def start_run(self, tokens_before: int) -> None:
-        """Start from zero; a run that finds a smaller batch size starts more than once.
+        """Start from zero, perhaps again with a smaller batch size.
 
-        Args:
-            tokens_before: tokens that TRL has counted in earlier runs of this trainer.
+        `tokens_before` are those that TRL has counted in earlier runs of this trainer.
         """
         self._start_from_zero()
         self.is_running, self._finished, self._logs = True, None, {}
@@ -96,11 +86,9 @@ class ThroughputMeter:
         self._since: float | None = None  # the clock runs
 
     def count(self, batches: Sequence[Any], room: int | None) -> None:
-        """Add the micro-batches of a step. A user's `training_step` need not count any.
+        """Add the micro-batches of a step of this rank.
 
-        Args:
-            batches: micro-batches of this rank.
-            room: tokens that fit into a micro-batch of bins; None where nothing is packed.
+        `room` is the tokens that fit into a micro-batch of bins; None where nothing is packed.
         """
         if not self.is_running:
             return
@@ -155,14 +143,10 @@ class ThroughputMeter:
     # --- all ranks ----------------------------------------------------------------------------
 
     def share_counts(self, *, log: bool = False) -> None:
-        """Share the counts up to this step, which a log, an evaluation or a checkpoint reads.
-
-        Args:
-            log: whether the metrics since the last log go into the next one.
-        """
-        trainer, is_new = self.trainer, self._shared_at != self.trainer.state.global_step
+        """Share the counts up to this step, which a log, an evaluation or a checkpoint reads."""
+        is_new = self._shared_at != self.trainer.state.global_step
         if self.is_running and self._since is not None and (log or is_new):
-            trainer._total_train_tokens = self.share(trainer._metrics["train"], log=log)
+            self.share(log=log)
 
     def share_before(self, logs: dict[str, float]) -> None:
         """Share the counts if `logs` are those of an interval, or the last ones of a run."""
@@ -171,42 +155,37 @@ class ThroughputMeter:
         if "train_runtime" in logs and self.is_running:
             self._finish_run(logs)
 
-    def share(self, means: Means, *, log: bool) -> int:
+    def share(self, *, log: bool) -> None:
         """Add up the counts of all ranks, waiting for the device once.
 
-        Args:
-            means: of training.
-            log: whether the metrics since the last log go into the next one.
-
-        Returns:
-            The tokens that all runs of the trainer have trained. TRL would also count the padding
-            of `pad_to_multiple_of`, and of ranks without documents.
+        `log` says whether the metrics since the last log go into the next one.
         """
-        step, (rows, memories) = self.trainer.state.global_step, self._gather()
-        shared = rows.sum(0) / self.trainer.get_tp_size()  # ranks that have counted the same
+        trainer, rows = self.trainer, self._gather()
+        step, means = trainer.state.global_step, trainer._metrics["train"]
+        shared = rows[:, :-1].sum(0) / trainer.get_tp_size()  # ranks that have counted the same
         self._interval += shared
         self._run += shared
         self._shared_at = step
-        self._peak_memory = float(memories.max())
+        self._peak_memory = float(rows[:, -1].max())
         run = self._counts(self._run)
-        # A class of a user may make rows without a CPU copy.
+        # A class of a user may make rows without a CPU copy. TRL would also count the padding.
         tokens = self._tokens_before + int(run["tokens"] if run["room"] else self._run[4])
         if self._interval[5] or means.get("num_tokens"):  # micro-batches were scored
             means["num_tokens"] = [tokens]
+        trainer._total_train_tokens = tokens
         if log:
             seconds = self.seconds()
             past, steps = seconds - self._last_seconds, step - self._last_step
             self._logs = self._metrics(self._interval, past, steps)
             self._last_seconds, self._last_step = seconds, step
-            self._write_token_means(means)
-        return tokens
+            self._write_token_means()
 
-    def _gather(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return of each rank: the vector since the last call, and its peak memory.
+    def _gather(self) -> np.ndarray:
+        """Return of each rank the vector since the last call, and its peak memory.
 
         Sums of several ranks that are still on the device are added up by the same wait.
         """
-        args, accelerator = self.trainer.args, self.trainer.accelerator
+        args = self.trainer.args
         if args.world_size == 1:
             self._wait()
         memory = [peak_memory_bytes(args.device) or 0.0]
@@ -217,9 +196,9 @@ class ThroughputMeter:
             pending = self.trained.take()
             if pending is not None:
                 sent[0, : len(pending)] += pending
-            rows = np.array(accelerator.gather(sent).tolist())
+            rows = np.array(self.trainer.accelerator.gather(sent).tolist())
             self._waited_after = self.trainer.state.global_step
-        return rows[:, :-1], rows[:, -1]
+        return rows
 
     def _wait(self) -> None:
         """Wait until the device has finished what is queued, at most once an optimizer step."""
@@ -237,15 +216,12 @@ class ThroughputMeter:
 
     def _finish_run(self, logs: dict[str, float]) -> None:
         """Add the totals to the next log: the run is over."""
-        means = self.trainer._metrics["train"]
-        self.trainer._total_train_tokens = self.share(means, log=False)
-        self._write_token_means(means)
+        self.share(log=False)
+        self._write_token_means()
         run, seconds = self._counts(self._run), self.seconds()
         # transformers would count bins as samples.
         logs["train_samples_per_second"] = round(run["documents"] / logs["train_runtime"], 3)
-        names = ["documents", "tokens", "trained_tokens"]
-        names += ["computed_tokens"] * bool(run["shared"]) + ["images"] * bool(run["images"])
-        found = {name: run[name] for name in names} | {"seconds": seconds}
+        found = {name: run[name] for name in self._counted(run)} | {"seconds": seconds}
         steps = self.trainer.state.global_step - self._first_step
         found |= self._metrics(self._run, seconds, steps)
         self._logs = {f"train_{name}": value for name, value in found.items()}
@@ -276,15 +252,18 @@ class ThroughputMeter:
         numbers = zip(COUNTS, sums[width : width + len(COUNTS)].tolist(), strict=True)
         return {name: int(number) for name, number in numbers}
 
+    def _counted(self, run: dict[str, float]) -> list[str]:
+        """Return the names of the counts that the log of a run has."""
+        names = ["documents", "tokens", "trained_tokens"]
+        return names + ["computed_tokens"] * bool(run["shared"]) + ["images"] * bool(run["images"])
+
     def _metrics(self, sums: np.ndarray, seconds: float, steps: int) -> dict[str, float]:
         """Return the metrics of a vector in `seconds` and `steps`; unknown ones are left out."""
         counts, found = self._counts(sums), self._of_sources(sums)
         if not counts["room"]:  # the batches of a user's collator have no CPU copy
             return found
         if seconds > 0:
-            shares = self._counts(self._run)["shared"]
-            names = ["tokens", "trained_tokens", "documents"]
-            names += ["images"] * bool(counts["images"]) + ["computed_tokens"] * bool(shares)
+            names = self._counted(self._counts(self._run))
             found |= {f"{name}_per_second": counts[name] / seconds for name in names}
         found["utilization"] = (counts["tokens"] - counts["shared"]) / counts["room"]
         if steps:
@@ -308,15 +287,14 @@ class ThroughputMeter:
                 found[f"num_trained_tokens_{name}"] = int(trained)
         return found
 
-    def _write_token_means(self, means: Means) -> None:
+    def _write_token_means(self) -> None:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
-        sums = self._interval[:NUM_SUMS].tolist()
-        write_means(means, sums, balances=self.trainer.aux_loss_enabled)
+        trainer, sums = self.trainer, self._interval[:NUM_SUMS].tolist()
+        write_means(trainer._metrics["train"], sums, balances=trainer.aux_loss_enabled)
         if sums[2] and not sums[6]:
             logger.warning(
-                f"all tokens that were trained up to step {self.trainer.state.global_step} since "
-                "the last log have a weight of 0: they changed nothing; raise loss_weights and "
-                "loss_weight"
+                f"all tokens trained since the last log, up to step {trainer.state.global_step}, "
+                "have a weight of 0: raise loss_weights and loss_weight"
             )
         self._interval = np.zeros_like(self._interval)
 
@@ -325,43 +303,26 @@ class ThroughputMeter:
 
 
 def training_sources(dataset: Any, source_column: str | None) -> Sources | None:
-    """Return the sources of a training set; None if it names none.
+    """Return the sources of a prepared training set; None if it names none.
 
-    A column that names no sources is warned of: evaluation sets may still need the setting.
-
-    Args:
-        dataset: the prepared training set.
-        source_column: the setting. The column of a mixture takes precedence.
+    The column of a mixture takes precedence over `source_column`, the setting.
     """
     if not isinstance(dataset, Dataset):
         return None
     column = SOURCE if SOURCE in dataset.column_names else source_column
     if column is None or column not in dataset.column_names:
         return None
-    try:
-        return Sources.of(dataset, column, "the training set")
-    except ValueError as problem:
-        logger.warning_once(f"the training log has no losses by source: {problem}")
-        return None
+    return Sources.of(dataset, column, "the training set")
 
 
 def stream_sources(dataset: IterableDataset, options: PackingOptions) -> tuple[str, ...]:
     """Return the names of the streams that were joined to `dataset`; none of a single stream."""
-    if SOURCE in columns_of(dataset) and isinstance(options.mixture, dict):
-        return tuple(name for name, share in options.mixture.items() if share.get("weight"))
-    if options.source_column is not None:
-        logger.warning_once(
-            f"the training log has no losses by source: source_column={options.source_column!r} of "
-            "a stream tells them only by being read; pass train_dataset as a dictionary of streams"
-        )
-    return ()
+    mixture: Any = options.mixture if SOURCE in columns_of(dataset) else {}
+    return tuple(name for name, share in mixture.items() if share.get("weight"))
 
 
 def peak_memory_bytes(device: torch.device) -> float | None:
-    """Return the peak memory of PyTorch on `device` in bytes, None if unknown.
-
-    It counts since the process began, or since `reset_peak_memory_stats` was called.
-    """
+    """Return the peak memory of PyTorch on `device` in bytes, None if unknown."""
     if device.type == "cpu":
         return None
     most = getattr(torch.get_device_module(device), "max_memory_allocated", None)

@@ -3,12 +3,9 @@
 train_dataset={"math": …, "chat": …}   the sources are its names               (run_data.py)
 source_column="source"                 the sources are the values of a column
     │  mixture, mixture_unit
-    ▼
 documents an epoch of each source  →  places of an epoch                        (packing/draw.py)
 
-math    m0 m1 m2 …   weight 3  ┐
-                               ├→  m0 m1 c0 m2 m3 m4 c1 …      several streams as one
-chat    c0 c1 c2 …   weight 1  ┘
+Several streams become one stream, whose documents are drawn by weight.
 """
 
 import math
@@ -29,26 +26,15 @@ from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weig
 from trl_packing.training.columns import training_columns
 from trl_packing.training.metrics import training_sources
 
-# A plan of an epoch holds some numbers for each document that it draws: 100 GB for so many.
-_MOST_DRAWN = 1_000_000_000
-
 
 @dataclass(frozen=True)
 class SourceShare:
-    """A source, and the documents that the first epoch draws of it.
-
-    Attributes:
-        name: of the source.
-        documents: that it has.
-        drawn: documents that an epoch draws, with repetitions.
-        tokens: of these.
-        trained: trained tokens of these.
-    """
+    """A source, and the documents that the first epoch draws of it."""
 
     name: str
-    documents: int
-    drawn: int
-    tokens: int
+    documents: int  # that it has
+    drawn: int  # by an epoch, with repetitions
+    tokens: int  # of these
     trained: int
 
     @property
@@ -59,15 +45,10 @@ class SourceShare:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """The sources of a training set, and how often an epoch draws each.
-
-    Attributes:
-        sources: of every document.
-        draw: the documents of each epoch; None draws every document once.
-    """
+    """The sources of a training set, and how often an epoch draws each."""
 
     sources: Sources
-    draw: MixtureDraw | None
+    draw: MixtureDraw | None  # None draws every document once
 
     def settings(self) -> dict[str, Any] | None:
         """Return the mixture as a checkpoint saves it; None where every document comes once."""
@@ -76,30 +57,20 @@ class Mixture:
         counts = dict(zip(self.sources.names, self.draw.counts.tolist(), strict=True))
         return {"documents": counts, "sources": zlib.crc32(self.draw.source_ids.tobytes())}
 
-    def shares(self, lengths: np.ndarray, trained: np.ndarray) -> tuple[SourceShare, ...]:
-        """Return what the first epoch draws of each source.
-
-        Args:
-            lengths: tokens of every document, or packed row, ``(documents,)``.
-            trained: trained tokens of each.
-        """
+    def shares(self, documents: ArrowDocuments) -> tuple[SourceShare, ...]:
+        """Return what the first epoch draws of each source."""
         names, held, ids = self.sources.names, self.sources.num_documents, self.sources.ids
         drawn, counts = np.arange(len(ids)), held
         if self.draw is not None:
             drawn, counts = self.draw.documents(0), self.draw.counts
-        tokens, targets = (
-            np.bincount(ids[drawn], values[drawn], len(names)) for values in (lengths, trained)
-        )
-        numbers = np.stack([held, counts, tokens, targets]).astype(np.int64).T.tolist()
+        values = (documents.lengths(), documents.num_trained())
+        sums = [np.bincount(ids[drawn], each[drawn], len(names)) for each in values]
+        numbers = np.stack([held, counts, *sums]).astype(np.int64).T.tolist()
         return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
 
 
 def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     """Return the mixture of a training set; None if its sources are not known.
-
-    Args:
-        documents: the training set.
-        args: the settings of the run.
 
     Raises:
         ValueError: a mixture is asked for, but the sources are not known or are other ones.
@@ -113,14 +84,10 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     if column is None or column not in columns:
         raise ValueError(
             f"a mixture draws sources, but the training set has no column of them (it has "
-            f"{columns}, and source_column={column!r}); pass train_dataset as a dictionary of data "
-            "sets, or name the column with source_column"
+            f"{columns}, and source_column={column!r}); pass a dictionary of data sets"
         )
     if is_packed(documents):
-        raise ValueError(
-            "a mixture cannot draw documents of rows that were packed before (they have "
-            "seq_lengths); leave it out, or pass the documents"
-        )
+        raise ValueError("a mixture cannot draw documents of packed rows; pass the documents")
     sources = Sources.of(dataset, column, "the training set")
     counts = _documents_an_epoch(sources, documents, options)
     return Mixture(sources, MixtureDraw(sources.ids, counts, packing_seed(args)))
@@ -135,8 +102,8 @@ def _documents_an_epoch(
     shares: dict[str, Any] = {str(name): share for name, share in given.items()}
     if unknown := [name for name in shares if name not in names]:
         raise ValueError(
-            f"mixture names {unknown[0]!r}, but the sources are {', '.join(names)} (those with a "
-            "document to train); name one of them"
+            f"mixture names {unknown[0]!r}, but the sources with a document to train are "
+            f"{', '.join(names)}; name one of them"
         )
     epochs = [shares.get(name, {}).get("epochs", 1.0) for name in names]
     counts, units = drawn_by_epochs(np.array(epochs), sizes), sizes
@@ -149,16 +116,8 @@ def _documents_an_epoch(
     if weights.any():
         counts[is_drawn] = drawn_by_weight(weights[is_drawn], sizes[is_drawn], units[is_drawn])
     if not counts.sum() or not units[is_drawn].all():
-        raise ValueError(
-            "mixture draws no document: every source has a weight or epochs of 0, or one has no "
-            f"{unit.replace('_', ' ')}"
-        )
-    if counts.max() > _MOST_DRAWN:
-        raise ValueError(
-            f"an epoch of the mixture draws {counts.max():,} documents of "
-            f"{names[counts.argmax()]!r}, and {_MOST_DRAWN:,} are the most; lower its epochs, or "
-            "raise num_train_epochs instead"
-        )
+        no_unit = f"no {unit.replace('_', ' ')}"
+        raise ValueError(f"mixture draws no document: all have a share of 0, or one has {no_unit}")
     return counts
 
 
@@ -169,8 +128,8 @@ def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:
     """Raise ValueError if a single stream is to be mixed, whose sources are not known."""
     if isinstance(dataset, IterableDataset) and options.mixture is not None:
         raise ValueError(
-            "a mixture draws sources, which a stream tells only by being read; pass train_dataset "
-            "as a dictionary of streams, or leave mixture out"
+            "a mixture draws sources, which a stream tells only by being read; pass a dictionary "
+            "of streams"
         )
 
 
@@ -185,15 +144,10 @@ def mixture_in_words(options: PackingOptions) -> str | None:
 def join_streams(
     documents: Mapping[str, IterableDataset], options: PackingOptions, seed: int
 ) -> IterableDataset:
-    """Return one stream of the documents of several, with the column SOURCE.
+    """Return one stream of the prepared documents of several, with the column SOURCE.
 
     Each document is drawn from one of them, by weight. A stream that ends begins again, until all
-    have ended once, so that no document is left out.
-
-    Args:
-        documents: prepared, by the names of their sources.
-        options: with a weight for each; streams with a weight of 0 are left out.
-        seed: decides the order in which streams are drawn.
+    have ended once, so that no document is left out. A weight of 0 leaves its stream out.
 
     Raises:
         ValueError: the streams have no weights, no documents, or other columns than others.

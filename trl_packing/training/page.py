@@ -1,9 +1,7 @@
 """One self-contained HTML file: no framework, no external request, light and dark.
 
-    values  →  a jinja2 template beside its module, which extends page.html  →  text of a file
-
-Templates escape all text, and show its hidden characters as escapes. Scripts get data as JSON that
-cannot end their element.
+A jinja2 template beside its module extends page.html. Templates escape all text, and show its
+hidden characters as escapes. Scripts get data as JSON that cannot end their element.
 """
 
 import html
@@ -24,17 +22,12 @@ class HtmlPage(str):
     """The text of an HTML file; a notebook shows it in a frame."""
 
     def _repr_html_(self) -> str:
-        style = "width:100%;height:900px;border:0"
-        return f'<iframe srcdoc="{html.escape(self)}" style="{style}"></iframe>'
+        size = "width:100%;height:900px;border:0"
+        return f'<iframe srcdoc="{html.escape(self)}" style="{size}"></iframe>'
 
 
 def render(template: Path, **values: Any) -> HtmlPage:
-    """Return the text of the HTML file that a template makes of `values`.
-
-    Args:
-        template: a file; it may use those of its folder and of this one.
-        **values: `title`, and what else page.html and the template name.
-    """
+    """Return the page that a template makes of `title` and what else it and page.html name."""
     page = _environment(template.parent).get_template(template.name)
     return HtmlPage(page.render({"note": "", "styles": (), "script": "", "data": None} | values))
 
@@ -42,14 +35,8 @@ def render(template: Path, **values: Any) -> HtmlPage:
 @cache
 def _environment(folder: Path) -> Environment:
     loader = FileSystemLoader([folder, _FOLDER])
-    made = Environment(
-        loader=loader,
-        autoescape=True,
-        finalize=_shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    made = Environment(loader=loader, autoescape=True, finalize=_shown, undefined=StrictUndefined)
+    made.trim_blocks = made.lstrip_blocks = True
     made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])
     made.filters |= {"count": _count, "percent": _percent, "change": _change, "quantity": quantity}
     made.policies["json.dumps_kwargs"] = {"allow_nan": False}
@@ -80,17 +67,13 @@ def escape(text: object) -> str:
 def check_can_write(option: str, path: str | None) -> None:
     """Raise ValueError if a page cannot be written to `path`, or would replace other data.
 
-    Args:
-        option: its name on the command line.
-        path: of a new file, or of an older page; None if the option is not given.
+    `option` is its name on the command line; `path` is None if it is not given.
     """
     if path is None:
         return
     file = Path(path)
-    if not file.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path}: its folder does not exist; create it first")
-    if file.is_dir():
-        raise ValueError(f"{option} {path or repr(path)} is a folder; name a file")
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path!r} must name a file in a folder that exists")
     if file.is_file() and file.stat().st_size:
         with file.open("rb") as opened:
             if not opened.read(16).lower().lstrip().startswith((b"<!doctype", b"<html")):

@@ -1,10 +1,6 @@
 """`PackingReport`: the documents, bins and optimizer steps of an epoch, printed before the first.
 
-print(trainer.packing_report)        in a terminal
-trainer.packing_report               in a notebook, as a table
-trainer.packing_report.to_json()     the numbers
-
-    documents, sampler, settings  →  report_of  →  PackingReport, which `RunReport` keeps up to date
+documents, sampler, settings  →  report_of  →  PackingReport, which `RunReport` keeps up to date
 """
 
 import json
@@ -44,16 +40,14 @@ logger = get_logger(__name__)
 
 Line = tuple[str, str]  # label, text
 
-# The report warns of fewer optimizer steps an epoch: few steps learn little, whatever their size.
-WARN_STEPS = 20
+WARN_STEPS = 20  # an epoch: fewer learn little, whatever their size
 
 _MOST_SOURCES = 12
-_MOST_BATCHES = 20_000  # that are looked at for the one with most patches
-# Steps read to find the largest micro-batch: enough for a good guess, in well under a second.
-_STEPS_LOOKED_AT = 200
+_MOST_BATCHES = 20_000  # looked at for the one with most patches
+_STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PackingReport:
     """The documents, bins and optimizer steps of the first epoch of a run.
 
@@ -133,16 +127,11 @@ class PackingReport:
         """Return the report as one line of JSON. Numbers that are not finite become strings."""
         return json.dumps(storable(asdict(self) | {"utilization": self.utilization}))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return as_text(self.lines())
 
     def _repr_html_(self) -> str:
-        """Return the table that a notebook shows."""
         return as_html(self.lines())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show in IPython, and beside the table of a notebook, what `print` shows."""
-        printer.text(str(self))
 
     def lines(self) -> list[Line]:
         """Return the report as labels and texts."""
@@ -229,25 +218,15 @@ class PackingReport:
 
 @dataclass(frozen=True)
 class ImageCounts:
-    """Images of the documents of an epoch.
-
-    Attributes:
-        images: their number.
-        documents: with an image.
-        tokens: that come from images.
-        share: of these in all tokens.
-        patches: positions of the vision tower.
-        most_patches: in a micro-batch.
-        limit: the most patches that any bin may hold; None without a limit.
-    """
+    """Images of the documents of an epoch."""
 
     images: int
-    documents: int
-    tokens: int
-    share: float
-    patches: int
-    most_patches: int
-    limit: int | None = None
+    documents: int  # with an image
+    tokens: int  # that come from images
+    share: float  # of these in all tokens
+    patches: int  # positions of the vision tower
+    most_patches: int  # in a micro-batch
+    limit: int | None = None  # the most patches that any bin may hold
 
     @classmethod
     def of(cls, sampler: PackedBatchSampler) -> "ImageCounts | None":
@@ -323,17 +302,10 @@ _TEXT_STYLE = f"{_CELL};white-space:normal;overflow-wrap:anywhere;max-width:60em
 _WARNING_STYLE = f"{_TEXT_STYLE};border-left:3px solid #d29922;padding-left:.6em"
 
 
-def as_text(lines: Sequence[Line], columns: int | None = None) -> str:
-    """Return `lines` between two rules; long ones continue under their text.
-
-    Args:
-        lines: label and text; a line without label belongs to the one above.
-        columns: most characters of a line, by default those of the terminal, between 50 and 100.
-    """
-    if columns is None:
-        terminal = shutil.get_terminal_size((_WIDEST, 24)).columns
-        columns = min(max(terminal, _NARROWEST), _WIDEST)
-    wrapped = []
+def as_text(lines: Sequence[Line]) -> str:
+    """Return `lines` between two rules; long ones continue under their text."""
+    terminal = shutil.get_terminal_size((_WIDEST, 24)).columns
+    columns, wrapped = min(max(terminal, _NARROWEST), _WIDEST), []
     for label, text in lines:
         wrapped += textwrap.wrap(
             escape_hidden(text),
@@ -390,12 +362,10 @@ def report_of(
     """
     args, options, mixture = sampling.args, sampling.options, sampling.mixture
     ranks, accumulation, batch_size = sampling.ranks[0], sampling.accumulation, sampling.batch_size
-    is_planned = isinstance(sampler, PackedBatchSampler)
-    by_bins = is_planned and sampler.documents_per_step is None
-    by_bins = sampling.packing if documents is None else by_bins
-    size: float = batch_size
-    if is_planned and not by_bins:
-        size = sampler.documents_per_step / (ranks * accumulation)
+    is_planned, size = isinstance(sampler, PackedBatchSampler), float(batch_size)
+    by_bins = sampling.packing if documents is None else is_planned
+    if is_planned and sampler.documents_per_step is not None:
+        by_bins, size = False, sampler.documents_per_step / (ranks * accumulation)
     report = PackingReport(
         ranks=ranks,
         accumulation=accumulation,
@@ -409,8 +379,8 @@ def report_of(
     if documents is None:
         if options.documents_per_step is not None:
             raise ValueError(
-                f"documents_per_step={options.documents_per_step} needs to know the documents, but "
-                "a stream is packed as it is read; leave it out, or do not stream the data set"
+                f"documents_per_step={options.documents_per_step} needs to know the documents, and "
+                "a stream is packed as it is read; leave it out"
             )
         return report
     lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
@@ -439,9 +409,6 @@ def report_of(
     if not by_bins:
         batches = sampler.micro_batches()[: _STEPS_LOOKED_AT * sampler.drawn().slots]
         largest = int(sampler.tokens_of(batches).max())
-    shares: tuple[SourceShare, ...] = ()
-    if mixture is not None:
-        shares = mixture.shares(documents.lengths(), documents.num_trained())
     # Below 1 they are shares of the run.
     steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
     given = {name: int(number) for name, number in steps_of.items() if number and number >= 1}
@@ -458,7 +425,7 @@ def report_of(
         given_in_steps=given,
         room=sampler.tokens_per_batch,
         tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
-        sources=shares,
+        sources=mixture.shares(documents) if mixture else (),
         order=_order_in_words(options, sampler),
         images=ImageCounts.of(sampler),
         prefixes=prefixes,
@@ -479,29 +446,17 @@ def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str
 
 @dataclass(eq=False)
 class RunReport(TrainerCallback):
-    """Keeps the report of a run up to date, and prints it.
-
-    Attributes:
-        trainer: its training set, arguments and callbacks are read.
-        collators: know the shape of micro-batches, and the attention in use.
-        preparation: counts of each prepared data set, by its name.
-        sharing: knows why rows do not share prefixes.
-        epochs: know the stream that is trained.
-        samples_bins: whether training draws bins, and not the documents of a user's sampler.
-        before_first_step: called when the model is wrapped and nothing is trained yet.
-        so_far: returns the counts of the run, of all ranks.
-        batch_size: bins or documents of a micro-batch, for which the epoch is planned.
-    """
+    """Keeps the report of a run up to date, and prints it."""
 
     trainer: SFTTrainer
     collators: RunCollators
-    preparation: dict[str, PreparationCounts]
+    preparation: dict[str, PreparationCounts]  # of each data set, by its name
     sharing: PrefixSharing
     epochs: ResumedEpochs
-    samples_bins: bool
-    before_first_step: Callable[[], None]
-    so_far: Callable[[], dict[str, float] | None]
-    batch_size: int = 0
+    samples_bins: bool  # and not the documents of a user's sampler
+    before_first_step: Callable[[], None]  # called when the model is wrapped
+    so_far: Callable[[], dict[str, float] | None]  # counts of the run, of all ranks
+    batch_size: int = 0  # for which the epoch is planned
     _has_warned: bool = False
 
     def __post_init__(self) -> None:
@@ -534,10 +489,8 @@ class RunReport(TrainerCallback):
     def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
         """Plan the first epoch anew.
 
-        Args:
-            sampler: of the data loader, if a subclass makes it: the subclass may need attributes
-                that its constructor sets after ours.
-            micro_batches: of an epoch of one rank, if known.
+        The data loader passes the sampler of a subclass, and the micro-batches of an epoch of one
+        rank: the subclass may need attributes that its constructor sets after ours.
         """
         user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
         sampling, documents = self.collators.sampling, None
@@ -562,7 +515,6 @@ class RunReport(TrainerCallback):
     # --- events -------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check isolation and print the report."""
         self.before_first_step()
         self._print(state)
 
@@ -581,8 +533,8 @@ class RunReport(TrainerCallback):
         counts, trained = self.epochs.stream.counts_of_all_ranks(), self.so_far() or {}
         prefixes, tokens = self._planned.prefixes, int(trained.get("tokens", 0))
         if tokens:
-            computed, mode = tokens - int(trained["shared"]), self.sharing.mode
-            prefixes = PrefixSavings(mode, tokens, computed, is_whole=True)
+            computed = tokens - int(trained["shared"])
+            prefixes = PrefixSavings(self.sharing.mode, tokens, computed, is_whole=True)
         self._planned = replace(self._planned, preparation=counts, prefixes=prefixes)
         self._print(state)
 

@@ -1,13 +1,5 @@
 """Continue an epoch where a checkpoint was saved: with the same steps, or not at all.
 
-    a checkpoint within an epoch, resumed with
-    the same steps                    the next step follows, on any ranks × accumulation × bins
-                                      that make them
-    other steps or documents          refused, naming what changed; ignore_data_skip=True restarts
-                                      the epoch
-    a checkpoint between epochs, resumed with
-    anything                          a whole epoch begins
-
     epoch.npz    progress          the epoch, its optimizer steps so far, the settings of its plan
                  lengths, tails    tokens of every document; checksums of the last tokens of some
                  trained           documents that the epoch has trained, or of a mixture its places
@@ -46,28 +38,17 @@ _TAIL_TOKENS = 32
 
 @dataclass(frozen=True, eq=False)
 class EpochRecord:
-    """The progress of an epoch when a checkpoint was written.
-
-    Attributes:
-        global_step: optimizer steps of the whole run.
-        epoch: its number; the next one where an epoch had just ended.
-        steps: its optimizer steps.
-        settings: the settings on which the plan of an epoch depends.
-        lengths: tokens of every document, ``(documents,)``.
-        tails: checksums of the last tokens of up to 1,024 documents, evenly spread.
-        trained: bits of the documents that the epoch has trained, of a mixture of its places.
-    """
+    """The progress of an epoch when a checkpoint was written."""
 
     global_step: int
-    epoch: int
-    steps: int
-    settings: Mapping[str, Any]
-    lengths: np.ndarray
-    tails: np.ndarray
-    trained: np.ndarray
+    epoch: int  # the next one where an epoch had just ended
+    steps: int  # of the epoch
+    settings: Mapping[str, Any]  # on which the plan of an epoch depends
+    lengths: np.ndarray  # tokens of every document
+    tails: np.ndarray  # checksums of the last tokens of up to 1,024 documents, evenly spread
+    trained: np.ndarray  # bits of the documents that are trained, of a mixture of its places
 
     def save(self, path: Path) -> None:
-        """Write the record to `path`."""
         arrays = {name: value for name, value in vars(self).items() if hasattr(value, "dtype")}
         progress = {name: value for name, value in vars(self).items() if name not in arrays}
         arrays["progress"] = np.array(json.dumps(progress))
@@ -85,9 +66,8 @@ class EpochRecord:
             arrays = dict(found)
         if arrays.pop("checksum", None) != _checksum(arrays):
             raise ValueError(
-                f"{path} is damaged (its checksum is another): documents would be lost or trained "
-                "again. Resume from another checkpoint, or set ignore_data_skip=True and delete "
-                "the file to restart the epoch"
+                f"{path} is damaged (its checksum is another); resume from another checkpoint, or "
+                "delete the file and set ignore_data_skip=True to restart the epoch"
             )
         return cls(**json.loads(str(arrays.pop("progress"))), **arrays)
 
@@ -119,20 +99,12 @@ def _marks_of(documents: ArrowDocuments) -> tuple[np.ndarray, np.ndarray]:
 
 
 class ResumedEpochs:
-    """Knows which documents of the current epoch are trained, and where a resumed run continues.
-
-    Args:
-        trainer: its arguments and state are read.
-        sampling: knows the settings of the plan.
-
-    Attributes:
-        stream: that the run trains; None for a data set with a length.
-    """
+    """Knows which documents of the current epoch are trained, and where a resumed run continues."""
 
     def __init__(self, trainer: SFTTrainer, sampling: Sampling):
         self.trainer = trainer
         self.sampling = sampling
-        self.stream: StreamBatches | None = None
+        self.stream: StreamBatches | None = None  # that the run trains
         self._record: EpochRecord | None = None  # of the checkpoint to resume from
         self._sampler: Any = None  # of the training that runs, if it is ours
         self._marks: Any = None  # of its documents
@@ -188,15 +160,14 @@ class ResumedEpochs:
             changes = ["a mixture of another number of epochs, or another version, planned them"]
         product = math.prod(then[name] for name in ("per_device_train_batch_size", "ranks"))
         raise ValueError(
-            f"the checkpoint was saved within an epoch, after {record.steps:,} of its steps, and "
-            f"these would hold other documents now ({'; '.join(changes)}). Resume with the former "
-            "data and settings (per_device_train_batch_size × gradient_accumulation_steps × ranks "
-            f"may divide its {product * then['gradient_accumulation_steps']} otherwise), or set "
+            f"the checkpoint was saved after {record.steps:,} steps of an epoch, which would hold "
+            f"other documents now ({'; '.join(changes)}). Resume with the former data and settings "
+            "(per_device_train_batch_size × gradient_accumulation_steps × ranks may divide its "
+            f"{product * then['gradient_accumulation_steps']} otherwise), or set "
             "ignore_data_skip=True to restart the epoch"
         )
 
     def _num_steps(self, num_micro_batches: int) -> int:
-        """Return the optimizer steps of `num_micro_batches` of one rank."""
         return -(-num_micro_batches // self.sampling.accumulation)
 
     def _trained_in(self, steps: int) -> np.ndarray:
@@ -231,13 +202,8 @@ class ResumedEpochs:
     def resume(self, epoch: int, skipped: int, checkpoint: str | None) -> tuple[int, int]:
         """Return the epoch in which the run continues, and the micro-batches to skip in it.
 
-        Args:
-            epoch: as `Trainer` computes it.
-            skipped: micro-batches, likewise.
-            checkpoint: the folder to resume from; None for a new run.
-
-        Raises:
-            ValueError: it was saved within an epoch that came in another order.
+        `Trainer` computes `epoch` and `skipped` from the number of steps; `checkpoint` is the
+        folder to resume from. ValueError: it was saved within an epoch of another order.
         """
         if self._place is not None:
             epoch, steps = self._place
@@ -250,15 +216,13 @@ class ResumedEpochs:
             of = "a stream" if of_stream else "a data set, which was packed by its lengths"
             raise ValueError(
                 f"{checkpoint} was saved within an epoch of {of}; documents come in another order "
-                "now, so those left to train are unknown. Resume with the former data and "
-                "settings, or set ignore_data_skip=True to restart the epoch"
+                "now. Resume with the former data, or set ignore_data_skip=True to restart it"
             )
         if skipped and self._sampler is not None:
             logger.warning(
                 f"{checkpoint} has no {FILE}: an earlier version or another trainer wrote it. The "
-                f"first {skipped:,} micro-batches of epoch {epoch} are skipped as if data and "
-                "settings had not changed, which cannot be verified; if they have changed, "
-                "documents are lost and repeated"
+                f"first {skipped:,} micro-batches of epoch {epoch} are skipped. With other data or "
+                "settings, documents are lost and repeated"
             )
         if skipped and self.stream is not None:
             # A stream has no length from which `Trainer` could compute the epoch.
@@ -267,13 +231,7 @@ class ResumedEpochs:
         return epoch, skipped
 
     def begin_epoch(self, epoch: int, *, epochs_trained: int, skipped: int) -> None:
-        """Note the step at which an epoch began.
-
-        Args:
-            epoch: its number.
-            epochs_trained: the epoch in which the run began.
-            skipped: micro-batches that the run skips in it.
-        """
+        """Note the step at which an epoch began; the run skips `skipped` in its first one."""
         self._epoch, self._first_step = epoch, self.trainer.state.global_step
         if epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
             self._first_step -= self._num_steps(skipped)
@@ -281,10 +239,7 @@ class ResumedEpochs:
     # --- saving -------------------------------------------------------------------------------
 
     def save(self, checkpoint: Path) -> None:
-        """Save which documents of the epoch are trained, or the position of this rank in a stream.
-
-        This comes before the checkpoint is uploaded.
-        """
+        """Save which documents of the epoch are trained, or the position in a stream."""
         if self.stream is not None:
             checkpoint.mkdir(parents=True, exist_ok=True)
             self.stream.save(self._stream_file(checkpoint))

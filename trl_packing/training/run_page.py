@@ -3,10 +3,9 @@
     log        entries of `state.log_history`, unchanged
     totals     what was trained up to an optimizer step      {200: Totals(documents=1612, ...)}
 
-A log entry and the totals of its step make a point of a curve, over steps, documents, tokens or
-seconds. JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
-
     records  →  charts_of  →  values_of_curves  →  curves.html, curves.js     (one run, or more)
+
+JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
 """
 
 import json
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 from markupsafe import Markup
 
+from trl_packing.data.counts import quantity
 from trl_packing.training.page import HtmlPage, render
 
 FILE, PAGE = "run.json", "run.html"
@@ -32,8 +32,7 @@ _FORMAT = 1
 class Totals(NamedTuple):
     """What was trained up to an optimizer step, by all ranks; None: unknown.
 
-    Pieces of split documents count as documents. `tokens` are without padding, `computed_tokens`
-    those of the rows with it, and `seconds` without evaluation and saving.
+    `tokens` are without padding, `computed_tokens` with it, `seconds` without evaluations.
     """
 
     documents: int | None = None
@@ -116,7 +115,7 @@ class RunRecord:
 
     def last(self, name: str) -> float | None:
         """Return the last logged number of this name; None if there is none."""
-        return next((point.value for point in reversed(self.points(name))), None)
+        return self.series[name][-1].value if name in self.series else None
 
     @property
     def total(self) -> Totals:
@@ -264,55 +263,49 @@ def _chart(records: Sequence[RunRecord], title: str, names: list[str]) -> Chart:
 
 def _shares(record: RunRecord, sources: list[str]) -> Chart:
     """Return the chart of each source's share of the tokens since the last log."""
-    points = {source: record.points(f"num_tokens_{source}") for source in sources}
+    points = [record.points(f"num_tokens_{source}") for source in sources]
     totals: Counter[int] = Counter()
-    for point in (point for each in points.values() for point in each):
+    for point in (point for each in points for point in each):
         totals[point.step] += int(point.value)
     curves = [
         (source, i, [p._replace(value=p.value / totals[p.step]) for p in each if totals[p.step]])
-        for i, (source, each) in enumerate([*points.items()][:_MOST_CURVES])
+        for i, (source, each) in enumerate(zip(sources, points, strict=True))
     ]
-    return Chart("share of tokens by source", curves, "since the last log", percent=True)
+    title, note = "share of tokens by source", "since the last log"
+    return Chart(title, curves[:_MOST_CURVES], note, percent=True)
 
 
 def values_of_curves(
-    charts: Sequence[Chart],
-    main: int,
+    records: Sequence[RunRecord],
     *,
     axis: str = "documents",
     warnings: dict[str, str],
     marks: Iterable[tuple[str, Sequence[float | None]]] = (),
     reloads: bool = False,
 ) -> dict[str, Any]:
-    """Return what curves.html shows, and with it, as `data`, what curves.js draws.
+    """Return what curves.html shows of runs, and with it, as `data`, what curves.js draws.
 
     A value that is NaN or infinite leaves a gap, marked on the x-axis. Long curves are thinned.
 
     Args:
-        charts: in their order on the page; those after the first `main` ones are folded.
+        records: of one run, or more.
         axis: the first x-axis shown.
         warnings: text that is shown for an axis.
         marks: vertical lines: a label, and the place on each axis as in `Point`.
         reloads: whether the page loads itself again from time to time, as a run is training.
     """
+    charts, main = charts_of(records)
     every = [point for chart in charts for *_, points in chart.curves for point in points]
     axes = [name for name in _AXES if any(p[_PLACE[name]] is not None for p in every)]
-    notes = [
-        " · ".join(filter(None, [chart.note, *(_gaps(name, p) for name, _, p in chart.curves)]))
-        for chart in charts
-    ]
-    frames = [(chart.title, note) for chart, note in zip(charts, notes, strict=True)]
-    drawn = [
-        {
-            "may_be_log": chart.may_be_log,
-            "percent": chart.percent,
-            "curves": [
-                {"name": name, "color": color, "points": [*map(_as_json, thinned(points))]}
-                for name, color, points in chart.curves
-            ],
-        }
-        for chart in charts
-    ]
+    frames, drawn = [], []
+    for chart in charts:
+        notes = [chart.note, *(_gaps(name, points) for name, _, points in chart.curves)]
+        frames.append((chart.title, " · ".join(filter(None, notes))))
+        curves = [
+            {"name": name, "color": color, "points": [*map(_as_json, thinned(points))]}
+            for name, color, points in chart.curves
+        ]
+        drawn.append({"may_be_log": chart.may_be_log, "percent": chart.percent, "curves": curves})
     data = {
         "axis": axis if axis in axes else next(iter(axes), "steps"),
         "labels": _AXES,
@@ -327,16 +320,14 @@ def values_of_curves(
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> Sequence[Point]:
     """Return at most `most` points, an even number: the smallest and the largest of each stretch.
 
-    Gaps (NaN, infinity) are kept before anything else.
+    Gaps are kept: NaN and infinity are the largest, or the smallest, values.
     """
     if len(points) <= most:
         return points
     values, kept = np.array([point.value for point in points]), {0, len(points) - 1}
     for stretch in np.array_split(np.arange(len(points)), most // 2 - 1):
-        is_finite = np.isfinite(values[stretch])
-        gaps, finite = stretch[~is_finite].tolist(), stretch[is_finite]
-        order = finite[np.argsort(values[finite])].tolist()
-        kept.update((gaps[:1] + order[:1] + order[-1:])[:2])
+        order = stretch[np.argsort(values[stretch])]
+        kept |= {int(order[0]), int(order[-1])}
     return [points[at] for at in sorted(kept)]
 
 
@@ -351,8 +342,7 @@ def _gaps(name: str, points: Sequence[Point]) -> str:
     if not lost:
         return ""
     steps = ", ".join(lost[:5]) + ", …" * (len(lost) > 5)
-    word = "value of" if len(lost) == 1 else "values of"
-    return f"{len(lost):,} {word} {name} NaN or infinite, left out (step {steps})"
+    return f"{quantity(len(lost), 'value')} of {name} NaN or infinite, left out (step {steps})"
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -360,11 +350,9 @@ def _gaps(name: str, points: Sequence[Point]) -> str:
 
 def run_page(record: RunRecord, report: str) -> HtmlPage:
     """Return the page of a run, the text of a file that opens from disk; `report` is HTML."""
-    charts, main = charts_of([record])
     places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
     shown = values_of_curves(
-        charts,
-        main,
+        [record],
         warnings={"steps": ON_STEPS},
         marks=[
             (f"resumed at step {step:,}", (step, at.documents, at.tokens, at.seconds))

@@ -38,14 +38,10 @@ _PADS = ("padded", "equal_lengths")  # attention backends
 
 
 class RunRecorder(TrainerCallback):
-    """Keeps the record of a run, and its page. ``trainer.remove_callback(RunRecorder)`` stops it.
+    """Keeps the record of a run, and its page; `path` returns the path of the run in words."""
 
-    It writes again after `least_seconds`, and in at most `most_share` of the time. `path` returns
-    the path of the run in words.
-    """
-
-    least_seconds = 5.0
-    most_share = 0.02
+    least_seconds = 5.0  # between writes
+    most_share = 0.02  # of the time
 
     def __init__(self, trainer: SFTTrainer, meter: ThroughputMeter, path: Callable[[], str]):
         self.trainer = trainer
@@ -56,7 +52,6 @@ class RunRecorder(TrainerCallback):
         self._before = NOTHING  # trained by the run that is resumed
         self._tokens_before = 0  # counted by TRL in earlier runs of this trainer
         self._next_write = 0.0
-        self._has_warned = False
 
     @contextmanager
     def following(self, checkpoint: Any) -> Iterator[None]:
@@ -109,16 +104,15 @@ class RunRecorder(TrainerCallback):
 
     def _continue(self, record: RunRecord, step: int) -> Totals:
         """Take over the record of the checkpoint; return what was trained by then."""
-        found = RunRecord("")
-        file = self._checkpoint and self._checkpoint / FILE
+        found, file = RunRecord(""), self._checkpoint and self._checkpoint / FILE
         try:
             found = RunRecord.load(file) if file and file.is_file() else found
         except (OSError, ValueError) as problem:
             found.notes.append(f"{file}: {problem}")
         if not found.totals:
             found.notes.append(
-                f"Resumed at step {step:,} from a checkpoint without {FILE}: the documents, tokens "
-                "and seconds before are unknown, so the curves can be shown over steps alone."
+                f"Resumed at step {step:,} from a checkpoint without {FILE}: what was trained by "
+                "then is unknown, so the curves can be shown over steps alone."
             )
         record.totals = {at: total for at, total in found.totals.items() if at <= step}
         record.resumed = [*(at for at in found.resumed if at <= step), step]
@@ -184,17 +178,14 @@ class RunRecorder(TrainerCallback):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Warn of the first problem inside the block: no run stops because of its page."""
+        """Warn of a problem inside the block: no run stops because of its page."""
         try:
             yield
         except Exception as problem:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(f"the run's page cannot be written ({problem!r}); training goes on")
+            logger.warning_once(f"the run's page cannot be written ({problem!r})")
 
 
 def _in_words(device: torch.device) -> str:
-    """Return the name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -203,12 +194,9 @@ def _in_words(device: torch.device) -> str:
 
 def replace_file(path: Path, text: str) -> None:
     """Write `text` so that a reader finds the old file or the new one, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
 
 
 # --- settings and versions ------------------------------------------------------------------------

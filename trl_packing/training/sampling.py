@@ -3,9 +3,7 @@
     training      a plan for every epoch: bins, or documents grouped by cost
     evaluation    the same in the order of the data set; a rank may have no document left
 
-With prefix_sharing="group", both draw groups of documents with a common prefix (prefix_groups.py).
-No model is needed, so `trl-packing plan` draws the micro-batches of a run that has not started: its
-`Sampling` has the settings of a command line. That of a trainer follows the trainer's.
+No model is needed, so `trl-packing plan` draws the micro-batches of a run that has not started.
 """
 
 import copy
@@ -26,7 +24,7 @@ from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.config import PackingOptions
 from trl_packing.data.fitting import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_COLUMNS
 from trl_packing.packing.draw import numbers_of, order_seed, packing_seed, stages_of
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
@@ -42,32 +40,19 @@ _SETTINGS_OF_PLAN = (
 
 @dataclass(eq=False)
 class Sampling:
-    """Makes the samplers of one run.
-
-    Attributes:
-        args: the settings of the run.
-        packing: pack training documents into bins.
-        eval_packing: the same for evaluation.
-        batch_size: bins or documents of a training micro-batch, as `auto_find_batch_size` left it.
-        ranks: number of data-parallel ranks, and this rank.
-        hidden_size: the model's, for the cost of attention; None leaves that cost out.
-        torch_seed: seed of torch's global generator when training starts; None for `args.seed`.
-        draws_groups: returns whether groups of documents with common prefixes are drawn, in
-            training or evaluation.
-        image_loads: returns the loads of the images of documents; None without images.
-        mixture: of the training set that was sampled last; None if its sources are not known.
-    """
+    """Makes the samplers of one run; that of a trainer follows the trainer's settings."""
 
     args: Any
-    packing: bool = False
+    packing: bool = False  # training documents into bins
     eval_packing: bool = False
-    batch_size: int = 1
-    ranks: tuple[int, int] = (1, 0)
-    hidden_size: int | None = None
-    torch_seed: int | None = None
+    batch_size: int = 1  # of a training micro-batch, as `auto_find_batch_size` left it
+    ranks: tuple[int, int] = (1, 0)  # number of data-parallel ranks, and this rank
+    hidden_size: int | None = None  # of the model, for the cost of attention; None leaves it out
+    torch_seed: int | None = None  # of torch's generator when training starts; None: `args.seed`
+    # Whether groups of documents with common prefixes are drawn, in training or evaluation.
     draws_groups: Callable[[bool], bool] = lambda training: False
     image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
-    mixture: Mixture | None = None
+    mixture: Mixture | None = None  # of the training set that was sampled last
     _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
     def follow(self, trainer: SFTTrainer) -> None:
@@ -115,11 +100,7 @@ class Sampling:
     # --- samplers -----------------------------------------------------------------------------
 
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
-        """Return the sampler of a training set.
-
-        Raises:
-            ValueError: documents_per_step or groups are set for rows that were packed before.
-        """
+        """Return the sampler of a training set; packed rows cannot be regrouped (ValueError)."""
         return self.sampler(documents.lengths(), **self.facts(documents))
 
     def facts(self, documents: ArrowDocuments) -> dict[str, Any]:
@@ -152,12 +133,9 @@ class Sampling:
     def sampler(
         self, lengths: np.ndarray, *, numbers: np.ndarray | None = None, **facts: Any
     ) -> PackedBatchSampler:
-        """Return the sampler of a training set of which these facts are known.
+        """Return the sampler of a training set of which these `facts` are known.
 
-        Args:
-            lengths: tokens of every document, or of every row, ``(documents,)``.
-            numbers: those of a curriculum; None draws from all documents at any time.
-            facts: `rows`, `groups`, `draw` and `loads` of `PackedBatchSampler`.
+        `lengths` are the tokens of every document, or row, and `numbers` those of a curriculum.
         """
         args, per_step = self.args, self._documents_per_step(facts.get("rows", False))
         strategy, draw = args.train_sampling_strategy, facts.get("draw")
@@ -210,27 +188,33 @@ class Sampling:
         per_step = self.options.documents_per_step
         if rows and per_step is not None:
             raise ValueError(
-                f"documents_per_step={per_step} cannot regroup rows that were packed before (they "
-                "have seq_lengths); leave it out, or pass the documents"
+                f"documents_per_step={per_step} cannot regroup rows that were packed before; leave "
+                "it out, or pass the documents"
             )
         if per_step is None and not self.packing and not rows:
             return self.batch_size * self.accumulation * self.ranks[0]
         return per_step
 
     def groups(self, documents: ArrowDocuments) -> PrefixGroups:
-        """Return the groups of documents with common prefixes.
-
-        Raises:
-            ValueError: the rows were packed before.
-        """
+        """Return the groups of documents with common prefixes."""
         index, size = self.prefix_index(documents), self.options.prefix_group_size
         return group_documents(index, documents.lengths(), self.args.max_length, size)
 
     def prefix_index(self, documents: ArrowDocuments) -> PrefixIndex:
-        """Return the common prefixes of a data set, found once; errors as `groups`."""
+        """Return the common prefixes of a data set, found once.
+
+        Raises:
+            ValueError: its rows were packed before.
+        """
         dataset = documents.dataset
+        if SEQ_LENGTHS in dataset.column_names:
+            raise ValueError(
+                "prefix_sharing='group' cannot regroup rows that were packed before; set "
+                "prefix_sharing='bin', or pass the documents"
+            )
         if dataset not in self._indexes:
-            self._indexes[dataset] = _prefix_index(dataset)
+            columns = [name for name in TOKEN_COLUMNS if name in dataset.column_names]
+            self._indexes[dataset] = PrefixIndex.of(ArrowDocuments(dataset, columns))
         return self._indexes[dataset]
 
     def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
@@ -241,8 +225,8 @@ class Sampling:
         if most is not None and loads.patches.max(initial=0) > most:
             at = int(np.argmax(loads.patches > most))
             raise ValueError(
-                f"the images of document {at} have {loads.patches[at]} patches, but "
-                f"max_patches={most}; raise max_patches, or let the processor make images smaller"
+                f"the images of document {at} have {loads.patches[at]} patches, but max_patches="
+                f"{most}; raise max_patches, or make images smaller"
             )
         return replace(loads, most_patches=most)
 
@@ -271,13 +255,3 @@ def ranks_of(trainer: SFTTrainer) -> tuple[int, int]:
     # Tensor-parallel ranks must see the same batch.
     shared = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     return trainer.args.world_size // shared, trainer.args.process_index // shared
-
-
-def _prefix_index(dataset: Dataset) -> PrefixIndex:
-    if SEQ_LENGTHS in dataset.column_names:
-        raise ValueError(
-            "prefix_sharing='group' cannot regroup rows that were packed before (they have "
-            f"{SEQ_LENGTHS}); set prefix_sharing='bin', or pass the documents"
-        )
-    columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
-    return PrefixIndex.of(ArrowDocuments(dataset, columns))

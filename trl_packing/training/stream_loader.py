@@ -3,11 +3,10 @@
     documents    a0 a1 a2 │ a3       rank 0, accumulation 2    step   a0 a1   a2 a3
                  b0 b1               rank 1                           b0 b1   -- --
 
-This runs in the main process; one dataloader worker reads, if there are any. Before every optimizer
-step, the ranks agree on whether any of them has documents left. A rank without documents continues
-with empty micro-batches, of which `PackedCollator` makes one masked token each, so all ranks end
-with the same step. The last step is always complete: `Trainer` does not know where a stream ends,
-and would add the gradient of an incomplete step to the next epoch's first step (transformers 5.23).
+Before every optimizer step, the ranks agree on whether any of them has documents left. A rank
+without documents continues with empty micro-batches, of which `PackedCollator` makes one masked
+token each. So all ranks end with the same step, which is complete: `Trainer` would add the gradient
+of an incomplete one to the next epoch's first step (transformers 5.23).
 """
 
 import json
@@ -38,19 +37,6 @@ _KEPT_POSITIONS = 4  # the dataloader is at most one step ahead of the training
 class StreamBatches(IterableDataset):
     """Collated micro-batches of one rank, epoch by epoch, with a position to save and load.
 
-    Args:
-        documents: the whole stream.
-        settings: decide which documents share a micro-batch.
-        collate: makes a batch of documents.
-        rank: the rank that reads.
-        accumulation: micro-batches in an optimizer step.
-        num_workers: 0 reads in this process, more in one dataloader worker.
-        global_step: returns the number of optimizer steps taken; positions are stored by it.
-        agree: returns the largest of the values that the ranks pass.
-        loading: further arguments of the dataloader that reads.
-        limits: limits of the model.
-        sources: names of the streams that were joined; None if they are not told apart.
-
     Raises:
         ValueError: while reading, the stream has no documents, or a document is longer than
             `capacity` or exceeds `limits`; or the stream was divided among ranks before.
@@ -63,12 +49,12 @@ class StreamBatches(IterableDataset):
     _: KW_ONLY
     rank: int = 0
     accumulation: int = 1
-    num_workers: int = 0
-    global_step: Callable[[], int] = lambda: 0
-    agree: Callable[[int], int] = all_reduce_max
-    loading: Mapping[str, Any] = field(default_factory=dict)
+    num_workers: int = 0  # 0 reads in this process, more in one dataloader worker
+    global_step: Callable[[], int] = lambda: 0  # positions are stored by it
+    agree: Callable[[int], int] = all_reduce_max  # the largest of the values that ranks pass
+    loading: Mapping[str, Any] = field(default_factory=dict)  # arguments of the dataloader
     limits: ModelLimits = NO_LIMITS
-    sources: Sequence[str] | None = None
+    sources: Sequence[str] | None = None  # names of streams that were joined
 
     def __post_init__(self) -> None:
         self.epoch = 0
@@ -85,8 +71,7 @@ class StreamBatches(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, or those behind a loaded position.
 
-        In the latter case, empty dictionaries come first, one for each micro-batch before the
-        position. accelerate's `skip_first_batches` discards them.
+        Empty dictionaries come before these, which accelerate's `skip_first_batches` discards.
         """
         position, self._resumed = self._resumed, None
         first = self.global_step()
@@ -109,9 +94,7 @@ class StreamBatches(IterableDataset):
                 raise
             agreed = self.agree(_GOES_ON if batches else _ENDED)
             if agreed == _FAILED:
-                raise RuntimeError(
-                    "another rank cannot read its part of the stream; see the error of that rank"
-                )
+                raise RuntimeError("another rank cannot read its part of the stream; see its error")
             if agreed == _ENDED:
                 break
             steps = {"epoch": self.epoch, "steps": before + number}
@@ -137,7 +120,7 @@ class StreamBatches(IterableDataset):
         )
 
     def counts_of_all_ranks(self) -> PreparationCounts:
-        """Return the counts of everything read so far, each document once. All ranks call it."""
+        """Return the counts of everything read so far, each document once; a call of all ranks."""
         if self.settings.num_ranks == 1:
             return self.counts
         # Tensor-parallel ranks read the same documents.
@@ -163,17 +146,15 @@ class StreamBatches(IterableDataset):
         found = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
         if self.agree(int("place" not in found)):
             raise ValueError(
-                f"{Path(path).parent} has no position of the stream for every rank: another "
-                "trainer or an earlier version wrote it, so the documents left to train are "
-                "unknown. Set ignore_data_skip=True to restart the stream"
+                f"{Path(path).parent} has no position of the stream for every rank, so the "
+                "documents left are unknown; set ignore_data_skip=True to restart the stream"
             )
         for name, value in self._identity().items():
-            then = found.get(name)  # earlier versions saved no prefix_group_size
-            if then != value:
+            if found.get(name) != value:
                 raise ValueError(
-                    f"the checkpoint was saved with a stream of {name}={then}, and now "
-                    f"it is {value}: documents would be lost or repeated. Resume with the former, "
-                    "or set ignore_data_skip=True to restart the stream"
+                    f"the checkpoint was saved with a stream of {name}={found.get(name)}, and now "
+                    f"it is {value}; resume with the former, or set ignore_data_skip=True to "
+                    "restart the stream"
                 )
         self._resumed = found
         return found["epoch"], found["steps"]

@@ -3,13 +3,9 @@
     documents ──► a window: tokens for `window_bins` bins ──► best fit ──► random order ──► bins
                   while these bins leave, the next window is read
 
-A window is packed like a whole data set, so its bins are full. They leave in random order, so a
-file sorted by length or source does not make sorted steps. A saved position consists of the place
-where the window begins in the stream, and the number of its micro-batches that are gone.
-
-A rank reads shards of its own if each rank gets equally many; else document n belongs to rank n mod
-ranks. No document is lost or repeated either way. Ranks may end at different
-times; `loader.py` keeps them in step.
+A position is the place where the window begins in the stream, and the number of its micro-batches
+that are gone. A rank reads shards of its own if all get equally many; else document n belongs to
+rank n mod ranks.
 """
 
 import json
@@ -39,42 +35,23 @@ _WINDOW_BATCHES = 64  # size of a window in micro-batches, if documents are not 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """The settings that decide which documents of a stream share a micro-batch.
+    """The settings that decide which documents of a stream share a micro-batch."""
 
-    Attributes:
-        capacity: tokens that a bin may hold; None groups documents in order, without packing.
-        bins_per_batch: bins (documents, if capacity is None) in a micro-batch.
-        num_ranks: data-parallel ranks.
-        strategy: as in `packing.pack`.
-        seed: as in `packing.pack`; None also keeps the order of bins.
-        window_bins: bins that are packed together. More bins are filled better and shuffled more
-            widely, and take more memory.
-        prefix_group_size: most documents of a group with a common prefix, which shares a
-            micro-batch; groups are found within a window. None draws single documents.
-        mixture: the shares of several streams that are read as one, as text; None for one stream.
-    """
-
-    capacity: int | None
-    bins_per_batch: int = 1
+    capacity: int | None  # tokens of a bin; None groups documents in order, without packing
+    bins_per_batch: int = 1  # documents, if capacity is None
     num_ranks: int = 1
     strategy: str = "bfd"
-    seed: int | None = None
-    window_bins: int = 256
-    prefix_group_size: int | None = None
-    mixture: str | None = None
+    seed: int | None = None  # None keeps the order of bins
+    window_bins: int = 256  # packed together: more are filled better, and take more memory
+    prefix_group_size: int | None = None  # groups are found in a window; None: single documents
+    mixture: str | None = None  # the shares of several streams that are read as one, as text
 
 
 class Place(NamedTuple):
-    """A place between two micro-batches of a rank.
+    """A place between two micro-batches of a rank."""
 
-    Attributes:
-        window: start of the current window, in JSON: its number, the documents before it, the state
-            of the stream there, and a checksum of its documents. None is the start of the stream.
-        taken: micro-batches of the window before this place.
-    """
-
-    window: str | None = None
-    taken: int = 0
+    window: str | None = None  # `Window.begin` in JSON; None is the start of the stream
+    taken: int = 0  # micro-batches of the window before this place
 
 
 _START = Place()
@@ -82,19 +59,11 @@ _START = Place()
 
 @dataclass(eq=False)
 class PackedStream(IterableDataset):
-    """The micro-batches of one rank, each with the place behind it.
+    """The micro-batches of one rank, from a place in an epoch on.
 
     They are triples of documents (their tokens as NumPy arrays), the place behind these documents,
     and the counts of what preparation has read and lost since the triple before. Counts are up to
     two windows ahead of the documents.
-
-    Args:
-        documents: the whole stream.
-        settings: decide which documents share a micro-batch.
-        rank: the rank that reads.
-        epoch: epoch in which reading starts.
-        place: place in the epoch at which reading starts.
-        limits: limits of the model.
 
     Raises:
         ValueError: the stream was divided among ranks before. While reading: a document is longer
@@ -118,8 +87,8 @@ class PackedStream(IterableDataset):
     def __post_init__(self) -> None:
         if self.settings.num_ranks > 1 and getattr(self.documents, "_distributed", None):
             raise ValueError(
-                "the stream is divided among ranks already (split_dataset_by_node), and dividing "
-                "it again would lose documents; pass the whole stream to every rank"
+                "the stream is divided among ranks already (split_dataset_by_node); pass the whole "
+                "stream to every rank"
             )
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
@@ -153,12 +122,11 @@ class PackedStream(IterableDataset):
                 return window
         raise ValueError(
             f"after {begin['documents']} documents, the stream continues with other documents than "
-            "when the checkpoint was saved, so the position is lost; resume with the same data, "
-            "seeds and dataloader_num_workers, or set ignore_data_skip=True to restart the stream"
+            "when the checkpoint was saved; resume with the same data and seeds, or set "
+            "ignore_data_skip=True to restart the stream"
         )
 
     def _batches(self, window: "Window") -> list[list[Document]]:
-        """Return the micro-batches of a window."""
         settings, documents, capacity = self.settings, window.documents, self.settings.capacity
         lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
         groups = None
@@ -189,15 +157,9 @@ class PackedStream(IterableDataset):
 
 
 class DocumentSource:
-    """The documents of one rank, in order, with a state from which reading can continue.
+    """The documents of one rank, in order, from a `state` behind `skipped` documents on.
 
-    Args:
-        stream: that reads them.
-        state: a state that `state` returned; reading continues there.
-        skipped: documents before that state. A stream without a state reads and skips this many.
-
-    Raises:
-        ValueError: while reading, a document is longer than the capacity or exceeds the limits.
+    A stream without a state reads and skips as many.
     """
 
     def __init__(self, stream: PackedStream, state: Any, skipped: int):
@@ -241,11 +203,7 @@ class DocumentSource:
 
 
 class Window:
-    """Documents of a source that are packed together, and where they begin in the stream.
-
-    Attributes:
-        state: of the stream where the window begins.
-    """
+    """Documents of a source that are packed together, and where they begin in the stream."""
 
     def __init__(self, source: DocumentSource, number: int):
         self.source, self.number = source, number
@@ -290,10 +248,9 @@ _SHARD_BY_SHARD = {
 
 
 def num_shards(documents: Iterable[Document]) -> int:
-    """Return the number of shards of a stream, 1 if its shards, read separately, are not all of it.
+    """Return the number of shards of a stream, 1 if its shards, read alone, are not all of it.
 
-    They are not after `take`, `skip`, `interleave_datasets`, or a function that receives row
-    numbers.
+    They are not after `take`, `skip`, `interleave_datasets`, or a function of row numbers.
     """
     steps = list(steps_of(documents))
     if all(
@@ -315,13 +272,8 @@ def _receives_row_numbers(step: Any) -> bool:
 def part_of_rank(documents: Iterable[Document], num_ranks: int, rank: int, *, packs: bool) -> Any:
     """Return the documents that a rank reads; loading a state does not change `documents`.
 
-    Args:
-        documents: the whole stream.
-        num_ranks: data-parallel ranks.
-        rank: the rank that reads.
-        packs: Documents are packed. Every rank then reads shards from all over the stream, since
-            files are often sorted by source or length. If False, ranks read neighboring shards,
-            the same as in a padded run.
+    A rank that `packs` reads shards from all over the stream, since files are often sorted; else
+    neighboring ones, as in a padded run.
     """
     if not isinstance(documents, datasets.IterableDataset):
         return islice(documents, rank, None, num_ranks)
