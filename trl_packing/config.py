@@ -1,20 +1,14 @@
 """The settings of a run: those that packing adds to TRL's, and what is refused.
 
-    settings    `PackingOptions`, each with its one default and its help
-    types       of every setting, ours and inherited, from the fields of the configurations
-    ranges      choices and smallest values
-    conflicts   settings that need another one, or exclude it
-
-Every check raises an error that names the setting, its value and the way out. Checks that need the
-data or the model are elsewhere.
+`PackingOptions` holds each with its one default and its help; docs/settings.md explains them.
+`check_options` refuses values of other types, outside of choices and ranges, and settings that
+exclude or need each other. Checks that need the data or the model are elsewhere.
 """
 
-import json
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -48,126 +42,87 @@ class PackingOptions:
 
     overflow: str | None = setting(
         None,
-        "Documents longer than max_length: 'truncate', 'truncate_prompt' (cut the prompt from the "
-        "left), 'drop', 'split', 'overlap' (split, each piece beginning with the last tokens of "
-        "the one before) or 'error'. Default: 'truncate', as in TRL, or 'split' with "
-        "packing_strategy='bfd_split'.",
+        "Documents longer than max_length. 'overlap' splits, and each piece repeats the end of the "
+        "one before. Default: 'truncate', or 'split' with packing_strategy='bfd_split'.",
         OVERFLOWS,
     )
     train_on: str | None = setting(
         None,
-        "Trained messages of a conversation: 'assistant' (all of its turns), 'last_assistant', "
-        "'every_turn' (each turn a document of its own, as at inference: for reasoning models) or "
-        "'all'; 'train' and 'weight' of a message take precedence. Default: TRL's behavior, by "
-        "completion_only_loss and assistant_only_loss; 'assistant' if messages have 'train' or "
-        "'weight'.",
+        "Trained messages; 'every_turn' makes each turn a document, as at inference. Default: by "
+        "TRL's settings, or 'assistant' if messages have 'train' or 'weight'.",
         TRAIN_ON,
     )
-    response_template: str | None = setting(
-        None,
-        "Train the text after this template, e.g. '### Answer:', in plain text or in a rendered "
-        "conversation; for a tokenized data set, it may be a list of token ids.",
+    response_template: list[int] | str | None = setting(  # noqa: RUF009
+        None, "Train the text after this template, '### Answer:'; of tokenized data, its ids."
     )
-    instruction_template: str | None = setting(
-        None,
-        "With response_template: train every answer, up to the next instruction, instead of the "
-        "text after the last response_template.",
+    instruction_template: list[int] | str | None = setting(  # noqa: RUF009
+        None, "With response_template: train every answer, up to the next instruction."
     )
     prompt_template: str | None = setting(
         None,
         "Make prompts from raw fields: 'alpaca', 'qa', a file, or text with columns in braces, "
-        "'Question: {question}\\nAnswer: '. {query} is the column query, instruction or question; "
-        "the answer is the column response, output, answer or completion.",
+        "'Question: {question}\\nAnswer: '. {query} is query, instruction or question.",
     )
     append_eos: bool = setting(
-        False,
-        "Append the tokenizer's EOS, trained, to documents that are trained to their end but do "
-        "not end in a stop token (tokenized data, templates without one).",
+        False, "Append a trained EOS to documents that do not end in a stop token."
     )
     documents_per_step: int | None = setting(
         None,
-        "Use exactly this many documents in every optimizer step (the last of an epoch may be "
-        "smaller), over all ranks and micro-batches, which get equal costs. Default: the documents "
-        "in the bins of a step; with packing=False, those of a padded run.",
+        "Documents in every optimizer step, over all ranks and micro-batches. Default: those of "
+        "its bins, or of a padded run with packing=False.",
     )
     loss_weighting: str = setting(
         "token",
-        "Weight of a token in the loss of an optimizer step: 'token' (all tokens equal), "
-        "'document' (all documents equal) or 'sqrt' (divided by the square root of its document's "
-        "trained tokens). The columns loss_weight (per document) and loss_weights (per token) "
-        "multiply it.",
+        "Weight of a token in the loss of a step: every token equal, every 'document' equal, or "
+        "in between ('sqrt'). Columns loss_weight and loss_weights multiply it.",
         LOSS_WEIGHTINGS,
     )
     source_column: str | None = setting(
-        None,
-        "A column of the data sets, e.g. 'source': evaluation also reports eval_loss_<source> and "
-        "eval_num_documents_<source> for each of its values. If the training set has it, so does "
-        "the training log, with the documents and tokens of each.",
+        None, "A column, e.g. 'source': losses are also reported for each of its values."
     )
     mixture: dict[str, Any] | str | None = setting(  # noqa: RUF009
         None,
-        "The share of each source in an epoch: {'math': {'weight': 3}, 'chat': {'epochs': 0.5}}. "
-        "Sources are the names of a train_dataset that is a dictionary, or the values of "
-        "source_column. Those with a weight divide what they hold together, in mixture_unit; the "
-        "others are drawn once. Nothing is copied.",
+        "The share of each source: {'math': {'weight': 3}, 'chat': {'epochs': 0.5}}. Sources are "
+        "the names in a train_dataset that is a dictionary, or the values of source_column.",
     )
     mixture_unit: str = setting(
-        "documents",
-        "With weights in mixture: count shares in 'documents', 'tokens' or 'trained_tokens'.",
-        MIXTURE_UNITS,
+        "documents", "With weights in mixture: the unit of shares.", MIXTURE_UNITS
     )
     curriculum: str | None = setting(
         None,
-        "Order the documents of an epoch by their tokens ('length'), or by a column of numbers, in "
-        "up to 64 stages, each drawn at random. The smallest numbers come first, with a minus "
-        "before the name ('-length') the largest. Default: no order.",
+        "Order the documents of an epoch by their 'length', or by a column of numbers, in stages. "
+        "The smallest come first; with a minus before the name, the largest.",
     )
     static_shapes: bool = setting(
-        False,
-        "Keep the shape of packed micro-batches constant, for torch_compile: rows are filled with "
-        "masked documents up to per_device_train_batch_size × max_length tokens. Losses and "
-        "gradients stay the same.",
+        False, "Keep the shape of packed micro-batches constant, for torch_compile."
     )
     max_patches: int | None = setting(
-        None,
-        "With images: most patches of the vision tower in a bin, beside the tokens of max_length, "
-        "so that no micro-batch needs much more memory than others. Default: no limit.",
+        None, "With images: most patches of the vision tower in a bin. Default: no limit."
     )
     prefix_sharing: str = setting(
         "off",
-        "Compute tokens with which documents of a micro-batch begin alike (a system prompt, many "
-        "answers to a question) once: 'off', 'bin' (no step changes) or 'group' (bins and steps "
-        "are made of groups with a long common prefix). Losses and gradients stay those of the "
-        "documents; models that cannot share train as with 'off'.",
+        "Compute tokens with which documents of a micro-batch begin alike once; 'group' also "
+        "plans bins by them. Losses stay those of the documents.",
         PREFIX_SHARING,
     )
-    prefix_group_size: int = setting(
-        8,
-        "With prefix_sharing='group': most documents of a group. Larger groups compute less, "
-        "smaller ones bring more different prefixes into a step.",
-    )
+    prefix_group_size: int = setting(8, "With prefix_sharing='group': most documents of a group.")
     attention: str = setting(
         "auto",
-        "Attention backend that keeps documents apart: 'auto', or one of 'flash_attention_2' "
-        "(3, 4), 'varlen', 'documents', 'model'. A named one that is not exact raises an error.",
+        "What keeps documents apart: 'auto', 'flash_attention_2' (3, 4), 'varlen', 'documents' or "
+        "'model'. A named one that is not exact raises an error.",
     )
     isolation_check: str = setting(
         "error",
-        "Check on this model, before the first step, that no document affects another: 'error' "
-        "stops if one does, 'warn' continues, 'off' skips the check.",
+        "What to do if, on this model, a document affects another; 'off' skips the check.",
         ISOLATION_CHECKS,
     )
-    run_page: bool = setting(
-        True,
-        "Write run.html (curves, report, settings) and run.json into output_dir while training. "
-        "Nothing that is trained depends on it.",
-    )
+    run_page: bool = setting(True, "Write run.html and run.json into output_dir.")
 
     @staticmethod
     def of(args: Any) -> "PackingOptions":
         """Return the options that `args` has now; defaults for those that a plain config lacks."""
-        ours: dict[str, Any] = {f.name: f.default for f in fields(PackingOptions)}
-        return PackingOptions(**{name: getattr(args, name, ours[name]) for name in ours})
+        ours: Any = fields(PackingOptions)
+        return PackingOptions(**{f.name: getattr(args, f.name, f.default) for f in ours})
 
     def named_columns(self) -> list[str]:
         """Return the columns of a data set that settings name, with a value for each document."""
@@ -188,20 +143,15 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "mixture"]  # noqa: RUF012
 
     logging_nan_inf_filter: bool = setting(
-        False,
-        "Leave losses that are NaN or infinite out of the logged mean. TRL's default is True, "
-        "which hides them, and makes every micro-batch wait for the device.",
+        False, "Leave losses that are NaN or infinite out of the logged mean, as TRL does."
     )
     packing: bool = setting(  # a bool once `__post_init__` has run
-        None,
-        "Pack documents into bins of max_length tokens. False: padding-free, with the documents of "
-        "a padded run in every optimizer step. Default: True, but False if max_length is None.",
+        None, "Pack documents into bins of max_length tokens. Default: True if max_length is set."
     )
     packing_strategy: str = setting(
         "bfd",
-        "Packing strategy: 'bfd' (best-fit decreasing over the whole data set), 'bfd_split' (the "
-        "same, with overflow='split'), 'next_fit', 'greedy' (sorted, sequential), 'wrapped' "
-        "(documents end to end, cut at max_length; the pieces stay isolated).",
+        "'bfd' (best-fit decreasing), 'bfd_split' (the same, with overflow='split'), 'next_fit', "
+        "'greedy' (sorted, sequential), 'wrapped' (documents end to end, cut at max_length).",
         tuple(STRATEGIES),
     )
 
@@ -216,15 +166,51 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         is_loss = re.search(r"(^|_)(perplexity$|loss_)", str(args.metric_for_best_model))
         if args.greater_is_better is None and is_loss:
             args.greater_is_better = False
-        try:
-            with warnings.catch_warnings():
-                # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
-                warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
-                super().__post_init__()
-        except json.JSONDecodeError as error:  # transformers does not name the setting
-            wrong = next(n for n in self._VALID_DICT_FIELDS if getattr(self, n) == error.doc)
-            raise ValueError(f"{wrong}={error.doc!r} is not JSON ({error})") from error
+        with warnings.catch_warnings():
+            # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
+            warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
+            super().__post_init__()
         check_options(self, is_final=False)
+
+
+# Smallest values; transformers does not check its own.
+_FROM_ONE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"),
+    *("max_length", "pad_to_multiple_of", "max_patches"),
+)
+_LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
+_MOST_TOKENS = 2**31 - 1
+# A setting, or one value of it, and values of others beside which it is refused; None is any.
+_EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
+    ("train_on", None): {"assistant_only_loss": (True,)},
+    ("response_template", None): {"train_on": None, "assistant_only_loss": (True,)},
+    ("static_shapes", None): {
+        "packing": (False,),
+        "documents_per_step": None,
+        "prefix_sharing": ("bin", "group"),
+        "attention": ("padded", "equal_lengths"),
+    },
+    ("max_patches", None): {"packing": (False,), "documents_per_step": None},
+    ("curriculum", None): {
+        "prefix_sharing": ("group",),
+        "train_sampling_strategy": ("sequential", "group_by_length"),
+        "packing_strategy": ("wrapped",),
+    },
+    ("mixture", None): {
+        "train_sampling_strategy": ("sequential",),
+        "prefix_sharing": ("group",),
+        "curriculum": None,
+        "packing_strategy": ("wrapped",),
+    },
+    ("prefix_sharing", "group"): {"packing_strategy": ("wrapped",)},
+    ("overflow", "overlap"): {"packing_strategy": ("wrapped",)},
+}
+# Settings that do nothing without another one, or without this value of it.
+_NEEDS = {
+    "prefix_group_size": ("prefix_sharing", "group"),
+    "instruction_template": ("response_template", None),
+    "mixture_unit": ("mixture", None),
+}
 
 
 def check_options(args: Any, *, is_final: bool = True) -> None:
@@ -239,30 +225,71 @@ def check_options(args: Any, *, is_final: bool = True) -> None:
     options = PackingOptions.of(args)
     check_types(args)
     for option in fields(PackedSFTConfig):
-        known = option.metadata.get("choices")
-        is_ours = hasattr(options, option.name) or option.name == "packing_strategy"
-        value = getattr(args, option.name, option.default)
-        if is_ours and known and value not in (known if option.default else [None, *known]):
-            raise ValueError(f"{option.name}={value!r} is unknown; choose one of {known}")
+        name, value = option.name, getattr(args, option.name, None)
+        is_ours = hasattr(options, name) or name == "packing_strategy"
+        known = option.metadata.get("choices") if is_ours else None
+        if known and value not in (None, *known):
+            raise ValueError(f"{name}={value!r} is unknown; choose one of {known}")
     for name, least in _LEAST.items():
         value = getattr(args, name, None)
         if isinstance(value, Integral) and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    without_effect = [_without_effect] * is_final
-    for check in (_wrong_lengths, _clashes, _wrong_mixtures, *without_effect):
-        for is_wrong, sentence in check(args, options):
-            if is_wrong:
-                raise ValueError(sentence)
+    if args.packing or args.eval_packing:
+        if args.max_length is None:
+            raise ValueError(
+                "When packing is enabled, `max_length` can't be `None`: it is the capacity of a "
+                "bin. Set max_length, or packing=False and eval_packing=False."
+            )
+        if args.max_length > _MOST_TOKENS:  # kernels count the tokens of a row in 32 bits
+            raise ValueError(f"max_length={args.max_length} must be at most {_MOST_TOKENS}")
+    _check_exclusions(args, options)
+    _check_mixture(options.mixture)
+    for name, (other, needed) in _NEEDS.items() if is_final else ():
+        value, found = getattr(options, name), getattr(options, other)
+        is_met = found is not None if needed is None else found == needed
+        if value != getattr(PackingOptions, name) and not is_met:
+            needs = other if needed is None else f"{other}={needed!r}"
+            raise ValueError(f"{name}={value!r} has no effect without {needs}; leave {name} out")
+
+
+def _check_exclusions(args: Any, options: PackingOptions) -> None:
+    values = vars(args) | vars(options)
+    values["train_sampling_strategy"] = str(values.get("train_sampling_strategy"))
+    if not args.packing:
+        values["packing_strategy"] = None
+    for (name, named), others in _EXCLUDED.items():
+        one = values[name]
+        if one in (None, False) or named not in (None, one):
+            continue
+        for other, excluded in others.items():
+            two = values.get(other)
+            if two is not None and (excluded is None or two in excluded):
+                raise ValueError(
+                    f"{name}={one!r} and {other}={two!r} exclude each other; leave one of them out"
+                )
+
+
+def _check_mixture(mixture: Any) -> None:
+    example = "{'math': {'weight': 3}, 'chat': {'epochs': 0.5}}"
+    if mixture is not None and not (isinstance(mixture, dict) and mixture):
+        raise ValueError(f"mixture={mixture!r} must name sources, as in {example}")
+    for source, share in (mixture or {}).items():
+        is_share = isinstance(share, dict) and {*share} in ({"weight"}, {"epochs"})
+        if not is_share or not all(_is(n, float) and 0 <= n < math.inf for n in share.values()):
+            raise ValueError(
+                f"mixture[{source!r}]={share!r} must have a 'weight' or 'epochs' from 0, as in "
+                f"{example}"
+            )
 
 
 # --- types ----------------------------------------------------------------------------------------
 
-_WORDS = {
+_WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
     str: "a text",
-    list: "a list of token ids",
+    list[int]: "a list of token ids",
     NoneType: "None",
 }
 _CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike), NoneType: NoneType}
@@ -282,128 +309,19 @@ def check_types(args: Any) -> None:
 
 
 @cache
-def _types() -> dict[str, tuple[type, ...]]:
-    """Return the types of each setting that takes numbers, texts, True and False only."""
+def _types() -> dict[str, tuple[Any, ...]]:
+    """Return the types of each setting that takes only those of `_WORDS`."""
     hints = get_type_hints(SFTConfig) | get_type_hints(PackingOptions)
     inherited = {field.name for field in fields(TrainingArguments)}
     kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    simple = {n: of for n, of in kinds.items() if {*of} <= {*_WORDS} - {list}}
-    found = {n: of for n, of in simple.items() if not (str in of and n in inherited)}
-    templates = ("response_template", "instruction_template")
-    return found | {name: (*found[name], list) for name in templates}
+    simple = {n: of for n, of in kinds.items() if {*of} <= {*_WORDS}}
+    return {n: of for n, of in simple.items() if not (str in of and n in inherited)}
 
 
 def _is(value: Any, kind: Any) -> bool:
     if kind is bool:
         return isinstance(value, (bool, np.bool_, int)) and value in (0, 1)
-    if kind is list:
+    if kind == list[int]:
         return isinstance(value, (list, tuple)) and all(_is(token, int) for token in value)
     is_nan = isinstance(value, Real) and math.isnan(value)
     return isinstance(value, _CLASSES[kind]) and not (isinstance(value, bool) or is_nan)
-
-
-# --- ranges and conflicts -------------------------------------------------------------------------
-
-_FROM_ONE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"),
-    *("max_length", "pad_to_multiple_of", "max_patches"),
-)
-# transformers does not check its own.
-_LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
-_MOST_TOKENS = 2**31 - 1
-
-# Settings that do nothing without one of these others; None stands for any value.
-_NEEDS: dict[str, dict[str, str | None]] = {
-    "prefix_group_size": {"prefix_sharing": "group"},
-    "instruction_template": {"response_template": None},
-    "mixture_unit": {"mixture": None},
-}
-_TRAINED = "both say what is trained"
-_DRAWN = "a mixture draws single documents at random"
-_TOGETHER = "both say which documents come together"
-_CUT = "pieces are cut where rows end, in the order of the data set"
-_NO_BINS = "max_patches limits bins, and there are none"
-# Two settings that are not possible together, and why. Values are named where some are possible.
-_CLASHES: tuple[tuple[str, tuple[Any, ...], str, tuple[Any, ...], str], ...] = (
-    ("train_on", (), "assistant_only_loss", (True,), _TRAINED),
-    ("response_template", (), "train_on", (), _TRAINED),
-    ("response_template", (), "assistant_only_loss", (True,), _TRAINED),
-    ("static_shapes", (True,), "packing", (False,), "steps then differ in their tokens"),
-    ("static_shapes", (True,), "documents_per_step", (), "documents differ in length"),
-    ("static_shapes", (True,), "prefix_sharing", ("bin", "group"), "shared rows differ in length"),
-    ("static_shapes", (True,), "attention", ("padded", "equal_lengths"), "rows are padded anyway"),
-    ("prefix_sharing", ("group",), "packing_strategy", ("wrapped",), _CUT),
-    ("overflow", ("overlap",), "packing_strategy", ("wrapped",), _CUT),
-    ("curriculum", (), "prefix_sharing", ("group",), _TOGETHER),
-    ("curriculum", (), "train_sampling_strategy", ("sequential", "group_by_length"), _TOGETHER),
-    ("curriculum", (), "packing_strategy", ("wrapped",), _TOGETHER),
-    ("max_patches", (), "documents_per_step", (), _NO_BINS),
-    ("max_patches", (), "packing", (False,), _NO_BINS),
-    ("mixture", (), "train_sampling_strategy", ("sequential",), _DRAWN),
-    ("mixture", (), "prefix_sharing", ("group",), _DRAWN),
-    ("mixture", (), "curriculum", (), _DRAWN),
-    ("mixture", (), "packing_strategy", ("wrapped",), _DRAWN),
-)
-
-# Whether a setting is wrong, and the sentence that says so.
-Checks = Iterator[tuple[Any, str]]
-
-
-def _wrong_lengths(args: Any, options: PackingOptions) -> Checks:
-    capacity, packs = args.max_length, args.packing or args.eval_packing
-    yield (
-        packs and capacity is None,
-        "When packing is enabled, `max_length` can't be `None`: it is the capacity of a bin. Set "
-        "max_length, or packing=False and eval_packing=False.",
-    )
-    yield (
-        packs and capacity > _MOST_TOKENS,
-        f"max_length={capacity} must be at most {_MOST_TOKENS}, because kernels count the tokens "
-        "of a row in 32 bits; lower it",
-    )
-
-
-def _without_effect(args: Any, options: PackingOptions) -> Checks:
-    for name, others in _NEEDS.items():
-        value, found = getattr(options, name), [getattr(options, other) for other in others]
-        pairs = zip(found, others.values(), strict=True)
-        is_met = any(now is not None and needed in (None, now) for now, needed in pairs)
-        needs = " or ".join(
-            n if needed is None else f"{n}={needed!r}" for n, needed in others.items()
-        )
-        yield (
-            value != getattr(PackingOptions, name) and not is_met,
-            f"{name}={value!r} has no effect without {needs}; set it, or leave {name} out",
-        )
-
-
-def _clashes(args: Any, options: PackingOptions) -> Checks:
-    def value_of(name: str) -> Any:
-        if name == "packing_strategy" and not args.packing:
-            return None
-        value = getattr(options, name, getattr(args, name, None))
-        return str(value) if name == "train_sampling_strategy" else value
-
-    for name, values, other, others, why in _CLASHES:
-        one, two = value_of(name), value_of(other)
-        yield (
-            (one in values if values else one is not None)
-            and (two in others if others else two is not None),
-            f"{name}={one!r} and {other}={two!r}: {why}; leave one of them out",
-        )
-
-
-def _wrong_mixtures(args: Any, options: PackingOptions) -> Checks:
-    mixture = options.mixture
-    example = "{'math': {'weight': 3}, 'chat': {'epochs': 0.5}}"
-    yield (
-        mixture is not None and not (isinstance(mixture, dict) and mixture),
-        f"mixture={mixture!r} must name sources, as in {example}",
-    )
-    for source, share in mixture.items() if isinstance(mixture, dict) else ():
-        is_share = isinstance(share, dict) and {*share} in ({"weight"}, {"epochs"})
-        yield (
-            not is_share or not all(_is(n, float) and 0 <= n < math.inf for n in share.values()),
-            f"mixture[{source!r}]={share!r} must have a 'weight' or 'epochs' from 0, as in "
-            f"{example}",
-        )

@@ -1,25 +1,14 @@
 """`PackedSFTTrainer`: TRL's `SFTTrainer` on documents that are packed when they are sampled.
 
-Each method of Hugging Face is overridden once, in a few lines that call one of these objects:
-
-    _run_data      the data sets, prepared when TRL asks for it           training/run_data.py
-    _guard         the fastest attention that keeps documents apart       isolation/guard.py
-    _sampling      the documents of each micro-batch                      training/sampling.py
-    _loaders       data loaders of training, evaluation and streams       training/loaders.py
-                   rows: packed, or padded where logits are requested     training/collators.py
-    _isolation     the check before the first step and evaluations        training/loaders.py
-    _step_loss     one weighted mean of a step, and of an evaluation set  loss/step_loss.py
-    _meter         tokens per second, utilization                         training/metrics.py
-    _epochs        the place at which a resumed run continues             training/resuming.py
-    _run_report    the summary that is printed when training starts       training/report.py
-    _recorder      the run's page, run.html, and its record, run.json     training/run_recorder.py
+Each method of Hugging Face is overridden once, in a few lines that call an object of the run; see
+`__init__` and `_build_packed_run`. `tests/seams.py` lists the methods with their parameters.
 
 `_trl_path` says why a run takes TRL's path; then each override calls TRL's method. It is decided
-before anything else exists. `tests/seams.py` lists the overridden methods with their parameters.
+before anything else exists.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,7 +21,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.calls import (
@@ -113,33 +102,28 @@ class PackedSFTTrainer(SFTTrainer):
     way a micro-batch is one flat row of isolated documents.
 
     A user's data collator, a data set with `with_transform`, and images of a model type that is not
-    in docs/images.md take TRL's path unchanged, with a warning. A
-    `DataCollatorForCompletionOnlyLM` labels the documents, which are then packed as usual.
+    in docs/images.md take TRL's path unchanged, with a warning.
 
     Documents may have `loss_weights`, a number for each token, and `loss_weight`, one for the whole
-    document; `loss_weighting` says how the length of a document enters. The loss of a step is the
-    weighted mean over its trained tokens, of all micro-batches and ranks, and so is `eval_loss`. In
-    `mean_token_accuracy` and `entropy` each trained token has weight 1.
+    document. The loss of a step is the weighted mean over its trained tokens, of all micro-batches
+    and ranks, and so is `eval_loss`. In `mean_token_accuracy` and `entropy` each trained token has
+    weight 1.
 
     Args:
         model: a name, or a model of transformers, with or without PEFT.
         args: a `PackedSFTConfig`, a plain `SFTConfig` or `TrainingArguments`. None takes the
             defaults of TRL's `SFTConfig`, padding-free.
-        data_collator: a `PackedCollator` or `DataCollatorForCompletionOnlyLM`; others as above.
+        data_collator: a `PackedCollator`, or a `DataCollatorForCompletionOnlyLM` that labels the
+            documents; others as above.
         train_dataset: rows in any form of docs/data.md, tokenized or not, packed by TRL or not; or
             a stream; or a dictionary of several, each a source (`mixture`).
         eval_dataset: the same, or a dictionary of data sets.
         processing_class: the tokenizer; by default the model's.
         compute_loss_func: a loss of the model's outputs, without weights (docs/loss.md).
         compute_metrics: gets one padded row for each document.
-        callbacks: as in TRL, and so are all that follow.
-        optimizers: an optimizer and its schedule.
-        optimizer_cls_and_kwargs: a class of optimizers and its arguments.
-        preprocess_logits_for_metrics: of `compute_metrics`.
-        quantization_config: of a model that is named.
-        peft_config: of an adapter.
-        formatting_func: from a row to its text.
-        **newer: parameters of a newer TRL.
+        callbacks: as in TRL, and so are `optimizers`, `optimizer_cls_and_kwargs`,
+            `preprocess_logits_for_metrics`, `quantization_config`, `peft_config`,
+            `formatting_func` and parameters of a newer TRL.
 
     Raises:
         ValueError: settings, columns or data cannot be trained as they are; raised before training.
@@ -250,7 +234,7 @@ class PackedSFTTrainer(SFTTrainer):
             data.counts,
             sharing,
             self._epochs,
-            samples_bins=type(self)._get_train_sampler is PackedSFTTrainer._get_train_sampler,
+            samples_bins=self._is_ours("_get_train_sampler"),
             before_first_step=self._before_first_step,
             so_far=meter.so_far,
         )
@@ -279,32 +263,22 @@ class PackedSFTTrainer(SFTTrainer):
         """Restore the model's `attn_implementation` at the end of the block."""
         return nullcontext() if self._trl_path else use_attention(self.model, self._guard.attention)
 
-    def _loss_is_ours(self) -> bool:
-        """Return whether `compute_loss` is ours, and not a user's."""
-        return self._is_ours("compute_loss") and not self._loss_is_between()
+    def _is_ours(self, method: str) -> bool:
+        found = getattr(getattr(self, method), "__func__", None)
+        return found is getattr(PackedSFTTrainer, method)
 
     def _loss_is_between(self) -> bool:
         """Return whether a class between ours and `SFTTrainer` computes the loss."""
         return super().compute_loss.__func__ is not SFTTrainer.compute_loss
 
-    def _is_ours(self, method: str) -> bool:
-        found = getattr(getattr(self, method), "__func__", None)
-        return found is getattr(PackedSFTTrainer, method)
+    def _loss_is_ours(self) -> bool:
+        return self._is_ours("compute_loss") and not self._loss_is_between()
 
     # --- data sets ----------------------------------------------------------------------------
 
     @packed_runs_only
-    def _prepare_dataset(
-        self,
-        dataset: Any,
-        processing_class: Any,
-        args: SFTConfig,
-        packing: bool,
-        formatting_func: Any,
-        dataset_name: str,
-    ) -> Any:
-        by_trl, prepare = super()._prepare_dataset, self._run_data.prepare
-        return prepare(by_trl, dataset, processing_class, args, formatting_func, dataset_name)
+    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run_data.prepare(super()._prepare_dataset, *args, **kwargs)
 
     # --- data loaders -------------------------------------------------------------------------
 
@@ -340,7 +314,11 @@ class PackedSFTTrainer(SFTTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
-        checkpoint = self._ready_to_train(resume_from_checkpoint)
+        check_deepspeed_can_train(self)
+        forget_evaluation_wrapper(self)
+        self._sampling.agree_on_seed(self)
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
+        load_renamed(self, checkpoint)
         with (
             self._attention_in_use(),
             use_current_row(None),
@@ -352,15 +330,6 @@ class PackedSFTTrainer(SFTTrainer):
         if self.args.load_best_model_at_end:
             load_renamed(self, self.state.best_model_checkpoint)
         return output
-
-    def _ready_to_train(self, resume_from_checkpoint: Any) -> Any:
-        """Return the checkpoint to resume from. Raise ValueError for what would stop the run."""
-        check_deepspeed_can_train(self)
-        forget_evaluation_wrapper(self)
-        self._sampling.agree_on_seed(self)
-        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
-        load_renamed(self, checkpoint)
-        return checkpoint
 
     def _before_first_step(self) -> None:
         """Check isolation, when the model is wrapped and nothing is trained yet."""
@@ -394,10 +363,11 @@ class PackedSFTTrainer(SFTTrainer):
         skipped = kwargs["steps_trained_in_current_epoch"]
         self._epochs.begin_epoch(epoch, epochs_trained=kwargs["epochs_trained"], skipped=skipped)
         measured = partial(self._measured, self.get_batch_samples)  # which may be a user's
-        with ExitStack() as stack:
-            stack.callback(self._step_loss.forget)
-            stack.enter_context(temporarily(self, get_batch_samples=measured))
-            super()._run_epoch(epoch=epoch, **kwargs)
+        try:
+            with temporarily(self, get_batch_samples=measured):
+                super()._run_epoch(epoch=epoch, **kwargs)
+        finally:
+            self._step_loss.forget()
 
     def _measured(
         self, read: Callable[..., Any], epoch_iterator: Any, num_batches: int, device: Any

@@ -29,9 +29,8 @@ def warn_of_untested_versions() -> None:
     ]
     if untested:
         logger.warning(
-            f"trl_packing has not been tested with {', '.join(untested)}. The isolation check "
-            "still measures your model before the first step; if something fails, install a tested "
-            "version."
+            f"trl_packing has not been tested with {', '.join(untested)}; if something fails, "
+            "install a tested version"
         )
 
 

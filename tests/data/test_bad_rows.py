@@ -136,7 +136,7 @@ ONE_SENTENCE = [
     ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
     (chat(said("", tool_calls='[{"name": "l"}]')), {}, r"message 1 .*str .* as tool_calls; make"),
     (chat(said("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
-    ({"text": "a"}, {"train_on": "all", "response_template": "#"}, "both say what is trained"),
+    ({"text": "a"}, {"train_on": "all", "response_template": "#"}, "exclude each other"),
     (LABELLED, {"response_template": "#"}, "has 'labels' and response_template='#' is set"),
     (
         chat(said("a")),

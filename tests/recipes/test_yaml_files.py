@@ -54,7 +54,7 @@ def test_a_refusal_of_a_recipe_is_one_line_without_a_traceback(recipe, tmp_path,
         ([*given, "--max_length", "one"], "argument --max_length: invalid int value: 'one'"),
         (
             [*given, "--train_on", "all", "--assistant_only_loss", "true"],
-            "both say what is trained",
+            "exclude each other",
         ),
         ([*given, "--config", str(tmp_path / "nothing.yaml")], "nothing.yaml"),
         (given, "nothing"),

@@ -126,12 +126,12 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
     for said, sets, changes in (
         ("max_length=64 there and 32 here", (assistant,), {**ours, "max_length": 32}),
         ("max_length=64 there and 48 here", (rows, assistant), {**ours, "max_length": 48}),
-        ("skips the check that prepared", (assistant,), {**ours, "dataset_kwargs": skip}),
-        ("is prepared; leave it out", (assistant,), {"assistant_only_loss": True}),
+        ("skips append_eos", (assistant,), {**ours, "dataset_kwargs": skip}),
+        ("not conversational", (assistant,), {"assistant_only_loss": True}),
         ("assistant_only_loss=False there and True", ({"a": rows, "b": whole},), marked),
         ("assistant_only_loss=False there and True", (rows, whole), marked),
         ("must name a column of numbers", (whole,), {"curriculum": "hard"}),
-        ("holds documents for packed runs", (whole,), {"packing": False, "collator": list}),
+        ("prepared for packed runs", (whole,), {"packing": False, "collator": list}),
     ):
         with pytest.raises(ValueError, match=said):
             trainer_for(tmp_path / "run", *sets, **changes)

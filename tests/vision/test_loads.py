@@ -98,8 +98,8 @@ def test_the_tower_never_computes_more_than_max_patches(trainer_of):
     [
         ({"max_patches": 8}, "patches, but max_patches=8; raise max_patches"),
         ({"max_patches": 0}, "max_patches=0 must be at least 1"),
-        ({"max_patches": 400, "packing": False}, "packing=False: max_patches limits bins"),
-        ({"max_patches": 400, "documents_per_step": 4}, "documents_per_step=4: max_patches lim"),
+        ({"max_patches": 400, "packing": False}, "packing=False exclude each other"),
+        ({"max_patches": 400, "documents_per_step": 4}, "documents_per_step=4 exclude each other"),
     ],
 )
 def test_limits_that_cannot_hold_are_refused(options, message, trainer_of):

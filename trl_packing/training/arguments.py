@@ -4,17 +4,13 @@ a user's data_collator, with_transform, images       TRL's path, unchanged
 context or sequence parallelism                      the same
 DataCollatorForCompletionOnlyLM                      ours: it finds the trained tokens
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
-split_batches, dispatch_batches                      refused by name on several processes
-loss_weights, loss_weight, source_column             refused where no loss can use them
 
-The path is decided before anything else exists. Afterwards another training set is prepared as the
-first was, and another collator is refused.
+The path is decided before anything else exists.
 """
 
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -67,23 +63,22 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         parallelism = ParallelismConfig()
     if parallelism is None or not (parallelism.cp_enabled or parallelism.sp_enabled):
         return None
-    packs = getattr(args, "packing", False) and not packs_by_default(args)
+    packs = getattr(args, "packing", False) and not _packs_by_default(args)
     if packs or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False):
         raise ValueError(
-            "Packing is not compatible with context parallelism (`cp_size > 1`) or sequence "
-            "parallelism: sharding a row drops the boundaries between its documents. Set "
-            "`packing=False` and `padding_free=False` for padded rows, or disable it."
+            "Packing is not compatible with context parallelism or sequence parallelism, which "
+            "drop the boundaries of documents; set packing=False and padding_free=False"
         )
     return "context or sequence parallelism drops document boundaries"
 
 
 def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: Any) -> None:
-    """Make the settings of a run those of TRL's path, with a warning.
+    """Turn `packing` off if it has our default, and warn that the run takes TRL's path.
 
     Args:
-        args: the settings; `packing` is turned off if it has our default.
+        args: the settings.
         reason: for TRL's path.
-        train: the training set. One that was prepared for packing may not fit there.
+        train: the training set.
         evaluated: the evaluation sets, which may be None.
         collator: the user's, which may use weights by itself; None without one.
 
@@ -91,35 +86,25 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         ValueError: a setting, weights or preparation would be ignored there.
     """
     check_is_one_set(train, reason)
-    options, columns = PackingOptions.of(args), set()
-    if collator is None:
-        sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        columns = {column for dataset in [train, *sets] for column in columns_of(dataset)}
     ignored = [
-        (f"{option.name}={getattr(options, option.name)!r}", f"leave {option.name} out")
-        for option in fields(options)
-        if getattr(options, option.name) != option.default and option.name not in _ON_ANY_PATH
+        f"{name}={value!r}"
+        for name, value in vars(PackingOptions.of(args)).items()
+        if value != getattr(PackingOptions, name) and name not in _ON_ANY_PATH
     ]
-    ignored += [
-        (f"a data set has {column!r}", f"drop the column: dataset.remove_columns({column!r})")
-        for column in WEIGHT_COLUMNS
-        if column in columns
-    ]
-    ignored += [
-        (f"{record.folder} holds documents for packed runs", "pass the rows they were made from")
-        for record in records_of(train)
-    ]
-    for what, way_out in ignored:
+    if collator is None:
+        sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+        ignored += [" or ".join(WEIGHT_COLUMNS) for dataset in sets if has_weights(dataset)]
+    ignored += [f"{record.folder}, prepared for packed runs," for record in records_of(train)]
+    if ignored:
         raise ValueError(
-            f"{what}, but {reason}, which takes TRL's path, where it does nothing; {way_out}"
+            f"{ignored[0]} does nothing on TRL's path, taken since {reason}; leave one of them out"
         )
-    if packs_by_default(args):
+    if _packs_by_default(args):
         args.packing = False
     logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
 
 
-def packs_by_default(args: Any) -> bool:
-    """Return whether `packing` has the default of `PackedSFTConfig`, which is not TRL's."""
+def _packs_by_default(args: Any) -> bool:
     return getattr(args, "_packing_is_default", False)
 
 
@@ -141,24 +126,19 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
-    records, curriculum = records_of(train_dataset), PackingOptions.of(args).curriculum
-    if getattr(args, "assistant_only_loss", False) and records:
-        raise ValueError(
-            "assistant_only_loss=True needs conversations, but the train dataset is prepared; "
-            "leave it out, and prepare the data with train_on='assistant'"
-        )
+    curriculum = PackingOptions.of(args).curriculum
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(
-            f"curriculum={curriculum!r} needs to know all documents before the first step; load "
-            "the stream as a Dataset, or sort its files and leave curriculum out"
+            f"curriculum={curriculum!r} needs all documents before the first step; load the stream "
+            "as a Dataset, or leave curriculum out"
         )
     # On a single process the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):
             if getattr(getattr(args, "accelerator_config", None), name, None):
                 raise ValueError(
-                    f"accelerator_config.{name}=True cannot divide packed micro-batches, whose "
-                    f"documents differ in number; leave {name} unset: ranks get their own bins"
+                    f"accelerator_config.{name}=True cannot divide packed micro-batches; leave "
+                    f"{name} unset: ranks get their own bins"
                 )
 
 
@@ -168,27 +148,9 @@ def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
         value = getattr(options, name)
         if compute_loss_func is not None and value != getattr(PackingOptions, name):
             raise ValueError(
-                f"{name}={value!r} cannot tell tokens apart where compute_loss_func computes the "
-                f"loss; leave that out, or leave {name} out"
+                f"{name}={value!r} needs the losses of tokens, and compute_loss_func computes the "
+                "loss; leave one of them out"
             )
-
-
-def check_ranks_and_padding(
-    args: SFTConfig, options: PackingOptions, balances_experts: bool, pad_to_multiple_of: int | None
-) -> None:
-    """Raise ValueError for settings that padded rows, or unequal ranks, cannot serve."""
-    settings = {"pad_to_multiple_of": pad_to_multiple_of, "static_shapes": options.static_shapes}
-    for name, value in settings.items():
-        if balances_experts and value:
-            raise ValueError(
-                f"{name}={value} would let padding take part in the balance of experts; leave "
-                "it unset, or set router_aux_loss_coef=0.0"
-            )
-    if args.world_size > 1 and not args.average_tokens_across_devices:
-        raise ValueError(
-            "average_tokens_across_devices=False weights a token by the rank that it falls on, "
-            "and packed ranks hold unequal numbers of trained tokens; leave it True"
-        )
 
 
 def check_weights_and_sources(
@@ -202,23 +164,6 @@ def check_weights_and_sources(
             Sources.of(dataset, options.source_column)  # refuses missing ones
         if isinstance(dataset, Dataset):
             documents_of(dataset, compute_loss_func)  # refuses damaged weights
-
-
-def check_nothing_is_skipped(
-    options: PackingOptions, completion_only: Any, datasets: Iterable[Any]
-) -> None:
-    """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
-    skipped = {
-        "the check that prepared data fit this run": any(map(records_of, datasets)),
-        "the labels that DataCollatorForCompletionOnlyLM finds": completion_only is not None,
-        "append_eos=True": options.append_eos,
-    }
-    for what, is_skipped in skipped.items():
-        if is_skipped:
-            raise ValueError(
-                f"skip_prepare_dataset=True skips {what}; leave it out (tokenized or prepared data "
-                "are not tokenized again)"
-            )
 
 
 def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
@@ -239,9 +184,8 @@ def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> N
     if collator is not ours:
         raise ValueError(
             f"data_collator was set to a {type(collator).__name__} on a built trainer, whose rows "
-            "are packed by its own. To train on answers alone, set train_on='assistant' or "
-            "response_template in the config (labels of a data set are kept); to change batches, "
-            "pass a subclass of PackedCollator, or a padding collator, to the constructor"
+            "are packed by its own; set train_on='assistant' or response_template in the config, "
+            "or pass the collator to the constructor"
         )
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return  # there is none, or preparation refuses it

@@ -27,10 +27,6 @@ class RunCollators:
     """Makes the collators of a run, and sets `data_collator` of its trainer.
 
     Attributes:
-        trainer: has TRL's padded collator as `data_collator`.
-        guard: knows the model and the attention in use.
-        sampling: knows the size of a micro-batch.
-        options: settings of packing.
         packed: the user's collator, or a default one; then a copy of it, which makes the rows.
         pad_to_multiple_of: of rows; None leaves their length as it is.
         padded: TRL's collator.
@@ -53,8 +49,7 @@ class RunCollators:
         if shares or given.loss_weighting not in ("token", weighting):
             raise ValueError(
                 f"the data_collator has loss_weighting={given.loss_weighting!r} and shares_prefixes"
-                f"={given.shares_prefixes}; set loss_weighting and prefix_sharing='bin' in the "
-                "config, which evaluation reads too, and which has the model checked"
+                f"={given.shares_prefixes}; set loss_weighting and prefix_sharing in the config"
             )
         self.padded = self.trainer.data_collator
         # No prefixes are shared until `PrefixSharing` has decided.
@@ -137,7 +132,7 @@ class RunCollators:
         if self.packed.static_shapes is not None and self.guard.attention.backend in PADDED:
             logger.warning_once(
                 f"static_shapes=True does nothing here: {type(self.guard.base_model).__name__} "
-                f"runs by {self.guard.attention}, whose shapes follow the documents"
+                f"runs by {self.guard.attention}"
             )
             # In place, because the data loader already holds the collator.
             self.packed.static_shapes = None

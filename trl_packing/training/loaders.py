@@ -1,16 +1,11 @@
 """Data loaders of a run: packed micro-batches, each rank its own, of documents that stay apart.
 
-training      planned from lengths by `Sampling`, or packed from a stream as it is read
-evaluation    packed as well; where logits are requested, a padded row for each document
-
 The model is checked before anything is computed on packed rows:
 
     before an epoch of groups is planned    the model, not wrapped yet
     before the first step                   the model as it will run
     before an evaluation                    the same, on the documents of that set
     in a loop of the user's own             the model, when it is first called on a packed row
-
-The check may switch to a slower attention. Then it decides whether rows share prefixes.
 """
 
 from collections.abc import Callable
@@ -62,10 +57,6 @@ _OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture")
 def make_model_ready(guard: IsolationGuard, args: Any) -> None:
     """Install the backend and the head of packed rows on the model of `guard`.
 
-    Args:
-        guard: of the run.
-        args: settings of the run, with its device and precision.
-
     Raises:
         ValueError: the requested backend is unknown, or cannot be exact on this model.
     """
@@ -76,14 +67,7 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
 
 @dataclass(eq=False)
 class RunIsolation:
-    """Checks the documents of a run by its guard, and decides whether they share prefixes.
-
-    Attributes:
-        trainer: its model, training set and arguments are read.
-        collators: make the rows, and know the guard.
-        report: knows whether the planned epoch holds groups, and is made again if it must not.
-        sharing: decides whether rows share prefixes.
-    """
+    """Checks the documents of a run by its guard, and decides whether they share prefixes."""
 
     trainer: SFTTrainer
     collators: RunCollators
@@ -120,9 +104,8 @@ class RunIsolation:
         must_share = training and planned and self._trains_groups
         if must_share and not self.collators.packed.shares_prefixes:
             raise RuntimeError(
-                "prefix_sharing='group' has filled bins by the tokens that groups compute together,"
-                f" but the model cannot share as it runs now: {self.sharing.reason}; set "
-                "prefix_sharing='bin' or 'off'"
+                "prefix_sharing='group' has planned bins, but the model cannot share as it runs "
+                f"now: {self.sharing.reason}; set prefix_sharing='bin' or 'off'"
             )
 
     def settle(self, called: nn.Module) -> None:
@@ -143,9 +126,8 @@ class RunIsolation:
         args = trainer.args
         if args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             raise RuntimeError(
-                f"{type(called).__name__} was called on packed documents outside of train() and"
-                " evaluate(), which check their isolation on all ranks; for a loop of your own,"
-                " call enable_packing(model) first"
+                f"{type(called).__name__} was called on packed documents outside of train() and "
+                "evaluate(); for a loop of your own, call enable_packing(model) first"
             )
         dataset, collator = trainer.train_dataset, self.collators.for_probes()
         documents = [] if dataset is None else guard.sample(dataset, args.max_length)
@@ -183,8 +165,7 @@ class PackedLoaders:
     """Makes the data loaders of a run.
 
     Attributes:
-        trainer: its data sets, accelerator and arguments are read, and its `data_collator` is
-            replaced while one of its loaders is made.
+        trainer: its `data_collator` is replaced while one of its loaders is made.
         isolation: checks documents before an evaluation, and groups before they are planned.
         epochs: is told the sampler or stream of each training.
         data: prepares a set that is trained or predicted later.
@@ -272,8 +253,8 @@ class PackedLoaders:
                 raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
         if self.sampling.packing:
             logger.warning_once(
-                f"{drawn}: its order is kept, and a micro-batch is {self.sampling.batch_size} "
-                "documents without padding; leave the method out, or return super()'s, to pack them"
+                f"{drawn}: a micro-batch is {self.sampling.batch_size} documents without padding; "
+                "leave the method out, or return super()'s, to pack them"
             )
 
     # --- evaluation ---------------------------------------------------------------------------

@@ -1,12 +1,8 @@
 """Keep the pages of freed tensors between training steps, on a CPU under glibc.
 
-    default    a large freed block goes back to the system; the next step requests it again, and
-               the kernel zeroes each of its pages: up to a sixth of a packed step
-    here       freed blocks stay in the heap, and the next step reuses them
-
-PyTorch's CPU allocator is malloc. Its tuning guide recommends jemalloc or tcmalloc for the same
-reason, but they must be preloaded; glibc can be tuned while a process runs (mallopt(3)). The heap
-never holds more memory than the largest step needs.
+By default glibc gives large freed blocks back to the system, and the kernel zeroes each of their
+pages again in the next step: up to a sixth of a packed step. PyTorch's guide recommends jemalloc or
+tcmalloc, which must be preloaded; glibc can be tuned while a process runs (mallopt(3)).
 """
 
 import ctypes

@@ -1,20 +1,16 @@
 """The data sets of a run: prepared when TRL asks for it, and checked together.
 
-TRL's constructor     trainer._prepare_dataset    prepare          rows → documents, counts
-a data set set later  train, predict              prepare_later    the same
-
 A training set may be a dictionary of several, each a source that is prepared by its own form:
 
     {"math": rows with prompt, completion          →  documents  ┐
      "chat": rows with messages}                   →  documents  ┴→  one data set, column SOURCE
 
-Rows of different forms have no common columns, but their documents have. A documents' table is not
-copied: `datasets` joins the files.
+Rows of different forms have no common columns, but their documents have. Nothing is copied.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,12 +47,7 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.packing.draw import packing_seed
-from trl_packing.training.arguments import (
-    check_nothing_is_skipped,
-    check_ranks_and_padding,
-    check_weights_and_sources,
-    reason_for_trl_path,
-)
+from trl_packing.training.arguments import check_weights_and_sources, reason_for_trl_path
 from trl_packing.training.columns import columns_of
 from trl_packing.training.mixture import check_stream_is_not_mixed, join_streams
 from trl_packing.training.sampling import Sampling
@@ -73,41 +64,30 @@ _TYPES = {
 _NO_ROW = -1  # of the images of documents that have none
 
 
+@dataclass(eq=False)
 class RunData:
     """Prepares the data sets of a run.
 
-    Args:
+    Attributes:
         trainer: its data sets, tokenizer, template and settings are read.
-        options: settings of packing.
         sampling: knows whether documents are packed.
         sets: of a training set that is a dictionary; None for one data set.
-        tokenize_images: returns the documents of rows with images, and any other rows as they are;
-            as `vision.run_images.RunImages.tokenize`.
-
-    Attributes:
+        tokenize_images: as `vision.run_images.RunImages.tokenize`.
         counts: what was kept and lost of each data set, by its name.
         completion_only: a user's collator, which labels the documents; None without one.
         generation_config: of the model, whose end-of-sequence tokens are read.
     """
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        options: PackingOptions,
-        sampling: Sampling,
-        sets: dict[str, Any] | None,
-        tokenize_images: Callable[[Any, Rules, str | None, str], Any],
-    ):
-        self.trainer = trainer
-        self.options = options
-        self.sampling = sampling
-        self.sets = sets
-        self.tokenize_images = tokenize_images
-        self.counts: dict[str, PreparationCounts] = {}
-        self.completion_only: DataCollatorForCompletionOnlyLM | None = None
-        self.generation_config: Any = None
-        self._is_later = False
-        self._has_training_set = False  # TRL's constructor prepares it before evaluation sets
+    trainer: SFTTrainer
+    options: PackingOptions
+    sampling: Sampling
+    sets: dict[str, Any] | None
+    tokenize_images: Callable[[Any, Rules, str | None, str], Any]
+    counts: dict[str, PreparationCounts] = field(default_factory=dict)
+    completion_only: DataCollatorForCompletionOnlyLM | None = None
+    generation_config: Any = None
+    _is_later: bool = False
+    _has_training_set: bool = False  # TRL's constructor prepares it before evaluation sets
 
     def evaluated(self) -> dict[str, Any]:
         """Return the evaluation sets by their names."""
@@ -120,15 +100,12 @@ class RunData:
 
     def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
         """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
-        if self.trainer._skip_prepare_dataset:
-            check_nothing_is_skipped(self.options, self.completion_only, datasets)
-
-    def check_limits(self, limits: ModelLimits) -> None:
-        """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
-        for name, dataset in self.evaluated().items():
-            limits.check(dataset, name)
-            if isinstance(dataset, IterableDataset):
-                limits.check_first(dataset, name)
+        changes = self.completion_only is not None or self.options.append_eos
+        if self.trainer._skip_prepare_dataset and (changes or any(map(records_of, datasets))):
+            raise ValueError(
+                "skip_prepare_dataset=True skips append_eos, DataCollatorForCompletionOnlyLM and "
+                "the check that prepared data fit this run; leave it out"
+            )
 
     def packing_requested(self) -> bool:
         """Return whether packed or padding-free rows were requested."""
@@ -144,13 +121,25 @@ class RunData:
         """Raise ValueError for settings and data that cannot be trained as they are."""
         trainer, (train, *evaluated) = self.trainer, self.all()
         self.check_nothing_is_skipped(self.all())
-        check_ranks_and_padding(
-            trainer.args,
-            self.options,
-            balances_experts=trainer.aux_loss_enabled,
-            pad_to_multiple_of=self.pad_to_multiple_of(),
-        )
+        pads = self.pad_to_multiple_of() or self.options.static_shapes
+        if trainer.aux_loss_enabled and pads:
+            raise ValueError(
+                "pad_to_multiple_of and static_shapes would let padding take part in the balance "
+                "of experts; leave them out, or set router_aux_loss_coef=0.0"
+            )
+        if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False weights a token by the rank that it falls on; "
+                "leave it True"
+            )
         check_weights_and_sources(train, evaluated, self.options, trainer.compute_loss_func)
+
+    def check_limits(self, limits: ModelLimits) -> None:
+        """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
+        for name, dataset in self.evaluated().items():
+            limits.check(dataset, name)
+            if isinstance(dataset, IterableDataset):
+                limits.check_first(dataset, name)
 
     # --- preparation --------------------------------------------------------------------------
 
@@ -160,19 +149,18 @@ class RunData:
         dataset: Any,
         processing_class: Any,
         args: SFTConfig,
+        packing: bool,
         formatting_func: Any,
-        name: str,
+        dataset_name: str,
     ) -> Any:
         """Return the documents of a data set, or of all sources, and keep the counts.
 
         Args:
-            by_trl: TRL's `_prepare_dataset`, whose arguments the others are.
+            by_trl: TRL's `_prepare_dataset`.
             dataset: the user's rows; the first source stands for all of them.
-            processing_class: tokenizer or processor.
-            args: settings of the run.
-            formatting_func: the user's function from a row to its text.
-            name: of the data set.
+            processing_class: an argument of TRL's, as are those that follow.
         """
+        name = dataset_name
         if name == "train" and self._has_training_set:
             name = "evaluated train"  # an evaluation set that a user has called "train"
         self._has_training_set = True
@@ -245,11 +233,6 @@ def source_sets(
 ) -> dict[str, Any] | None:
     """Return the data sets of a training set that is a dictionary; None for one data set.
 
-    Args:
-        train_dataset: the user's.
-        args: the settings of the run, which may be None.
-        collator: the user's, which may be None.
-
     Raises:
         TypeError: it is empty, or holds something else than named data sets, or splits.
         ValueError: they cannot be trained together, or sources of one stream are to be mixed.
@@ -261,35 +244,22 @@ def source_sets(
     for name, dataset in train_dataset.items():
         is_named &= isinstance(name, str) and isinstance(dataset, (Dataset, IterableDataset))
     if not (is_named and train_dataset):
-        found = {name: type(dataset).__name__ for name, dataset in train_dataset.items()}
         raise TypeError(
             "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them by "
-            f"the names of sources; got a {type(train_dataset).__name__} of {found} (of splits, "
-            "pass one)"
+            "the names of sources; of splits, pass one"
         )
     for dataset in train_dataset.values():
         if reason := reason_for_trl_path(dataset, collator):
             check_is_one_set(train_dataset, reason)
     if len({isinstance(dataset, IterableDataset) for dataset in train_dataset.values()}) > 1:
-        raise ValueError(
-            "train_dataset has streams beside data sets with a length; make all of them streams "
-            "(dataset.to_iterable_dataset()), or load all of them"
-        )
+        raise ValueError("train_dataset has streams beside data sets with a length; load all")
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
-        raise ValueError(
-            "skip_prepare_dataset=True takes one data set as it is, and train_dataset is a "
-            "dictionary; leave it out (a tokenized data set is not tokenized again)"
-        )
+        raise ValueError("skip_prepare_dataset=True takes no dictionary of data sets; leave it out")
     return dict(train_dataset)
 
 
 def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
-    """Return whether only completions of `dataset` are trained, as TRL decides for it alone.
-
-    Args:
-        dataset: the user's rows, or documents that were prepared from them.
-        completion_only: `completion_only_loss` of the settings.
-    """
+    """Return whether only completions of rows, or of documents, are trained, as TRL decides."""
     if completion_only is not None:
         return completion_only
     if records := records_of(dataset):
@@ -315,7 +285,7 @@ def prepare_sources(
     options = PackingOptions.of(args)
     if any(isinstance(dataset, IterableDataset) for dataset in sets.values()):
         return join_streams(documents, options, packing_seed(args)), None
-    joined = join_documents(documents, options.named_columns())
+    joined = _join_documents(documents, options.named_columns())
     known = {name: counts for name, (_, counts) in prepared.items() if counts is not None}
     if not known:
         return joined, None
@@ -323,17 +293,8 @@ def prepare_sources(
     return joined, replace(sum(known.values(), PreparationCounts()), notes=notes)
 
 
-def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) -> Dataset:
-    """Return the documents of all sources, with the column SOURCE.
-
-    Args:
-        documents: prepared, by the names of their sources.
-        named: columns that are kept if all of them have them.
-
-    Raises:
-        ValueError: some rows were packed before, and others were not; or a column that the user
-            named has another type in another source.
-    """
+def _join_documents(documents: Mapping[str, Dataset], named: Sequence[str]) -> Dataset:
+    """Return the documents of all sources, with the column SOURCE, and `named` if all have them."""
     packed = [name for name, d in documents.items() if SEQ_LENGTHS in d.column_names]
     if packed and len(packed) < len(documents):
         raise ValueError(
@@ -343,27 +304,21 @@ def join_documents(documents: Mapping[str, Dataset], named: Sequence[str] = ()) 
     held = [{*dataset.column_names} for dataset in documents.values()]
     columns = [column for column in _TYPES if column in set.union(*held)]
     columns += [column for column in named if column in set.intersection(*held)]
-    parts = {name: _with_columns(dataset, columns) for name, dataset in documents.items()}
+    parts = [_with_columns(dataset, columns) for dataset in documents.values()]
     common = Features({column: _common_type(column, parts) for column in columns})
     joined = concatenate_datasets(
-        [part if part.features == common else part.cast(common) for part in parts.values()]
+        [part if part.features == common else part.cast(common) for part in parts]
     )
-    ids = np.repeat(np.arange(len(parts)), [*map(len, parts.values())])
+    ids = np.repeat(np.arange(len(parts)), [*map(len, parts)])
     return joined.add_column(SOURCE, ids, feature=ClassLabel(names=[*documents]))
 
 
-def _common_type(column: str, parts: Mapping[str, Dataset]) -> Any:
+def _common_type(column: str, parts: Sequence[Dataset]) -> Any:
     """Return the type of a column in all data sets; nulls fit into any."""
-    found = {name: part.features[column] for name, part in parts.items()}
-    known = [kind for kind in found.values() if kind != Value("null")] or [Value("null")]
-    if all(kind == known[0] for kind in known):
-        return known[0]
-    if column in _TYPES:
-        return _TYPES[column]
-    raise ValueError(
-        f"the column {column!r} is not of one type in all sources of train_dataset ({found}); cast "
-        f"it: .cast_column({column!r}, {known[0]})"
-    )
+    found = [part.features[column] for part in parts]
+    known = [kind for kind in found if kind != Value("null")] or found
+    is_one = all(kind == known[0] for kind in known)
+    return known[0] if is_one else _TYPES.get(column, known[0])
 
 
 def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
