@@ -32,7 +32,7 @@ from trl_packing import PackedSFTConfig, PackedSFTTrainer
 from trl_packing.vision.images import ImageStore
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from helpers.vision import tiny_processor, vision_model
+from helpers.vision import tiny_processor, tiny_vision_model
 
 SIZES = [(480, 640), (640, 480), (427, 640), (375, 500), (768, 1024), (334, 500), (600, 400)]
 WORDS = ["a", "street", "with", "two", "dogs", "and", "red", "cars", "under", "blue", "sky"]
@@ -58,7 +58,7 @@ def model(tokens):
     tower = {"depth": 4, "hidden_size": 128, "intermediate_size": 256, "num_heads": 4}
     tower |= {"patch_size": 14, "window_size": 112, "out_hidden_size": 256}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
-    return vision_model("qwen2_5_vl", tokens, text | {"rope_parameters": rope}, tower)
+    return tiny_vision_model("qwen2_5_vl", tokens, vision=tower, rope_parameters=rope, **text)
 
 
 # --- data -----------------------------------------------------------------------------------------

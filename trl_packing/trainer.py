@@ -170,7 +170,9 @@ class PackedSFTTrainer(SFTTrainer):
         reason = reason_for_trl_path(train_dataset, data_collator)
         reason = reason or reason_to_keep_rows_apart(args)
         if reason is None and has_images(rows):
-            reason = self._images.why_not_packed(model, rows, eval_dataset, args, processing_class)
+            reason = self._images.why_not_packed(
+                model, rows, eval_dataset, args, processing_class, compute_metrics
+            )
         self._trl_path = reason
         self._options = options = PackingOptions.of(args)
         check_loss_options(options, compute_loss_func)
@@ -204,7 +206,6 @@ class PackedSFTTrainer(SFTTrainer):
             )
         keep_outputs_precise(self.accelerator)
         self._run_data.check()
-        self._images.check_options(options)
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
         self._takes_count: bool = self.model_accepts_loss_kwargs
@@ -334,8 +335,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _before_first_step(self) -> None:
         """Check isolation, when the model is wrapped and nothing is trained yet."""
         scale_noise_by_document(self._guard.base_model)
-        with self._images.explaining():
-            self._isolation.ensure(self.model_wrapped, self.train_dataset, training=True)
+        self._isolation.ensure(self.model_wrapped, self.train_dataset, training=True)
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:

@@ -78,28 +78,28 @@ def image_names() -> list[str]:
 
 
 def tiny_vision_model(
-    name: str, processor: Any, seed: int = 0, **text_config: Any
+    name: str, processor: Any, vision: Mapping[str, Any] = _NO_CHANGES, **text_config: Any
 ) -> PreTrainedModel:
     """Return a new tiny model of the type `name` for the tokens of `processor`.
 
     Args:
         name: one of `tiny_processors.NAMES`.
         processor: of the same name.
-        seed: equal seeds give equal weights.
+        vision: other values of the configuration of its tower.
         text_config: other values of the configuration of its text model.
 
     Raises:
         NotBuilt: there is no tiny model of this type.
     """
-    vision, others = _CHANGES[name]
-    parts = {"vision_config": vision, "text_config": text_config}
+    tower, others = _CHANGES[name]
+    parts = {"vision_config": {**tower, **vision}, "text_config": text_config}
     config = tiny_config(name, {**parts, **others})
     for key, token_id in token_ids(name, processor.tokenizer).items():
         for field in (f"{key}_token_id", f"{key}_token_index"):
             if field in vars(config):
                 setattr(config, field, token_id)
     classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return build_tiny(name, classes[type(config)], config, seed)
+    return build_tiny(name, classes[type(config)], config)
 
 
 def image_rows() -> Dataset:

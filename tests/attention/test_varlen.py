@@ -67,6 +67,7 @@ def test_the_tower_of_qwen2_5_vl_makes_one_call_a_layer(backend, flash_calls, mo
     double = flash_attn_double.install(monkeypatch)
     processor = tiny_processor("qwen2_5_vl")
     model = tiny_vision_model("qwen2_5_vl", processor).to(torch.bfloat16)
+    model.set_attn_implementation("sdpa")
     tower, image = model.model.visual, processor.image_processor(noise(112, 112, 0))
     patches = torch.as_tensor(image["pixel_values"]).to(torch.bfloat16)
     grid = torch.as_tensor(image["image_grid_thw"])

@@ -23,7 +23,7 @@ import pytest
 import trl
 from datasets import Dataset
 from helpers.tiny import CHATML_GENERATION, tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
-from helpers.vision import image_dataset, tiny_processor, tiny_vlm, vision_model
+from helpers.vision import image_dataset, tiny_processor, tiny_vision_model, tiny_vlm
 
 TRL_TESTS = os.environ.get("TRL_TESTS")
 
@@ -93,7 +93,8 @@ def _write_model(folder: Path, architecture: str) -> None:
         model, processing_class = tiny_vlm("qwen2_5_vl")[0], tiny_vlm("llava")[1]
     elif architecture == "LlavaNext":
         processing_class = tiny_processor("llava_next")
-        model = vision_model("llava_next", processing_class, {}, {"num_hidden_layers": 2})
+        tower = {"num_hidden_layers": 2}
+        model = tiny_vision_model("llava_next", processing_class, vision=tower)
     elif architecture in MODELS:
         model = tiny_model(MODELS[architecture])
         processing_class = tiny_tokenizer(chat="generation")

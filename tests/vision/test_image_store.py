@@ -104,12 +104,16 @@ DAMAGED = b"\x89PNG\r\n\x1a\n" + b"\0" * 9
 @pytest.mark.parametrize("file", [b"", b"no image", DAMAGED, None, "/nowhere/at_all.png"])
 def test_bad_files_name_their_row(file):
     kind = Value("string") if isinstance(file, str) else Value("binary")
-    good = "x.png" if isinstance(file, str) else BYTES["PNG"]
-    rows = {"images": [[] if isinstance(file, str) else [good], [file]]}
-    rows["text"] = ["a", "b"]
     kinds = Features({"images": List(kind), "text": Value("string")})
-    dataset = Dataset.from_dict(rows, features=kinds)
+    dataset = Dataset.from_dict({"images": [[], [file]], "text": ["a", "b"]}, features=kinds)
     with pytest.raises(ImageError, match="image 0 in row 1 of the train dataset"):
+        ImageStore().take(dataset, "train")
+
+
+def test_an_image_as_large_as_a_bomb_names_its_row(monkeypatch):
+    dataset = Dataset.from_dict({"image": [noise(9, 9, 0), noise(90, 90, 0)], "text": ["a", "b"]})
+    monkeypatch.setattr(PillowImage, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ImageError, match=r"image 0 in row 1 of the train dataset .*exceeds limit"):
         ImageStore().take(dataset, "train")
 
 
@@ -117,5 +121,5 @@ def test_a_column_without_images_is_refused():
     with pytest.raises(ValueError, match="PIL images, paths or bytes"):
         ImageStore().take(Dataset.from_dict({"images": [[1, 2]], "text": ["a"]}), "train")
     both = Dataset.from_dict({"images": [[]], "image": [BYTES["PNG"]]})
-    with pytest.raises(ValueError, match="remove one of them"):
+    with pytest.raises(ValueError, match="'image' or 'images' beside text"):
         ImageStore().take(both, "train")

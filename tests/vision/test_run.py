@@ -1,33 +1,34 @@
-"""Runs on data sets with images: evaluation, workers, settings."""
+"""Runs on data sets with images: evaluation, workers, TRL's path, orders."""
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
-from harness import TWO_RUNS, assert_exact
-from helpers.vision import image_dataset, noise
+from harness import TWO_RUNS
+from helpers.vision import image_dataset
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig
 from trl_packing.training.columns import documents_of
 from trl_packing.vision import run_images, support
-from trl_packing.vision.batch import ImageBatches
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padded", [False, True])
-def test_evaluation_loss_is_that_of_the_documents_alone(padded, model, processor, trainer_of):
-    seen, evaluated = [], image_dataset(6)
-
-    def keep(predictions):
-        seen.extend(predictions.predictions)
-        return {}
-
-    trainer = trainer_of(eval_dataset=evaluated, compute_metrics=keep if padded else None)
+def test_evaluation_loss_is_that_of_the_documents_alone(model, processor, trainer_of):
+    evaluated = image_dataset(6)
+    trainer = trainer_of(eval_dataset=evaluated)
     loss, _ = alone(model, processor, evaluated, completion_only_loss=True)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=TWO_RUNS)
-    assert len(seen) == 6 * padded
+
+
+def test_logits_of_padded_rows_are_refused_in_a_packed_run(trainer_of):
+    trainer = trainer_of(eval_dataset=image_dataset(6))
+    with pytest.raises(ValueError, match=r"prediction_loss_only=True.*SFTTrainer"):
+        trainer.predict(image_dataset(6))
+    trainer.compute_metrics = dict
+    with pytest.raises(ValueError, match=r"compute_metrics and predict\(\)"):
+        trainer.evaluate()
 
 
 @pytest.mark.slow
@@ -59,38 +60,12 @@ def test_a_resumed_run_ends_in_the_same_weights(trainer_of):
     whole, rest, fresh = (trainer_of(rows, **options) for _ in range(3))
     whole.train()
     rest.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
-    pairs = zip(whole.model.parameters(), rest.model.parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    pairs = zip(whole.model.parameters(), fresh.model.parameters(), strict=True)
-    assert not all(torch.equal(one, other) for one, other in pairs), "the control"
+    ends = [list(trainer.model.parameters()) for trainer in (whole, rest, fresh)]
+    assert all(map(torch.equal, ends[0], ends[1]))
+    assert not all(map(torch.equal, ends[0], ends[2])), "the control"
 
 
-@pytest.mark.slow
-def test_documents_per_step_and_weights_reach_the_loss(model, processor, tmp_path):
-    dataset = image_dataset().add_column("loss_weight", [0.0] * 4 + [1.0] * 4)
-    found = packed(model, processor, dataset, tmp_path, **LAYOUTS["documents_per_step"])
-    kept = image_dataset().select(range(4, 8))
-    assert_exact(found, alone(model, processor, kept, completion_only_loss=True))
-
-
-@pytest.mark.parametrize(
-    "options", [{"append_eos": True}, {"static_shapes": True}, {"response_template": "Answer"}]
-)
-def test_settings_that_images_cannot_serve_are_refused(options, trainer_of):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        trainer_of(**options)
-
-
-def with_payload():
-    part = {"type": "image", "image": noise(9, 9, 0)}
-    messages = [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]
-    return Dataset.from_list([{"images": [], "messages": messages}] * 8)
-
-
-def with_addresses():
-    images = [["https://localhost/a.png"]] * 8
-    return Dataset.from_dict({"images": images, "text": ["<|image_pad|> a"] * 8})
-
+# --- TRL's path -----------------------------------------------------------------------------------
 
 TRLS = {
     "stream": {"dataset": lambda: image_dataset().to_iterable_dataset()},
@@ -99,13 +74,13 @@ TRLS = {
     "several forms": {"dataset": lambda: image_dataset().add_column("text", ["a"] * 8)},
     "tools": {"dataset": lambda: image_dataset().add_column("tools", [None] * 8)},
     "skip_prepare_dataset": {"dataset_kwargs": lambda: {"skip_prepare_dataset": True}},
-    "hold data of their own": {"dataset": with_payload},
-    "images are addresses": {"dataset": with_addresses},
+    "compute_metrics needs the logits": {"compute_metrics": lambda: dict},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reason", TRLS)
+@pytest.mark.parametrize(
+    "reason", [r if "logits" in r else pytest.param(r, marks=pytest.mark.slow) for r in TRLS]
+)
 def test_runs_that_only_trl_can_serve_take_its_path(reason, trainer_of):
     changes = {name: make() for name, make in TRLS[reason].items()}
     trainer = trainer_of(**{"packing": PackedSFTConfig.packing} | changes)
@@ -113,16 +88,20 @@ def test_runs_that_only_trl_can_serve_take_its_path(reason, trainer_of):
     assert isinstance(trainer.data_collator, DataCollatorForVisionLanguageModeling)
 
 
+def test_what_trls_path_would_ignore_is_refused(trainer_of, monkeypatch):
+    with pytest.raises(ValueError, match="max_patches=8, but a data set is a stream"):
+        trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)
+    monkeypatch.setattr(support, "FAMILIES", ())
+    dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
+    with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
+        trainer_of(dataset, packing=False)
+
+
 def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
     data = Dataset.from_list([{"text": "a", "images": []}])
     monkeypatch.setattr(support.transformers, "__version__", "5.22.4")
     reason = run_images.RunImages().why_not_packed("none", data, None, None, None)
     assert reason == "the data set has images, and transformers 5.22.4 is older than 5.23"
-
-
-# --- runs that turn out not to be packable --------------------------------------------------------
-
-WAY_OUT = "SFTTrainer trains rows with images padded"
 
 
 def test_a_processor_that_contradicts_its_arithmetic_is_refused(processor, trainer_of, monkeypatch):
@@ -137,31 +116,8 @@ def test_a_processor_that_contradicts_its_arithmetic_is_refused(processor, train
         return right(self, image_inputs, image_idx, **kwargs) + "." * more
 
     monkeypatch.setattr(real, "replace_image_token", brighter)
-    with pytest.raises(ValueError, match=rf"row 0 of the train .* by its image sizes.*{WAY_OUT}"):
+    with pytest.raises(ValueError, match=r"row 0 of the train .* by its image sizes.*SFTTrainer"):
         trainer_of()
-
-
-def test_weights_that_trls_path_would_ignore_are_refused(trainer_of, monkeypatch):
-    monkeypatch.setattr(support, "FAMILIES", ())
-    dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
-    with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
-        trainer_of(dataset, packing=False)
-
-
-@pytest.mark.parametrize("options", [{}, {"attention": "documents"}])
-def test_no_exact_backend_is_refused(trainer_of, monkeypatch, options):
-    """Rows of several documents have their images in the wrong order."""
-    right = ImageBatches.tensors
-
-    def swapped(self, documents, input_ids):
-        made = right(self, documents, input_ids)
-        if "pixel_values" in made and len(documents) > 1:
-            made["pixel_values"] = made["pixel_values"].flip(0)
-        return made
-
-    monkeypatch.setattr(ImageBatches, "tensors", swapped)
-    with pytest.raises(RuntimeError, match=rf"LEAK.*{WAY_OUT}"):
-        trainer_of(**options).train()
 
 
 # --- curriculum -----------------------------------------------------------------------------------

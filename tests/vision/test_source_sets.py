@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from harness import assert_exact
-from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-from helpers.vision import image_dataset, vision_trainer
+from helpers.tiny import documents_of_lengths
+from helpers.vision import image_dataset
 from vision.test_exact import batches_of, packed, trained_alone
 
 from trl_packing.tools.preview.preview import preview_epoch
@@ -118,18 +118,10 @@ def test_images_are_checked_although_a_thousand_texts_are_shorter(trainer_of):
 # --- refused --------------------------------------------------------------------------------------
 
 
-def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, tmp_path, monkeypatch):
+def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, monkeypatch):
     refusal = "train_dataset is a dictionary, which only packed runs train, but "
-    streams = {name: rows.to_iterable_dataset() for name, rows in sets().items()}
-    shares = {name: {"weight": 1} for name in streams}
-    for given, options, words in (
-        (streams, {"mixture": shares}, "a data set is a stream with images"),
-        (sets(), {"packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts"),
-    ):
-        with pytest.raises(ValueError, match=refusal + words):
-            trainer_of(given, **options)
-    with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
-        vision_trainer(tiny_model(), tiny_tokenizer(chat=True), tmp_path, sets())
+    with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
+        trainer_of(sets(), packing_strategy="wrapped")
     monkeypatch.setattr(support, "FAMILIES", ())
     with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
         trainer_of(sets())

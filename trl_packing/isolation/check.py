@@ -1,25 +1,17 @@
 """Measures on a model whether a document A affects the document B behind it in a packed row.
 
-    alone          [B]           without packing: the reference
-    packed         [A, B]        as in training; also with other tokens and another length of A
-    contaminated   [A · B]       the same row as one document: the effect of a full leak
-
-    difference  = max |packed − alone|          over the outputs for B
-    noise       = the largest difference of B alone between layouts that must not make a difference,
-                  and a run in which the output of every module is rounded differently: the effect
-                  of another kernel, or another order of a sum, at this depth and precision
-    leak        = max |contaminated − alone|
-    share       = <packed − alone, contaminated − alone> / |contaminated − alone|²: the part of the
-                  leak in the difference. Rounding errors point in all directions, a leak points
-                  towards contamination. In bf16, the share shows a leak that the largest difference
-                  hides in noise.
+    alone          [B]        without packing: the reference
+    packed         [A, B]     as in training; also with other tokens and another length of A
+    contaminated   [A · B]    the same row as one document: the effect of a full leak
+    difference     max |packed − alone|, over the outputs for B
+    noise          the same between layouts of B alone, and modules that round differently
+    leak           max |contaminated − alone|
+    share          the part of the leak in the difference, as a projection: rounding points in all
+                   directions, a leak towards contamination, which shows it in bf16, too
 
 B leaks if the difference is above 4 × noise. Below, B is isolated if the difference is at most 1 %
-of the leak, or if the share is at most 1 % (or the share that rounding has by chance), or if B
-stays identical to the last bit when A's tokens change. Otherwise the check is inconclusive.
-
-`probes.py` makes the rows: of text, and of documents that share a prefix; `vision/guard.py` those
-with images. All of them are measured here.
+of the leak, or the share at most 1 % (or what rounding has by chance), or if B stays identical to
+the last bit when A's tokens change. Otherwise the check is inconclusive.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,20 +55,19 @@ NOT_FINITE = "not finite"  # the verdict on a model that no backend can train
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """The verdict on a model: ``"isolated"``, ``"leaks"`` or ``"inconclusive"``, and its evidence.
+    """The verdict on a model, and its evidence. It is true if documents are isolated.
 
     Attributes:
-        verdict: one of these three. The report is true if it is "isolated".
-        difference: the largest difference between packed and alone, of logits (with `fused_head`,
-            of log-probabilities and entropies), in the probe that decided.
+        verdict: ``"isolated"``, ``"leaks"`` or ``"inconclusive"``.
+        difference: between packed and alone, the largest of logits (with `fused_head`, of
+            log-probabilities and entropies), in the probe that decided.
         noise: the largest difference that rounding makes.
         leak: the largest difference that contamination makes.
         probe: the documents that decided.
         model: the class of the model.
         attention: its attention.
         mode: "training" or "evaluation".
-        gradient_difference: the largest difference of the loss's gradients, relative to the largest
-            gradient, if requested.
+        gradient_difference: of the loss, relative to the largest gradient; None if not requested.
     """
 
     verdict: str
@@ -106,7 +97,7 @@ class IsolationReport:
 
 
 class CannotRun(ValueError):
-    """An error that is no fault of the backend: `verdict` is "refused" or `NOT_FINITE`."""
+    """An error without packing, whatever the backend."""
 
     def __init__(self, message: str, verdict: str = "refused"):
         super().__init__(message)
@@ -115,17 +106,10 @@ class CannotRun(ValueError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """An exception that a model raised against packed documents. It is false, as a leak is.
-
-    Attributes:
-        error: type and first line of the exception, or a sentence.
-        verdict: "refused" or "not finite", beside the verdicts of an `IsolationReport`.
-        by_backend: whether a packed call raised it, so that another backend may help.
-    """
+    """An exception that a model raised, in a line: "refused" or "not finite". It is false."""
 
     error: str
     verdict: str = "refused"
-    by_backend: bool = True
 
     def __bool__(self) -> bool:
         return False
@@ -138,18 +122,14 @@ CheckResult = IsolationReport | Refusal
 
 
 def attempt(check: Callable[[], IsolationReport]) -> CheckResult:
-    """Return the result of a check: models raise all kinds of errors against a packed batch.
-
-    Raises:
-        torch.OutOfMemoryError: the check did not fit into memory, which says nothing about leaks.
-    """
+    """Return the result of a check; running out of memory says nothing about leaks, and raises."""
     try:
         return check()
     except torch.OutOfMemoryError:
         raise
     except CannotRun as error:
-        return Refusal(str(error), error.verdict, by_backend=False)
-    except Exception as error:
+        return Refusal(str(error), error.verdict)
+    except Exception as error:  # models raise all kinds of errors against a packed batch
         return Refusal(_in_a_line(error))
 
 
@@ -158,7 +138,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 @contextmanager
-def _no_fault_of_the_backend(what: str) -> Iterator[None]:
+def _without_packing(what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
@@ -186,17 +166,16 @@ def check_isolation(
     Args:
         model: called as a training step calls it. It may be wrapped (DDP, PEFT), and need not come
             from transformers.
-        documents: token ids ``(T,)`` of documents that the run will train on. Probes are then as
-            long as the longest and as short as the shortest of them.
+        documents: token ids ``(T,)`` of the run. Probes are as long as the longest and as short as
+            the shortest of them.
         training: the mode to check, by default the model's.
         max_length: in tokens. Without documents, probes cross every length constant of the config
             below it.
         attention: the name of the attention in the report.
-        fused_head: run packed rows through TRL's fused LM head, as `SFTTrainer` trains, and compare
-            log-probabilities and entropies with those of the model's logits.
+        fused_head: run packed rows through TRL's fused LM head, and compare log-probabilities and
+            entropies with those of the model's logits.
         collator: makes the packed rows; give the one that the run uses.
-        gradients: also compare the gradients of B's loss, packed and alone, which takes one more
-            forward and backward of each.
+        gradients: also compare the gradients of B's loss, by one more forward and backward of each.
 
     Raises:
         Exception: any error that the model raises against a packed batch.
@@ -219,12 +198,7 @@ def check_prefixes(
     collator: PackedCollator,
     **options: Any,
 ) -> IsolationReport:
-    """Return whether documents with a shared prefix affect each other on `model`.
-
-    It finds a kernel that reads the keys of a sibling, and a state that runs along the row (Mamba),
-    because siblings cannot go on from the same state. Arguments and errors are those of
-    `check_isolation`; `collator` shares prefixes whatever it says.
-    """
+    """Return whether documents with a shared prefix affect each other; see `check_isolation`."""
     made = prefix_probes(unwrap_model(model), documents)
     return check_probes(model, made, collator=collator.replaced(shares_prefixes=True), **options)
 
@@ -239,15 +213,10 @@ def check_probes(
     attention: str | None = None,
     fused_head: bool = False,
     gradients: bool = False,
-    apart: Sequence[nn.Parameter] | None = None,
 ) -> IsolationReport:
     """Return the worst report on some probes. The arguments are those of `check_isolation`.
 
     A kernel of another library that will train also runs one small backward.
-
-    Args:
-        apart: parameters whose gradients are compared apart, of all probes; None compares those of
-            the worst probe.
     """
     inner = unwrap_model(model)
     implementation = getattr(getattr(inner, "config", None), "_attn_implementation", None)
@@ -268,9 +237,8 @@ def check_probes(
             reports, key=lambda pair: (worst_first.index(pair[0].verdict), -pair[0].difference)
         )
         if gradients:
-            compared, others = ([probe], ()) if apart is None else (made, apart)
-            errors = [_gradient_difference(model, inner, p, collator, others) for p in compared]
-            report = replace(report, gradient_difference=max(errors))
+            error = _gradient_difference(model, inner, probe, collator)
+            report = replace(report, gradient_difference=error)
     if report and faults:
         raise RuntimeError(faults[0])
     return report
@@ -315,10 +283,9 @@ def check_fused_head(model: nn.Module) -> bool:
 def _measure(
     model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Run a probe; return the results for B alone, packed and contaminated.
+    """Return the results of a probe for B alone, packed and contaminated: ``(positions, values)``.
 
-    Results are ``(positions of B, values)`` float32: logits, or log-probabilities and entropies if
-    packed rows are scored through TRL's fused LM head.
+    They are float32 logits, or log-probabilities and entropies by TRL's fused LM head.
     """
     ids, name = np.asarray(probe.document["input_ids"], np.int64), type(inner).__name__
     # The last position of B predicts nothing.
@@ -329,7 +296,7 @@ def _measure(
         batch = _alone_batch(inner, collate, probe.document, rows, **others)
         # Some ropes remember the longest document they have seen.
         with (
-            _no_fault_of_the_backend(f"{name} cannot run a document even alone, unpacked"),
+            _without_packing(f"{name} cannot run a document even alone, unpacked"),
             restore_state(inner),
             use_native_attention(inner),
         ):
@@ -339,7 +306,7 @@ def _measure(
         if not bool(outputs.isfinite().all()):
             raise CannotRun(
                 f"the logits of {name} are not finite (NaN or infinity) for a document alone, "
-                "unpacked: it cannot be trained; check its weights, and the dtype it is loaded in",
+                "unpacked; check its weights, and the dtype it is loaded in",
                 NOT_FINITE,
             )
         return outputs
@@ -366,14 +333,7 @@ def _measure(
 def _verdict(
     layouts: list[Tensor], packed: list[Tensor], contaminated: list[Tensor], eps: float
 ) -> tuple[str, float, float, float]:
-    """Return verdict, difference, noise and leak, as in this module's docstring.
-
-    Args:
-        layouts: results for B alone, then others that must not make a difference.
-        packed: results in packed rows.
-        contaminated: results in the first of these rows, as one document.
-        eps: of the dtype of the model.
-    """
+    """Return verdict, difference, noise and leak; the first of `layouts` is B alone."""
     alone = layouts[0]
     noise = max(eps * float(alone.abs().max()), _furthest(layouts, alone))
     difference, leak = _furthest(packed, alone), _furthest(contaminated, alone)
@@ -409,8 +369,7 @@ def _furthest(results: Iterable[Tensor], alone: Tensor) -> float:
 def round_differently(model: nn.Module) -> Iterator[None]:
     """Move the outputs of modules without children up or down by a possible rounding error.
 
-    Rounding errors grow with depth, and one that changes an expert's routing is as large as a leak.
-    The model itself shows how large a difference another order of summation can make.
+    Such errors grow with depth, and one that changes an expert's routing is as large as a leak.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -433,10 +392,7 @@ def round_differently(model: nn.Module) -> Iterator[None]:
 
 
 def _two_roundings(model: nn.Module, run: Callable[[bool], Any]) -> list[Any]:
-    """Return `run(False)`, and `run(True)` while the outputs of modules are rounded differently.
-
-    `run` takes whether it rounds its own scores differently, too (`_score_logits`).
-    """
+    """Return `run(False)`, and `run(True)` while the outputs of modules are rounded differently."""
     plain = run(False)
     with round_differently(model):
         return [plain, run(True)]
@@ -462,7 +418,7 @@ def _collate(
     model: nn.Module, collate: PackedCollator, documents: Sequence[Document]
 ) -> dict[str, Any]:
     """Return a packed row of `documents` with its labels, on the device of `model`."""
-    with _no_fault_of_the_backend("the data collator makes no packed row"):
+    with _without_packing("the data collator makes no packed row"):
         batch = collate([dict(document) for document in documents])
     for name in (TOKEN_WEIGHTS, TARGET_COUNTS):  # the loss reads them, the model does not
         batch.pop(name, None)
@@ -483,12 +439,8 @@ def _fused_scores(model: nn.Module, batch: dict[str, Any], labels: Tensor) -> Te
 def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
     """Return log-probability and entropy at each position, ``(N, 2)``.
 
-    Args:
-        logits: ``(N, vocabulary)`` float32.
-        targets: token ids ``(N,)`` int64.
-        rounded: move the results up or down, as if their sums over the vocabulary, of one float32
-            term for each token, had run in another order. In a shallow model with a large
-            vocabulary, no other rounding is as large.
+    `rounded` moves them as if their sums over the vocabulary had run in another order. In a shallow
+    model with a large vocabulary, no other rounding is as large.
     """
     log_probs, entropy, _ = score_targets(logits, torch.from_numpy(targets).to(logits.device))
     scores = torch.stack([log_probs, entropy], -1)
@@ -500,13 +452,9 @@ def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
 
 
 def _logits_at(model: nn.Module, inner: Any, batch: dict[str, Any], rows: np.ndarray) -> Tensor:
-    """Return the first row's logits at positions `rows`, ``(len(rows), vocabulary)`` float32.
+    """Return the first row's logits at `rows`, ``(len(rows), vocabulary)`` float32.
 
-    Args:
-        model: the model as a training step calls it.
-        inner: the model inside its wrappers, whose LM head then scores no other positions.
-        batch: the model's inputs.
-        rows: negative positions, counted from the end of the row.
+    `rows` are counted from the end, below zero; the LM head of `inner` scores no other positions.
     """
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     kept = False
@@ -536,17 +484,9 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _gradient_difference(
-    model: nn.Module,
-    inner: nn.Module,
-    probe: Probe,
-    collate: PackedCollator,
-    apart: Iterable[nn.Parameter],
+    model: nn.Module, inner: nn.Module, probe: Probe, collate: PackedCollator
 ) -> float:
-    """Return the largest difference of the gradients of B's loss, packed and alone.
-
-    B alone is trained in the first row of `probe`. Differences are relative to the largest
-    gradient; those of the parameters `apart`, to the largest among them.
-    """
+    """Return how far gradients of B's loss in the first row are, relative to the largest."""
     row = [
         d if d is probe.document else {**d, "labels": np.full_like(d["input_ids"], IGNORE_INDEX)}
         for d in probe.packed[0].documents
@@ -555,15 +495,14 @@ def _gradient_difference(
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
-    ids = set(map(id, apart))
-    sizes, errors = ([0.0], [0.0]), ([0.0], [0.0])  # of the others, and of those apart
+    sizes, errors = [0.0], [0.0]
     for name, parameter in inner.named_parameters():
-        side, zero = id(parameter) in ids, parameter.new_zeros(())
+        zero = parameter.new_zeros(())
         gradient = expected.get(name, zero)
-        sizes[side].append(float(gradient.abs().max()))
-        errors[side].append(_furthest([found.get(name, zero)], gradient))
+        sizes.append(float(gradient.abs().max()))
+        errors.append(_furthest([found.get(name, zero)], gradient))
     # np.max, unlike max, keeps a difference that is no number.
-    return max(float(np.max(e)) / (max(n) or 1.0) for e, n in zip(errors, sizes, strict=True))
+    return float(np.max(errors)) / (max(sizes) or 1.0)
 
 
 @torch.enable_grad()

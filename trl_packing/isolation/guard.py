@@ -5,15 +5,8 @@
               it fails                                    check its fallbacks, from fast to slow
               no backend is exact                         refuse, warn, or pad rows
 
-    flash, varlen, documents   kernels that take boundaries          chosen by `resolve_attention`
-    model                      the model's native mask, from position_ids
-    mask                       an explicit 4-D block-diagonal mask
-    padded                     padded rows of the same documents
-    equal_lengths              rows of equal length, without padding
-
-All backends train the same documents in each step to the same loss. They differ in speed only. A
-check is recorded after its verdict. A model that was refused is refused again, and an error in the
-check (out of memory) is no verdict. `PackedSFTTrainer` and `enable_packing` share this guard.
+All backends train the same documents in each step to the same loss. A check is recorded after its
+verdict, so a model that was refused is refused again, and running out of memory is no verdict.
 """
 
 import copy
@@ -101,10 +94,6 @@ class IsolationGuard:
             backend is exact, rows are padded, so that existing TRL code keeps running.
         is_ours: whether `PackedSFTTrainer` runs the model: through TRL's fused LM head, and with
             all ranks at the same backend.
-
-    Attributes:
-        limits: ids and lengths that the model can read.
-        passed: checks that allowed the run, made on the backend in use.
     """
 
     def __init__(
@@ -118,7 +107,7 @@ class IsolationGuard:
     ):
         self.model = model
         self.limits = limits_of(self.base_model)
-        self.passed: list[Passed] = []
+        self.passed: list[Passed] = []  # checks that allowed the run, of the backend in use
         self._results: dict[bool, CheckResult] = {}  # of the backend in use, by training
         self._requested, self._isolation_check = attention, isolation_check
         self._packing_requested, self._is_ours = packing_requested, is_ours
@@ -167,16 +156,12 @@ class IsolationGuard:
         self._use(install_first(self.model, self._resolve(precision)), precision)
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
-        """Return documents that represent a prepared data set, or none if nothing is checked.
+        """Return token ids ``(T,)`` of representative documents; none if nothing is checked.
 
         Args:
-            dataset: documents or packed rows, stored or streamed. Only the first rows of a stream
-                are read. A longer document is added if those to come may cross a length at which
-                the model changes.
+            dataset: documents or packed rows. Of a stream, only the first rows are read, and a
+                longer document is added if one to come may cross a length constant of the model.
             max_length: most tokens of a document of a stream; None if unknown.
-
-        Returns:
-            Token ids ``(T,)`` of each.
 
         Raises:
             ValueError: a stream is empty, or one of its documents exceeds the model's limits.
@@ -241,8 +226,7 @@ class IsolationGuard:
             collator: makes the packed rows, by default a `PackedCollator`.
 
         Raises:
-            NotIsolated: the model cannot run packed documents; or, under
-                ``isolation_check="error"``, no backend that may be used isolates them.
+            NotIsolated: no backend that may be used isolates them.
         """
         precision = precision or self._precision
         assert precision is not None, "no backend was selected"
@@ -251,28 +235,20 @@ class IsolationGuard:
             self._collator = copy.copy(collator)
         if self.covers(documents, training=training, precision=precision):
             return
-        is_selected = precision == self._precision
+        if precision != self._precision:
+            self.select_backend(precision)
         if not self.checks:
-            if not is_selected:
-                self.select_backend(precision)
             self.trust(documents, training=training, precision=precision)
             return
         if self._is_ours:
             all_reduce_max(0)  # ranks begin together: one that raises does not wait long for others
-        choices = self._choices if is_selected else self._resolve(precision)
-        options = {
-            "training": training,
-            "fused_head": self._is_ours,
-            "collator": collator or PackedCollator(),
-        }
+        choices, made_by = self._choices, collator or PackedCollator()
+        options = {"training": training, "fused_head": self._is_ours, "collator": made_by}
         try:
             choice, result = self._first_exact(choices, documents, wrapped, options)
             choice = choice if result else self._accept(choice, result)
         except BaseException:  # not exact, out of memory, interrupted
             install_first(self.model, choices)
-            if not is_selected:  # the first of `choices` was not checked
-                self.forget_checks()
-                self._precision = None
             raise
         if result:
             self._logger.info(str(result))
@@ -327,8 +303,7 @@ class IsolationGuard:
     ) -> tuple[AttentionChoice, CheckResult]:
         """Install the first of `choices` that is exact; return it and its result.
 
-        If none is, the first that can be installed is, with the result of the first whose packed
-        calls failed. The reason of the installed backend says how the others did.
+        If none is, the first that can be installed is, with the first failure.
         """
         failed: list[CheckResult] = []
 
@@ -348,22 +323,15 @@ class IsolationGuard:
         reasons = [f"{c.backend} {_in_short(f)}" for c, f in zip(choices, failed, strict=False)]
         if not result:
             choice, *_ = install_first(self.model, choices)
-            by_backend = (f for f in failed if getattr(f, "by_backend", True))
-            result = next(by_backend, result)
+            result = failed[0] if failed else result
         # The failure of a single backend is what the refusal says itself.
         tells = len(failed) > 1 or bool(result and failed)
         return replace(choice, reason="; ".join(reasons)) if tells else choice, result
 
     def _accept(self, choice: AttentionChoice, result: CheckResult) -> AttentionChoice:
-        """Return the backend to run although none is exact.
+        """Return the backend to run although none is exact, or raise NotIsolated.
 
-        Args:
-            choice: is installed. Its reason lists the failures of all backends, unless the user
-                has named it.
-            result: its failure.
-
-        Raises:
-            NotIsolated: none may be run.
+        The reason of `choice` lists the failures of all backends, unless the user has named it.
         """
         named, name = self._requested != "auto", type(self.base_model).__name__
         fails = result.verdict in ("leaks", "refused")
@@ -380,7 +348,7 @@ class IsolationGuard:
         if isinstance(result, Refusal):
             by = str(choice) if named else "any backend"
             packed = f"{name} cannot run packed documents by {by}: {result}. {remedy}"
-            raise NotIsolated(packed if result.by_backend else str(result))
+            raise NotIsolated(packed if fails else str(result))
         if rope_thresholds(self.base_model):
             remedy += (
                 ", or keep documents on one side of the model's length threshold with max_length"
@@ -402,9 +370,6 @@ def _extremes(documents: Sequence[np.ndarray]) -> tuple[int, int]:
 
 def representative_documents(lengths: np.ndarray) -> list[int]:
     """Return the indices of the shortest, a middling and the longest document, in data-set order.
-
-    Args:
-        lengths: tokens of each document, ``(N,)`` int64, at least one document.
 
     Examples:
         >>> representative_documents(np.array([5, 90, 7, 30, 2]))
@@ -435,9 +400,6 @@ def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[
     """Install the first of `choices` that can be installed; return it and those after it.
 
     A package that was built for another torch fails only when it is imported, which is here.
-
-    Raises:
-        Exception: the error of the last choice, if none can be installed.
     """
     first, *others = choices
     try:
@@ -452,11 +414,7 @@ def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[
 
 
 def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> CheckResult:
-    """Install `choice` and return the result of `check_isolation` with it, with these options.
-
-    Raises:
-        torch.OutOfMemoryError: the check did not fit into memory, which says nothing about leaks.
-    """
+    """Install `choice` and return the result of `check_isolation` with it, with these options."""
 
     def check() -> IsolationReport:
         install_attention(model, choice)
@@ -481,11 +439,7 @@ _PATIENCE = 60.0
 
 
 def worst_of_ranks(result: CheckResult) -> CheckResult:
-    """Return `result`, or a worse one of another rank: ranks that disagree wait for ever.
-
-    Raises:
-        RuntimeError: this rank's forward raised, and the others do not answer.
-    """
+    """Return `result`, or a worse one of another rank: ranks that disagree wait for ever."""
     patience = _PATIENCE if isinstance(result, Refusal) else None
     try:
         worst = all_reduce_max(_FROM_BEST.index(result.verdict), patience=patience)
@@ -493,8 +447,7 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
         if patience is None:
             raise
         raise RuntimeError(
-            f"the isolation check raised {result} on this rank, and the others do not answer: they "
-            "wait for it in a forward of the sharded model"
+            f"the isolation check raised {result} on this rank, and the others do not answer"
         ) from error
     verdict = _FROM_BEST[worst]
     if verdict == result.verdict:
@@ -517,10 +470,8 @@ class Checked:
     """The check of a run on its model, or the reason why there was none.
 
     Attributes:
-        verdict: "isolated", "leaks" or "inconclusive", as in `IsolationReport`; "refused" where the
-            model raised an error; "not checked".
-        reason: why nothing was checked, or why the run goes on although the verdict is not
-            "isolated".
+        verdict: of an `IsolationReport`, "refused" where the model raised `error`, "not checked".
+        reason: why nothing was checked, or why the run goes on although documents may leak.
         evidence: the numbers behind the verdict; None where nothing was measured.
         error: of a model that refuses packed rows.
     """

@@ -45,21 +45,13 @@ class Row(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A document B, and rows in which its outputs must be those of B alone.
+    """A document B, and rows in which its outputs must be those of B alone."""
 
-    Attributes:
-        name: what the report calls it.
-        document: B.
-        at: positions of B that are compared, ``(P,)``.
-        packed: rows that hold B as one of their documents.
-        contaminated: the first of these rows as one document: the effect of a full leak.
-    """
-
-    name: str
+    name: str  # in the report
     document: Document
-    at: np.ndarray
-    packed: list[Row]
-    contaminated: list[Row]
+    at: np.ndarray  # positions of B that are compared, ``(P,)``
+    packed: list[Row]  # with B as one of their documents
+    contaminated: list[Row]  # the first of these rows as one document: the effect of a full leak
 
 
 def probes(
@@ -68,15 +60,10 @@ def probes(
     max_length: int,
     thorough: bool = False,
 ) -> list[Probe]:
-    """Return the probes for a run on `documents`.
+    """Return the probes for a run on `documents`; `check_isolation` has the arguments.
 
-    Args:
-        model: the model to probe.
-        documents: token ids ``(T,)`` of documents of the run. Without them, probes cross every
-            length constant of the model below `max_length`.
-        max_length: in tokens.
-        thorough: add documents of similar length beside each other, which padded rows put into one
-            forward. Sparse attention that selects keys by an index fails there, on some contents.
+    `thorough` adds documents of similar length, which padded rows put into one forward. Sparse
+    attention that selects keys by an index fails there, on some contents.
     """
     draw = random_tokens(model, np.random.default_rng(0))
     positions = learned_positions(model) or max_length + _ROOM
@@ -126,13 +113,9 @@ def _alike(draw: Draw, length: int, room: int) -> list[Probe]:
 
 
 def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
-    """Return a probe of a document behind others.
+    """Return a probe of the document `ids` behind those `before` it in each row.
 
-    Args:
-        name: of the probe.
-        before: token ids of the documents before it, in each row.
-        ids: its own.
-        room: most tokens of a contaminated row, within the positions that the model has learned.
+    A contaminated row has at most `room` tokens, within the positions that the model has learned.
     """
     document, at = {"input_ids": ids}, _at_both_ends(np.arange(len(ids)))
     packed = [
@@ -155,9 +138,7 @@ def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Pro
         shared         [P · B, P · C]     in one row, computed as P, B, C; also with another C
         contaminated   [P · C · B]        as one document
 
-    Args:
-        model: reads the tokens.
-        documents: of the run; the longest is cut into a prefix and a branch.
+    The longest of the documents is cut into a prefix and a branch.
     """
     draw = random_tokens(model, np.random.default_rng(0))
     prefix, branch = draw(29), draw(17)
@@ -193,8 +174,7 @@ def _sharing(
 def longest_alone(model: Any) -> int:
     """Return the tokens of the longest document that the model's native attention runs alone.
 
-    Eager attention holds the scores of every head, T × T: gpt-oss would need 79 GiB for 16K tokens,
-    which its packed rows do not.
+    Eager attention holds scores T × T of every head: gpt-oss would need 79 GiB for 16K tokens.
     """
     if native_implementation(model) != "eager":
         return sys.maxsize
@@ -207,10 +187,7 @@ def longest_alone(model: Any) -> int:
 
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Draw:
-    """Return a function that draws a number of tokens which `model` can read and predict.
-
-    It draws fewer tokens where the model has learned fewer positions.
-    """
+    """Return a function that draws tokens for `model`, at most as many as it has positions."""
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     size = getattr(embeddings, "num_embeddings", None) or next(
         (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2

@@ -66,8 +66,13 @@ class RunCollators:
             padded: logits are requested, of one row for each document.
         """
         if padded:
-            collator = WeightedPaddedCollator(self.padded, self.options.loss_weighting)
-            return collator if self.packed.images is None else self.packed.images.padded(collator)
+            if self.packed.images is not None:
+                raise ValueError(
+                    "compute_metrics and predict() get the logits of padded rows, which a run that "
+                    "packs images does not make; set prediction_loss_only=True to predict, or use "
+                    "TRL's SFTTrainer"
+                )
+            return WeightedPaddedCollator(self.padded, self.options.loss_weighting)
         if self.packed.static_shapes is None:
             return self.packed.replaced(shares_prefixes=self._shares_in_evaluation)
         if self.sampling.eval_packing:

@@ -8,26 +8,14 @@
                        0 1 2 2 3 3 4      0 1 2      0 1 1 3       height
                        0 1 2 3 2 3 4      0 1 2      0 1 2 3       and width
 
-Vision towers keep images apart by their sizes. The text model keeps documents apart by the
-boundaries of the row. The model's `get_rope_index` makes positions for each document alone; on the
-whole row, they would run on from one document to the next. transformers passes all unknown
-arguments of a call on to the tower, whose attention would take the boundaries of the text for those
-of its patches; it is called without them.
-
-Ranks of FSDP and DeepSpeed gather the tower's parameters together, and reduce its gradients
-together; so do ranks of DDP that do not look for unused parameters. All ranks must therefore call
-the tower in each micro-batch:
-
-    rank 0    [a a i i i a | b b]            an image of document a
-    rank 1    [c c c | d d d d | i i]        a blank image, as a masked document behind the others
-
-No token of a blank image is trained, so its gradients are zeros.
+The model's `get_rope_index` makes positions for each document alone; on the whole row, they would
+run on from one document to the next. Where ranks wait for each other in the tower, a row without
+images gets a blank one, as a masked document behind the others, whose gradients are zeros.
 """
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,16 +26,12 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.attention.state import all_reduce_max
 from trl_packing.documents.host_row import BOUNDARIES, host_row
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, IMAGE_ROW, TOKEN_WEIGHTS
+from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.vision.images import ImageError, ImageStore
 from trl_packing.vision.sizes import feature_id, placeholder_token
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
-
-#: A document of the isolation check brings its images itself: a list for each row of the user that
-#: it is made of, because some processors cut an image that is alone in its row into more tiles.
-IMAGES = "images"
 
 Images = list["PillowImage.Image"]
 
@@ -96,7 +80,11 @@ class ImageBatches:
         """
         images = [self._images(document) for document in documents]
         pixels = self._pixels(documents, images)
-        made, types = self._inputs(pixels, input_ids)
+        made = {name: value for name, value in pixels.items() if name in self.inputs}
+        if self.positions is None and not self.inputs & {*_TOKEN_TYPES}:
+            return made
+        types_of = self.processor.create_mm_token_type_ids
+        types = [torch.tensor(types_of([ids.tolist()])[0]) for ids in input_ids]
         made |= {name: torch.cat(types)[None] for name in _TOKEN_TYPES if name in self.inputs}
         if self.positions is not None:
             counts = [sum(map(len, rows)) for rows in images]
@@ -111,43 +99,14 @@ class ImageBatches:
             made["position_ids"] = torch.cat(positions, dim=-1)
         return made
 
-    def padded(self, collator: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-        """Return a collator of padded rows with images, one for each document.
-
-        Args:
-            collator: makes padded rows of the tokens.
-        """
-        return partial(self._padded_rows, collator)
-
-    def _padded_rows(
-        self, collator: Callable[[Any], dict[str, Any]], documents: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        names = (IMAGE_IDS, IMAGE_ROW)
-        batch = collator([{k: v for k, v in d.items() if k not in names} for d in documents])
-        blanks = self.blanks(documents)
-        for blank in blanks:
-            batch = _behind_first_row(batch, blank["input_ids"])
-        ids = batch["input_ids"].long()  # positions get its dtype, and some models need int64
-        documents = blanks or documents
-        pixels = self._pixels(documents, [self._images(document) for document in documents])
-        made, types = self._inputs(pixels, ids.numpy())  # the model makes its positions
-        made |= {name: torch.stack(types) for name in _TOKEN_TYPES if name in self.inputs}
-        return {**batch, "input_ids": ids, **made}
-
-    def _inputs(
-        self, pixels: Mapping[str, Tensor], rows: Iterable[np.ndarray]
-    ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the tensors of images that the model takes, and the types of tokens in rows."""
-        made = {name: value for name, value in pixels.items() if name in self.inputs}
-        if self.positions is None and not self.inputs & {*_TOKEN_TYPES}:
-            return made, []
-        types_of = self.processor.create_mm_token_type_ids
-        return made, [torch.tensor(types_of([ids.tolist()])[0]) for ids in rows]
-
     def _images(self, document: Mapping[str, Any]) -> list[Images]:
-        """Return the images of a document, by row of the user; rows without images are left out."""
-        if IMAGES in document:
-            return [list(row) for row in document[IMAGES] if row]
+        """Return the images of a document, by row of the user; rows without images are left out.
+
+        A document of the isolation check brings its images, a list for each row that it is made of:
+        some processors cut an image that is alone in its row into more tiles.
+        """
+        if "images" in document:
+            return [list(row) for row in document["images"] if row]
         numbers = _numbers(document)
         return [self.store.load(int(document[IMAGE_ROW]), numbers)] if len(numbers) else []
 
@@ -156,27 +115,23 @@ class ImageBatches:
     ) -> dict[str, Tensor]:
         """Return the output of the processor for the images of all documents.
 
-        Raises ImageError naming the first document whose images are refused, or have another number
-        of tokens than the document.
+        Raises ImageError naming documents, if it refuses one or makes other tokens than planned.
         """
         rows = [row for of_document in images for row in of_document]
         if not rows:
             return {}
         try:
-            output = self._processed(rows)
+            output = self.processor(
+                images=rows,
+                text=[placeholder_token(self.processor) * len(row) for row in rows],
+                add_special_tokens=False,
+                padding=True,
+                return_tensors="pt",
+            )
         except Exception as error:  # processors raise all kinds of errors
-            for document, of_document in zip(documents, images, strict=True):
-                try:
-                    for row in of_document:
-                        self._processed([row])
-                except Exception as own:
-                    modes = ", ".join(sorted({image.mode for row in of_document for image in row}))
-                    raise ImageError(
-                        f"the processor refuses the images (mode {modes}) of "
-                        f"{self._name(document)}: {own}; convert or remove them"
-                    ) from own
+            names = [self._name(d) for d, found in zip(documents, images, strict=True) if found]
             raise ImageError(
-                f"the processor refuses the images of a micro-batch: {error}"
+                f"the processor refuses images of {', '.join(names)}: {error}; convert or remove it"
             ) from error
         feature, made = feature_id(self.processor), iter(output.pop("input_ids"))
         for document, of_document in zip(documents, images, strict=True):
@@ -190,15 +145,6 @@ class ImageBatches:
                 )
         return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
 
-    def _processed(self, rows: Sequence[Images]) -> Any:
-        return self.processor(
-            images=rows,
-            text=[placeholder_token(self.processor) * len(row) for row in rows],
-            add_special_tokens=False,
-            padding=True,
-            return_tensors="pt",
-        )
-
     def _name(self, document: Mapping[str, Any]) -> str:
         row = int(document.get(IMAGE_ROW, -1))  # documents of text may have no row with images
         return "a document" if row < 0 else self.store.name_of(row)
@@ -206,10 +152,7 @@ class ImageBatches:
     def _positions(self, ids: Tensor, types: Tensor, grids: Tensor) -> Tensor:
         """Return the positions of a document ``(4, 1, T)`` int64; the first row counts its tokens.
 
-        Args:
-            ids: its tokens ``(T,)``.
-            types: 1 on image tokens, else 0, ``(T,)``.
-            grids: time, height and width of each image in patches, ``(images, 3)``.
+        `types` are 1 on image tokens, else 0, ``(T,)``; `grids` are in patches, ``(images, 3)``.
         """
         text = torch.arange(len(ids))[None, None]
         if not len(grids):
@@ -228,21 +171,8 @@ def _numbers(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _num_images(document: Mapping[str, Any]) -> int:
-    images = document.get(IMAGES)
+    images = document.get("images")
     return len(_numbers(document)) if images is None else sum(map(len, images))
-
-
-def _behind_first_row(batch: Mapping[str, Any], tokens: np.ndarray) -> dict[str, Any]:
-    """Return padded rows with masked `tokens` behind those of the first row, and its padding."""
-    fills = {"attention_mask": 0, "labels": IGNORE_INDEX, TOKEN_WEIGHTS: 0}
-    made = dict(batch)
-    for name, values in batch.items():
-        behind = values[:, -1:].repeat(1, len(tokens))  # tokens of text, and sources
-        if name in fills:
-            behind.fill_(fills[name])
-        made[name] = torch.cat([values, behind], dim=1)
-    made["input_ids"][0, -len(tokens) :] = torch.from_numpy(tokens)
-    return made
 
 
 def _without_weights(module: nn.Module) -> Any:
@@ -263,7 +193,8 @@ _SIZES = ((32, 32), (32, 128), (128, 32))
 def ranks_wait_for_tower(trainer: Any) -> bool:
     """Return whether a rank that does not call the tower would stop the other ranks.
 
-    Raises ValueError if blank images would then take part in the balance of experts.
+    They gather its parameters, or reduce its gradients, together. Raises ValueError if blank images
+    would take part in the balance of experts.
     """
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     waits = trainer.args.world_size > 1 and (
@@ -271,8 +202,8 @@ def ranks_wait_for_tower(trainer: Any) -> bool:
     )
     if waits and trainer.aux_loss_enabled:
         raise ValueError(
-            "rows without images get a blank one where ranks wait for each other, which would take "
-            "part in the balance of experts; set router_aux_loss_coef=0.0"
+            "rows without images get a blank one on several ranks, which would take part in the "
+            "balance of experts; set router_aux_loss_coef=0.0"
         )
     return waits
 
@@ -327,7 +258,10 @@ _DROPPED = frozenset(BOUNDARIES) - {"position_ids"}  # a tower may have position
 
 
 def hide_boundaries(model: Any) -> None:
-    """Call the vision towers of `model` without the boundaries of documents, from now on."""
+    """Call the vision towers of `model` without the boundaries of documents, from now on.
+
+    transformers passes unknown arguments on to the tower, which would take them for its patches'.
+    """
     base = unwrap_peft(model)
     config = getattr(base.config, "vision_config", None)
     for module in base.modules():

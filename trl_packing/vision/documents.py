@@ -5,9 +5,8 @@
     input_ids    11  12  13  99 99 99 99  14 15 …      runs in full length
     image_ids     0   0   0   1  1  1  1   0  0 …      number of the image in the row
 
-The tokens and labels are those that TRL's collator for images computes, unless `train_on` chooses
-other labels. A few rows of each data set are run through that collator with their pixels, and a
-difference is an error.
+Tokens and labels are those of TRL's collator for images, unless `train_on` chooses other labels. It
+processes a few rows of each data set with their pixels, and a difference is an error.
 """
 
 import re
@@ -32,7 +31,6 @@ from trl_packing.documents.labels import (
     IGNORE_INDEX,
     IMAGE_IDS,
     IMAGE_ROW,
-    SEQ_LENGTHS,
     TOKEN_WEIGHTS,
     document_columns,
 )
@@ -65,8 +63,7 @@ def documents_with_images(
         name: of the data set, for messages.
 
     Raises:
-        ValueError: naming the row, for what cannot be rendered or tokenized; or the processor makes
-            other tokens of the pixels than of the sizes.
+        ValueError: naming the row, which cannot be rendered, or has other tokens by its pixels.
     """
     processor = rules.processing_class
     own = processor.chat_template
@@ -111,11 +108,9 @@ def documents_with_images(
         for column in compared:
             tokens, ours = expected[column][0].tolist(), documents[number][column]
             if tokens != ours:
-                found = len(tokens) if len(tokens) != len(ours) else "other"
                 raise ValueError(
-                    f"row {number} of the {name} dataset has {len(ours)} {column} by its image "
-                    f"sizes, but {type(processor).__name__} makes {found} of its pixels, so its "
-                    f"images cannot be packed; {WAY_OUT}"
+                    f"row {number} of the {name} dataset has other {column} by its image sizes "
+                    f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
                 )
     patches = [sum(learned[key].patches for key in keys_of(of_row)) for of_row in sizes]
     return documents, np.array([[*map(len, sizes)], patches], np.int64).T
@@ -123,11 +118,6 @@ def documents_with_images(
 
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings and columns that rows with images cannot serve."""
-    if SEQ_LENGTHS in dataset.column_names:
-        raise ValueError(
-            f"rows of the {name} dataset are packed already (seq_lengths) and have images; pass "
-            "the documents"
-        )
     options = rules.options
     names = ("prompt_template", "response_template", "static_shapes", "append_eos")
     refused = {setting: getattr(options, setting) for setting in names}
@@ -146,11 +136,7 @@ def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
 
 
 def keys_of(sizes: np.ndarray) -> list[Size]:
-    """Return the keys of the placeholders of a row's images.
-
-    Args:
-        sizes: their heights and widths, ``(images, 2)``.
-    """
+    """Return the keys of a row's images by their heights and widths, ``(images, 2)``."""
     return [(int(height), int(width), min(len(sizes), 2)) for height, width in sizes]
 
 
@@ -166,26 +152,16 @@ def _learn(
         placeholders.learn(found)
     except ValueError:
         for size, row in found.items():
-            try:
+            with _naming(row, name, f"an image of {size[1]} × {size[0]} pixels is refused: "):
                 placeholders.learn([size])
-            except ValueError as error:
-                raise ValueError(
-                    f"row {row} of the {name} dataset has an image of {size[1]} × {size[0]} "
-                    f"pixels, which the processor refuses ({error}); remove the row or resize it"
-                ) from error
     return {size: placeholders.of(size) for size in found}
 
 
-def _spread(sizes: Sequence[np.ndarray]) -> list[int]:
-    """Return the numbers of a few rows: with the most images, the smallest one, and the first.
-
-    Of rows without images, these are the first, the last, and the one between them.
-    """
-    areas = [int(of_row.prod(axis=1).max(initial=0)) for of_row in sizes]
-    if not any(areas):
-        return sorted({0, len(sizes) // 2, len(sizes) - 1} & {*range(len(sizes))})
-    most = int(np.argmax([len(of_row) for of_row in sizes]))
-    return sorted({0, most, int(np.argmin([area or np.inf for area in areas]))})
+def _spread(sizes: Sequence[np.ndarray]) -> set[int]:
+    """Return the numbers of a few rows: with the most images, with the smallest, and others."""
+    areas = [int(of_row.prod(axis=1).max(initial=0)) or np.inf for of_row in sizes]
+    found = {0, len(sizes) // 2, len(sizes) - 1, int(np.argmin(areas))}
+    return found | {int(np.argmax([len(of_row) for of_row in sizes]))}
 
 
 def _tokenize_batch(
@@ -223,38 +199,27 @@ def _tokenize_batch(
 
 
 @contextmanager
-def _naming(row: int, name: str) -> Iterator[None]:
+def _naming(row: int, name: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-        raise ValueError(f"row {row} of the {name} dataset: {error}") from error
+        raise ValueError(f"row {row} of the {name} dataset: {what}{error}") from error
 
 
 # --- one row --------------------------------------------------------------------------------------
 
 
 class ImageText(NamedTuple):
-    """A text with the placeholders of the model, every run of feature tokens as one token.
-
-    Attributes:
-        rendered: the text, and what is trained of it.
-        runs: image and number of tokens of each run; images count from 1.
-    """
+    """A text with the placeholders of the model, every run of feature tokens as one token."""
 
     rendered: Rendered
-    runs: list[tuple[int, int]]
+    runs: list[tuple[int, int]]  # image, from 1, and number of tokens of each run
 
 
 def _texts_of(
     row: Mapping[str, Any], placeholders: Sequence[Placeholder], row_format: RowFormat, token: str
 ) -> list[ImageText]:
-    """Return the texts of a row whose images have these placeholders: one, or two.
-
-    TRL tokenizes a prompt and its completion apart.
-
-    Raises:
-        ValueError: the row cannot be rendered, or has another number of placeholders.
-    """
+    """Return the text of a row with these placeholders; prompt and completion apart, as TRL."""
     row = _with_image_parts(row, len(placeholders))
     splits = row_format.train_on is None and row.get("completion") is not None
     form = replace(row_format, completion_only=True) if splits else row_format
@@ -285,11 +250,7 @@ def _texts_of(
 def _in_full_length(
     text: ImageText, tokenized: Tokenized, feature_id: int, token: str
 ) -> list[np.ndarray]:
-    """Return ids, weights and images of a text, every run of feature tokens in full, ``(T,)`` each.
-
-    Raises:
-        ValueError: it has feature tokens that belong to no image.
-    """
+    """Return ids, weights and images of a text, every run of feature tokens in full, ``(T,)``."""
     ids, weights = np.asarray(tokenized.input_ids, np.int64), tokenized.weights
     at = np.flatnonzero(ids == feature_id)
     if len(at) != len(text.runs):
@@ -304,11 +265,7 @@ def _in_full_length(
 
 
 def _with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
-    """Return a row whose messages have lists of parts as contents, as TRL passes them to templates.
-
-    Raises:
-        ValueError: the parts and the number of images differ, or a part is neither.
-    """
+    """Return a row whose messages have lists of parts as contents, as TRL makes them."""
     row = dict(row)
     images: list[Any] = [{}] * num_images  # of the first conversation
     for name in (name for name in _MESSAGES if isinstance(row.get(name), list)):
@@ -329,8 +286,7 @@ def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
             if part.get("type") not in ("text", "image") or others:
                 raise ValueError(
                     f"a message has a part of type {part.get('type')!r} with {sorted(part)}; only "
-                    "text and images can be trained here: put images into a column 'images', and "
-                    "leave {'type': 'image'} in the message"
+                    "text and images of a column 'images' can be trained here"
                 )
         message["content"] = parts
     return message
@@ -352,15 +308,9 @@ def _expanded(part: Rendered, token: str, placeholders: Sequence[Placeholder]) -
 
 
 class ImageTokens(NamedTuple):
-    """Tokens ``[start, stop)`` of a document that stand for an image, separators included.
+    """Tokens ``[start, stop)`` of a document that stand for an image, separators included."""
 
-    Attributes:
-        image: number of the image in the user's row, from 0.
-        start: its first token in the document.
-        stop: the token after its last one.
-    """
-
-    image: int
+    image: int  # its number in the user's row, from 0
     start: int
     stop: int
 

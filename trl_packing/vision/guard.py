@@ -1,16 +1,11 @@
 """The isolation guard of a run with images: it also probes with the run's own images.
 
     text probes     as in any run; image tokens are replaced by ordinary ones
-    image probes    documents with one image, with several and with none, each after another one,
-                    and after the same one with other pixels
+    image probes    documents with one image, with several and with none: [A, B] also with other
+                    images in A, and with B first
 
-    alone           [B]           without packing: ids, pixels, the model's own positions
-    packed          [A, B]        as in training; also with other images in A, and B first
-    contaminated    [A · B]       the same row as one document: the effect of a full leak
-
-A backend must pass both. If it fails with images, the next backend is tried, as for text. One that
-computes another attention between the tokens of one image than the model does (Gemma 3: both ways)
-differs from the document alone, and fails too.
+A backend must pass both. One that computes another attention between the tokens of one image than
+the model does (Gemma 3: both ways) differs from the document alone, and fails too.
 """
 
 from collections.abc import Sequence
@@ -20,15 +15,13 @@ import numpy as np
 from torch import nn
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
-from trl_packing.attention.model_facts import text_config, unwrap_model
+from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
-from trl_packing.isolation.check import CheckResult, IsolationReport, check_probes
-from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.isolation.check import CheckResult
+from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.isolation.probes import Document, Probe, Row, random_tokens
-from trl_packing.packing.collator import PackedCollator
-from trl_packing.vision.batch import parameters_of_images
-from trl_packing.vision.documents import images_of
+from trl_packing.vision.documents import WAY_OUT, images_of
 from trl_packing.vision.images import ImageStore
 
 _MOST_POSITIONS = 64
@@ -36,24 +29,15 @@ _SEARCHED = 1_000  # shortest documents with images, among which those of the ch
 
 
 class ImageGuard(IsolationGuard):
-    """An `IsolationGuard` that checks documents with images, too.
-
-    Args:
-        model: as for `IsolationGuard`, like the options.
-        store: the image files of the run.
-
-    Raises:
-        ValueError: the check is off, but the model needs it to find an exact backend.
-    """
+    """An `IsolationGuard` that checks documents with images, too; options as there."""
 
     def __init__(self, model: nn.Module, store: ImageStore, **options: Any):
         # Padded rows of the text part would not match the images of the whole row.
         super().__init__(model, **options | {"packing_requested": True})
         if self._isolation_check == "off" and _opens_images(self.base_model):
             raise ValueError(
-                f"isolation_check='off' with images on {self.base_model.config.model_type}, whose "
-                "tokens of an image see each other in both directions: only the check finds an "
-                "attention backend that is exact with them; leave isolation_check out"
+                f"isolation_check='off' with images on {self.base_model.config.model_type}: only "
+                "the check finds a backend that is exact with them; leave isolation_check out"
             )
         self.store = store
         self._with_images: list[dict[str, Any]] = []
@@ -64,16 +48,16 @@ class ImageGuard(IsolationGuard):
         if self._isolation_check != "off" and IMAGE_ROW in (dataset.column_names or ()):
             self._with_images = documents_to_check(dataset, self.store)
         draw = random_tokens(self.base_model, np.random.default_rng(0))
-        ids = self._image_token_ids()
-        return [
-            np.where(np.isin(document, ids), draw(len(document)), document)
-            for document in documents
-        ]
+        fields = vars(self.base_model.config).items()
+        ids = [v for k, v in fields if k.endswith(("token_id", "token_index")) and type(v) is int]
+        return [np.where(np.isin(d, ids), draw(len(d)), d) for d in documents]
 
-    def _image_token_ids(self) -> list[int]:
-        config = self.base_model.config
-        names = [name for name in vars(config) if name.endswith(("token_id", "token_index"))]
-        return [v for name in names if isinstance(v := getattr(config, name), int)]
+    def ensure(self, *arguments: Any, **options: Any) -> None:
+        """Do what `IsolationGuard` does, and name the way out in its error."""
+        try:
+            super().ensure(*arguments, **options)
+        except NotIsolated as error:
+            raise NotIsolated(f"{error}; {WAY_OUT}") from error
 
     def probes(self, documents: Sequence[np.ndarray], *, thorough: bool) -> list[Probe]:
         """Return probes of text, and of the documents with images."""
@@ -98,10 +82,6 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
     """Return short documents with one image, with several and with none, with their images.
 
     A data set whose documents have equal numbers of images gives two of them.
-
-    Args:
-        dataset: prepared documents.
-        store: the image files of the run.
     """
     documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
     order = np.argsort(documents.lengths(), kind="stable")
@@ -112,11 +92,8 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
     kinds = [short[several], short[~several]]
     most = 1 if all(map(len, kinds)) else 2
     chosen = np.concatenate([numbers[:most] for numbers in kinds])
-    if not len(chosen):
-        return []
-    return [
-        _with_pixels(dataset, number, store) for number in [*chosen.tolist(), *without[:1].tolist()]
-    ]
+    numbers = [*chosen, *without[:1]] if len(chosen) else []
+    return [_with_pixels(dataset, int(number), store) for number in numbers]
 
 
 def _with_pixels(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:
@@ -127,36 +104,8 @@ def _with_pixels(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]
     return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}
 
 
-# --- the check ------------------------------------------------------------------------------------
-
-
-def check_images(
-    model: nn.Module, documents: Sequence[Document], *, collator: PackedCollator, **options: Any
-) -> IsolationReport:
-    """Return whether documents with images affect each other on `model`.
-
-    Args:
-        model: called as a training step calls it; packed calls run by the installed backend.
-        documents: with `input_ids` and decoded `images` (`batch.IMAGES`), of which some may have
-            none; at least one.
-        collator: makes the rows.
-        options: of `check_probes`. With `gradients`, those of the tower with its projector and
-            those of the text model are compared apart.
-
-    Raises:
-        Exception: any error that the model raises against a row with images.
-    """
-    return check_probes(
-        model,
-        image_probes(documents),
-        collator=collator,
-        apart=list(parameters_of_images(unwrap_model(model))),
-        **options,
-    )
-
-
 def image_probes(documents: Sequence[Document]) -> list[Probe]:
-    """Return a probe of each document, behind another one."""
+    """Return a probe of each document, with its `images`, behind another one."""
     return [_probe(*pair) for pair in zip([*documents[1:], *documents[:1]], documents, strict=True)]
 
 
@@ -175,7 +124,8 @@ def _probe(before: Document, document: Document) -> Probe:
         images = [*other["images"], *document["images"]]
         return Row([{"input_ids": ids, "images": images}], len(ids) - size + at)
 
-    name = f"{_count(document)} image(s) after {_count(before)}"
+    count, others_count = (sum(map(len, d["images"])) for d in (document, before))
+    name = f"{count} image(s) after {others_count}"
     return Probe(name, document, at, [place(row) for row in rows], [one(x) for x in others])
 
 
@@ -189,7 +139,3 @@ def _with_other_images(document: Document) -> Document:
         for row in document["images"]
     ]
     return {**document, "images": images}
-
-
-def _count(document: Document) -> int:
-    return sum(map(len, document["images"]))

@@ -23,7 +23,6 @@ from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
 
-_FIRST_ROWS = 20
 _ORIENTATION = 0x0112  # EXIF tag; values from 5 exchange width and height
 _NO_SIZES = np.zeros((0, 2), np.int64)
 
@@ -35,17 +34,11 @@ class ImageError(ValueError):
 
 
 class Source(NamedTuple):
-    """The images of a data set.
+    """The images of a data set."""
 
-    Attributes:
-        files: one column, of files or of lists of them; None if no row has an image.
-        name: of the data set, for messages.
-        first: number of its first row in the run.
-    """
-
-    files: Dataset | None
-    name: str
-    first: int
+    files: Dataset | None  # one column, of files or of lists of them; None if no row has an image
+    name: str  # for messages
+    first: int  # number of its first row in the run
 
 
 class ImageStore:
@@ -64,18 +57,15 @@ class ImageStore:
             name: of the data set, for messages.
 
         Raises:
-            ValueError: it has both columns, or the column holds no images.
+            ValueError: it has both columns, or tokens, or the column holds no images.
             ImageError: an image is missing or cannot be read, naming the row.
         """
         found = [column for column in IMAGE_COLUMNS if column in dataset.column_names]
-        if len(found) == 2:
+        columns = dataset.column_names
+        if len(found) == 2 or (found and (found == columns or "input_ids" in columns)):
             raise ValueError(
-                f"the {name} dataset has the columns 'image' and 'images'; remove one of them"
-            )
-        if found == dataset.column_names:
-            raise ValueError(
-                f"the {name} dataset has images but no text; give it messages, or prompts and "
-                "completions"
+                f"the {name} dataset has the columns {columns}; give 'image' or 'images' beside "
+                "text or messages, not tokens"
             )
         files, sizes, first = None, [_NO_SIZES] * len(dataset), len(self._sizes)
         if found:
@@ -83,9 +73,8 @@ class ImageStore:
                 files = _files_of(dataset, found[0])
             except (TypeError, ValueError, pa.ArrowException) as error:
                 raise ValueError(
-                    f"the column {found[0]!r} of the {name} dataset holds "
-                    f"{dataset.features[found[0]]}, but images are PIL images, paths or bytes, one "
-                    "or a list of them in each row"
+                    f"{found[0]!r} of the {name} dataset holds {dataset.features[found[0]]}; "
+                    "images are PIL images, paths or bytes, one or a list of them in each row"
                 ) from error
             sizes = []
             for row, values in enumerate(files):
@@ -101,14 +90,9 @@ class ImageStore:
         return self._sizes[row]
 
     def load(self, row: int, chosen: np.ndarray | None = None) -> list["PillowImage.Image"]:
-        """Return the images of a row, decoded as `datasets` decodes them.
+        """Return the images of a row, or those `chosen`, as `datasets` decodes them.
 
-        Args:
-            row: its number in the run.
-            chosen: numbers of the images in the row; None for all of them.
-
-        Raises:
-            ImageError: an image cannot be decoded, naming the row.
+        Raises ImageError naming the row, if one cannot be decoded.
         """
         source = self._source_of(row)
         files = [] if source.files is None else _files(source.files[row - source.first])
@@ -125,22 +109,6 @@ class ImageStore:
 
     def _source_of(self, row: int) -> Source:
         return next(source for source in reversed(self._sources) if source.first <= row)
-
-
-def holds_addresses(dataset: Dataset) -> bool:
-    """Return whether the first images of a data set are addresses (https://, s3://), not files.
-
-    Their sizes are not known without a download.
-    """
-    for name in (column for column in IMAGE_COLUMNS if column in dataset.column_names):
-        try:
-            rows = _files_of(dataset.take(min(len(dataset), _FIRST_ROWS)), name)
-        except (TypeError, ValueError, pa.ArrowException):  # `take` refuses it by name
-            continue
-        files = [file for row in rows for file in _files(row) if file and file["bytes"] is None]
-        if any("://" in (file["path"] or "") for file in files):
-            return True
-    return False
 
 
 def _files_of(dataset: Dataset, column: str) -> Dataset:
@@ -169,7 +137,7 @@ def _reading(file: File | None, image: int, row: int, dataset: str) -> Iterator[
     # Damaged EXIF data raise the last two.
     except (OSError, SyntaxError, DecompressionBombError, ValueError, struct.error) as error:
         raise ImageError(
-            f"{where} cannot be read ({str(error)[:200]}); replace it, or remove the row"
+            f"{where} cannot be read ({str(error)[:200]}); give a file, or remove the row"
         ) from error
 
 
@@ -184,8 +152,7 @@ def _size(file: File | None, image: int, row: int, dataset: str) -> tuple[int, i
         ) as opened,
     ):
         width, height = opened.size
-        # TIFF's size is turned already. The method is that of the base class: PNG's would
-        # decode the whole image to look behind its pixels.
+        # TIFF's size is turned already. PNG's own method would decode the whole image.
         turns = opened.format != "TIFF"
         turns = turns and PillowImage.Image.getexif(opened).get(_ORIENTATION, 1) >= 5
     return (width, height) if turns else (height, width)

@@ -8,8 +8,7 @@ Whether its rows are packed is decided when the trainer is built (support.py).
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,14 @@ from datasets import Dataset
 from transformers import ProcessorMixin
 from trl import SFTTrainer
 
-from trl_packing.config import PackingOptions
 from trl_packing.data.rules import Rules
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
-from trl_packing.isolation.guard import IsolationGuard, NotIsolated
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.sampler import ImageLoads
 from trl_packing.vision.batch import ImageBatches, StillTower, hide_boundaries, ranks_wait_for_tower
-from trl_packing.vision.documents import WAY_OUT, check_settings, documents_with_images
+from trl_packing.vision.documents import check_settings, documents_with_images
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.images import ImageStore
 from trl_packing.vision.sizes import Placeholders, patch_size_of
@@ -40,16 +38,10 @@ from trl_packing.vision.support import (
 
 
 class RunImages:
-    """Prepares data sets with images, and makes the tensors of their micro-batches.
-
-    Attributes:
-        packs: whether the training set has images that are packed; the other methods do nothing
-            if not.
-        store: the image files.
-    """
+    """Prepares data sets with images, and makes the tensors of their micro-batches."""
 
     def __init__(self) -> None:
-        self.packs = False
+        self.packs = False  # whether the training set has images that are packed
         self.store = ImageStore()
         self._loads = np.zeros((0, 2), np.int64)  # images and patches, by the number of the row
         self._patch_size = 0
@@ -57,7 +49,7 @@ class RunImages:
         self._tower: StillTower | None = None
 
     def why_not_packed(
-        self, model: Any, train: Any, evaluated: Any, args: Any, processor: Any
+        self, model: Any, train: Any, evaluated: Any, args: Any, processor: Any, scores: Any = None
     ) -> str | None:
         """Return why a training set with images takes TRL's path, or None if it is packed.
 
@@ -67,15 +59,18 @@ class RunImages:
             evaluated: the evaluation sets, which may be None.
             args: settings of the run, which may be None.
             processor: the user's, which may be None.
+            scores: `compute_metrics`, which may be None.
 
         Raises:
-            ValueError: TRL cannot train these data sets either.
+            ValueError: a set has videos or audio.
         """
         sets = [*named_sets(train, "train"), *named_sets(evaluated, "eval")]
         for name, dataset in sets:
             if isinstance(dataset, Dataset):
                 check_no_other_media(dataset, name)
         reason = why_not_packed(model, [dataset for _, dataset in sets], args, processor)
+        if scores is not None:
+            reason = reason or "compute_metrics needs the logits of padded rows with images"
         self.packs = reason is None
         if self.packs:
             self._takes_texts = isinstance(train, dict)
@@ -83,10 +78,7 @@ class RunImages:
         return reason
 
     def loads(self, documents: ArrowDocuments) -> ImageLoads | None:
-        """Return images, image tokens and patches of documents; None if they have none.
-
-        A document has all images of its row.
-        """
+        """Return images, image tokens and patches of documents; None if they have none."""
         if not self.packs or IMAGE_IDS not in documents.columns:
             return None
         stored = documents.dataset.data.column(IMAGE_ROW).to_numpy()
@@ -99,19 +91,11 @@ class RunImages:
         )
         return ImageLoads(loads[:, 0], tokens, loads[:, 1])
 
-    def check_options(self, options: PackingOptions) -> None:
-        """Raise ValueError for a setting that only data sets with images have."""
-        if options.max_patches is not None and not self.packs:
-            raise ValueError(
-                f"max_patches={options.max_patches} limits the images of a bin, but the training "
-                "set has no images; leave it out"
-            )
-
     def take(self, dataset: Any, name: str) -> Any:
-        """Return `dataset` with numbers in place of its images; without images, as it is.
+        """Return `dataset` with numbers in place of its images, which TRL would refuse to pack.
 
-        TRL would refuse to pack images that it sees. In a run on a dictionary of data sets,
-        conversations without images become rows that have none, so that settings apply to both.
+        In a dictionary, conversations without images become rows that have none, so that settings
+        apply to both.
         """
         if isinstance(dataset, dict):
             return {key: self.take(value, key) for key, value in dataset.items()}
@@ -132,21 +116,8 @@ class RunImages:
             return IsolationGuard(model, **options)
         return ImageGuard(model, self.store, **options)
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Name the way out in the error of a check of rows with images."""
-        try:
-            yield
-        except NotIsolated as error:
-            if not self.packs:
-                raise
-            raise NotIsolated(f"{error}; {WAY_OUT}") from error
-
     def add_to(self, collator: PackedCollator, trainer: SFTTrainer) -> PackedCollator:
-        """Return `collator`, with the tensors of images in its rows if the run has images.
-
-        The tower of the model then never sees boundaries of documents.
-        """
+        """Return `collator`, with the tensors of images in its rows if the run has images."""
         if not self.packs:
             return collator
         model, waits = trainer.model, ranks_wait_for_tower(trainer)
@@ -165,14 +136,7 @@ class RunImages:
     def tokenize(self, dataset: Any, rules: Rules, chat_template: str | None, name: str) -> Any:
         """Return the documents of a data set with images; any other data set as it is.
 
-        Args:
-            dataset: rows.
-            rules: of the run.
-            chat_template: replaces the processor's; None: the processor's.
-            name: of the data set, for messages.
-
-        Raises:
-            ValueError: naming the row, for what cannot be prepared.
+        `chat_template` replaces the processor's. Raises ValueError naming a row that has faults.
         """
         if not isinstance(dataset, Dataset):
             return dataset

@@ -5,15 +5,7 @@
 
 A processor with arithmetic for runs is asked for lengths. Any other processor is run once for each
 size on a blank image. Either way the text depends on the size alone, and for some processors
-(LLaVA-OneVision) on whether the row has other images. A few rows are verified with their pixels.
-
-Patches are positions of the vision tower:
-
-    pixel_values    (patches, values of a patch)                 Qwen-VL, GLM-4V
-                    (images, [tiles,] channels, height, width)   all others
-
-A processor names patches, tiles or tokens of an image of any size. A rule is found that multiplies
-one of these numbers; it must agree with the pixels of all trial images.
+(LLaVA-OneVision) on whether the row has other images. Patches are positions of the vision tower.
 """
 
 import math
@@ -40,17 +32,11 @@ _PROGRESS = 50  # sizes from which measuring them shows a progress bar
 
 
 class Placeholder(NamedTuple):
-    """The text of an image, with every run of feature tokens written as one token.
-
-    Attributes:
-        text: replaces the placeholder of a chat template.
-        runs: feature tokens of each run in `text`.
-        patches: positions of the vision tower.
-    """
+    """The text of an image, with every run of feature tokens written as one token."""
 
     text: str
-    runs: tuple[int, ...]
-    patches: int = 0
+    runs: tuple[int, ...]  # feature tokens of each
+    patches: int
 
 
 def placeholder_token(processor: Any) -> str:
@@ -72,11 +58,6 @@ class Placeholders:
     Args:
         processor: of a vision-language model.
         patch_size: pixels of a side of a patch of its tower.
-
-    Attributes:
-        token: the placeholder that chat templates write for an image.
-        feature_id: id of the tokens whose embeddings come from the image.
-        feature_token: the same as text.
     """
 
     def __init__(self, processor: Any, patch_size: int = _PATCH_SIZE):
@@ -90,11 +71,7 @@ class Placeholders:
         self._known: dict[Size, Placeholder] = {}
 
     def learn(self, sizes: Iterable[Size]) -> None:
-        """Find the placeholders of images of these sizes.
-
-        Raises:
-            ValueError: the processor refuses an image of some size.
-        """
+        """Find the placeholders of images of these sizes; ValueError if one is refused."""
         new = sorted(set(map(self._key, sizes)) - self._known.keys())
         if self._amounts is not None:
             name, factor = self._amounts
@@ -122,7 +99,7 @@ class Placeholders:
     def _amounts(self) -> tuple[str, int] | None:
         """The name of numbers of which patches are a multiple, and the factor; None if unknown.
 
-        An image is then one run of tokens, as long as the processor says.
+        An image is then one run of tokens, and both agree with the pixels of all trial images.
         """
         if not hasattr(self.processor, "_get_num_multimodal_tokens") or self._counts_images:
             return None
@@ -173,7 +150,7 @@ def _num_patches(pixels: Any, patch_size: int) -> int:
     """Return the patches in the pixels that an image processor has made."""
     if isinstance(pixels, (list, tuple)):
         return sum(_num_patches(part, patch_size) for part in pixels)
-    shape: tuple[int, ...] = tuple(pixels.shape)
+    shape: tuple[int, ...] = tuple(pixels.shape)  # (images, [tiles,] channels, height, width)
     if len(shape) > 3 or (len(shape) == 3 and shape[0] == 3):
         height, width = shape[-2:]
         return math.prod(shape[:-3]) * (height // patch_size) * (width // patch_size)

@@ -11,7 +11,6 @@ Videos and audio are refused by name: only their placeholders would be trained.
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import transformers
@@ -20,9 +19,7 @@ from packaging.version import Version
 from transformers import AutoConfig
 from trl.data_utils import get_dataset_column_names, is_conversational
 
-from trl_packing.documents.arrow import stored_rows
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
-from trl_packing.vision.images import holds_addresses
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
 
@@ -39,7 +36,6 @@ FAMILIES = (
 )
 
 _LEFT_OUT = ("tools", "chat_template_kwargs")  # by TRL, of rows with images
-_PAYLOADS = ("image", "url", "path", "base64", "video", "audio")
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _OTHER_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
 _MESSAGES = ("messages", "prompt", "completion")
@@ -74,10 +70,7 @@ def named_sets(given: Any, name: str) -> list[tuple[str, Any]]:
 
 
 def why_not_packed(model: Any, sets: Iterable[Any], args: Any, processor: Any) -> str | None:
-    """Return why a run on some sets with images takes TRL's path, or None if it is packed.
-
-    Arguments as for `RunImages.why_not_packed`.
-    """
+    """Return why a run on some sets with images takes TRL's path, or None if it is packed."""
     installed = transformers.__version__
     if Version(installed).release[:2] < _OLDEST_TRANSFORMERS:
         oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
@@ -96,10 +89,7 @@ def why_no_family(model_type: str) -> str | None:
     """Return why documents with images are not packed for a model type, or None if they are."""
     if model_type in FAMILIES:
         return None
-    return (
-        f"the data set has images, which are not packed for {model_type} models: they are not "
-        "known to stay exact"
-    )
+    return f"the data set has images, which are not packed for {model_type} models"
 
 
 def _why_no_data(sets: list[Any], args: Any) -> str | None:
@@ -110,8 +100,6 @@ def _why_no_data(sets: list[Any], args: Any) -> str | None:
         return "skip_prepare_dataset=True leaves rows with images as they are"
     if getattr(args, "packing", False) and args.packing_strategy == "wrapped":
         return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
-    if any(map(holds_addresses, sets)):
-        return "images are addresses, whose sizes are unknown without a download"
     text_field = getattr(args, "dataset_text_field", "text")
     for dataset in sets:
         columns = set(dataset.column_names)
@@ -120,9 +108,6 @@ def _why_no_data(sets: list[Any], args: Any) -> str | None:
             return "rows with images have several forms of text"
         if found := {*_LEFT_OUT} & columns:
             return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
-        keys = {field.name for parts in _parts(dataset).values() for field in parts.type}
-        if found := keys & {*_PAYLOADS}:
-            return f"parts of messages hold data of their own ({sorted(found)[0]!r})"
     return None
 
 
@@ -140,24 +125,13 @@ def config_of(model: Any, args: Any) -> Any:
 
 
 def check_no_other_media(dataset: Dataset, name: str) -> None:
-    """Raise ValueError naming the first row with a video or audio.
-
-    Args:
-        dataset: rows for a model with a processor.
-        name: of the data set, for messages.
-    """
+    """Raise ValueError if a data set for a model with a processor has videos or audio."""
+    if found := sorted({*_OTHER_MEDIA} & {*dataset.column_names}):
+        raise ValueError(
+            f"the {name} dataset has {found[0]!r}; only text and images can be trained here, so "
+            "remove the column"
+        )
     rows = dataset.with_format(None)
-    for column in (c for c in _OTHER_MEDIA if c in dataset.column_names):
-        values = dataset.data.column(column)
-        filled = pc.is_valid(values)
-        if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-            filled = pc.fill_null(pc.greater(pc.list_value_length(values), 0), False)
-        found = np.flatnonzero(np.asarray(filled, dtype=bool)[stored_rows(dataset)])
-        if len(found):
-            raise ValueError(
-                f"row {found[0]} of the {name} dataset has {column!r}; only text and images can be "
-                "trained here, so remove the row, or the column"
-            )
     for column, parts in _parts(dataset).items():
         if parts.type.get_field_index("type") < 0:
             continue

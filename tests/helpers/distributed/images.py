@@ -36,7 +36,6 @@ class ImageRun:
     lora: arguments of a LoraConfig.
     options: of the config.
     resume: the checkpoint.
-    scores: evaluate on padded rows, by `compute_metrics`.
     leaks: give the tokens of a row the images in the wrong order; the run is refused.
     texts: rows without images in a data set of their own, trained as a mixture.
     """
@@ -49,7 +48,6 @@ class ImageRun:
     lora: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     resume: str | None = None
-    scores: bool = False
     leaks: bool = False
     texts: int = 0
 
@@ -77,7 +75,6 @@ def run(scenario: ImageRun) -> dict:
         train_dataset=_with_texts(dataset, scenario.texts) if scenario.texts else dataset,
         eval_dataset=image_dataset(5),
         processing_class=processor,
-        compute_metrics=_count_correct if scenario.scores else None,
         peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
     )
     assert trainer._trl_path is None, trainer._trl_path
@@ -122,12 +119,6 @@ def _refused(trainer: PackedSFTTrainer) -> str:
         except RuntimeError as error:
             return str(error)
     return ""
-
-
-def _count_correct(prediction) -> dict:
-    chosen = prediction.predictions[:, :-1].argmax(-1)
-    targets = prediction.label_ids[:, 1:]
-    return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
 
 
 run_on_two_ranks = partial(on_ranks, run)

@@ -151,7 +151,6 @@ class PreviewedRun:
             trl_path = images.why_not_packed(model, given, None, args, call.processing_class)
         if trl_path:
             raise ValueError(f"{trl_path}: {_BY_TRL}")
-        images.check_options(options)
         labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
         processing_class = call.processing_class or (labeler and labeler.tokenizer)
         if processing_class is None:
