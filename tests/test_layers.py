@@ -29,7 +29,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "isolation": ("attention data documents loss packing", "accelerate datasets numpy torch"),
     "vision": (
-        "attention config data documents isolation packing",
+        "attention data documents isolation packing",
         "datasets numpy packaging pyarrow torch tqdm transformers trl",
     ),
     "training": (
