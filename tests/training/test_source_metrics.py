@@ -54,10 +54,8 @@ def history(folder, documents, **options):
 RUNS = {
     "accumulated": ("nll", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}),
     "padding-free, dft": ("dft", {"packing": False, "gradient_accumulation_steps": 2}),
-    "weights": ("nll", {"loss_weighting": "document"}),
     "weights, smoothed": ("smoothed", {"loss_weighting": "document"}),
-    "static shapes, dft": ("dft", {"static_shapes": True}),
-    "padded rows, smoothed": ("smoothed", {"attention": "padded"}),
+    "padded rows": ("nll", {"attention": "padded"}),
 }
 
 
@@ -95,12 +93,11 @@ def test_losses_and_gradients_keep_every_bit(tmp_path):
     assert all(torch.equal(gradient, plain[1][name]) for name, gradient in apart[1].items())
 
 
-@pytest.mark.parametrize("mode", ["bin", pytest.param("group", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("weighting", ["token", "document"])
-def test_sources_share_the_positions_of_their_prefixes(mode, weighting, tmp_path):
+def test_sources_share_the_positions_of_their_prefixes(weighting, tmp_path):
     model = build_model("qwen3")
     documents = with_sources(forked_documents(weighted=weighting == "document"), "abc")
-    options = {"prefix_sharing": mode, "loss_weighting": weighting, "source_column": "source"}
+    options = {"prefix_sharing": "bin", "loss_weighting": weighting, "source_column": "source"}
     step = one_shared_step(model, documents, tmp_path, **options)
     assert step.computed < 0.8 * step.tokens
     assert_reports(step.logs, by_source(documents, weighting=weighting, model=model))
@@ -149,10 +146,7 @@ def test_streams_of_a_dictionary_are_sources(tmp_path):
 # --- two ranks, and resumed runs ------------------------------------------------------------------
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
-RANKS = {
-    "token": {"accumulation": 2},
-    "document": {"packing": False, "batch_size": 2, "options": {"loss_weighting": "document"}},
-}
+WEIGHTED = {"packing": False, "batch_size": 2, "options": {"loss_weighting": "document"}}
 
 
 def scenario(folder, **arguments):
@@ -163,14 +157,13 @@ def scenario(folder, **arguments):
 
 @pytest.mark.slow
 def test_two_ranks_report_the_sources_of_both(tmp_path):
-    scenarios = {name: scenario(tmp_path / name, **dict(made)) for name, made in RANKS.items()}
-    for weighting, found in run_on_ranks(scenarios, tmp_path / "results").items():
-        documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
-        expected = by_source(documents, weighting=weighting)
-        assert_reports(found[0]["totals"], {f"train_{n}": v for n, v in expected.items()})
-        steps = [entry for entry in found[0]["history"] if "step" in entry and "loss" in entry]
-        for count in ("num_documents_web", "num_tokens_code", "num_trained_tokens_books"):
-            assert sum(entry.get(count, 0) for entry in steps) == expected[count]
+    found = run_on_ranks({"run": scenario(tmp_path, **WEIGHTED)}, tmp_path / "results")["run"]
+    documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
+    expected = by_source(documents, weighting="document")
+    assert_reports(found[0]["totals"], {f"train_{n}": v for n, v in expected.items()})
+    steps = [entry for entry in found[0]["history"] if "step" in entry and "loss" in entry]
+    for count in ("num_documents_web", "num_tokens_code", "num_trained_tokens_books"):
+        assert sum(entry.get(count, 0) for entry in steps) == expected[count]
 
 
 def test_a_resumed_run_goes_on_with_the_log_of_its_sources(tmp_path):

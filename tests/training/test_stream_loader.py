@@ -92,26 +92,22 @@ def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shard
     data, overflow = Dataset.from_list(rows), Overflow("drop", 29)
     source = fit_stream(data.to_iterable_dataset(num_shards), overflow)
     list(source.take(3))  # the isolation check reads some first
-    streams = [
-        stream_of(source, num_ranks=num_ranks, rank=rank, num_workers=num_workers)
-        for rank in range(num_ranks)
-    ]
-    for stream in streams:
+    counts = []
+    for rank in range(num_ranks):
+        stream = stream_of(source, num_ranks=num_ranks, rank=rank, num_workers=num_workers)
         assert list(stream)
-    counts = [stream.counts for stream in streams]
+        counts.append(stream.counts)
     expected = fit_and_count(data, overflow)[1]
     if num_ranks == 2 and num_shards == 1:  # both read all of it
         assert max(counts, key=lambda c: c.before.documents) == expected
     else:
         assert sum(counts, PreparationCounts()) == expected
-    assert streams[0].counts != PreparationCounts()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_without_documents_is_an_error(num_workers):
+def test_a_stream_without_documents_is_an_error():
     nothing = sharded([9], 1).filter(lambda document: False)
     with pytest.raises(ValueError, match="the stream has no documents left to train on"):
-        read(nothing, num_workers=num_workers)
+        read(nothing, num_workers=1)
 
 
 def test_a_rank_without_any_document_takes_part():
@@ -191,11 +187,10 @@ def test_a_position_of_another_step_leads_elsewhere(tmp_path):
     assert Run(tmp_path, documents(LENGTHS)).steps(1, after=6) != whole[6:]
 
 
-@pytest.mark.parametrize(("before", "now"), [(0, 1), (2, 0)])
-def test_the_number_of_workers_may_change(before, now, tmp_path):
+def test_the_number_of_workers_may_change(tmp_path):
     source = sharded(LENGTHS, 4)
-    whole = Run(tmp_path, source, num_workers=before).steps(0)
-    assert Run(tmp_path, source, num_workers=now).steps(0, after=7) == whole[7:]
+    whole = Run(tmp_path, source, num_workers=2).steps(0)
+    assert Run(tmp_path, source, num_workers=0).steps(0, after=7) == whole[7:]
 
 
 def test_without_a_position_of_each_rank_all_refuse(tmp_path):
@@ -215,8 +210,6 @@ def test_without_a_position_of_each_rank_all_refuse(tmp_path):
     ("change", "message"),
     [
         ({"seed": 1}, "saved with a stream of seed=0, and now it is 1"),
-        ({"bins_per_batch": 2}, "bins_per_batch=1, and now it is 2"),
-        ({"num_ranks": 2}, "num_ranks=1, and now it is 2"),
         ({"shards": 4}, "num_shards=3, and now it is 4"),
     ],
 )

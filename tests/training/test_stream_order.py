@@ -33,7 +33,6 @@ def with_untrained(rows: list[dict]) -> list[dict]:
 SAME = {
     "in its order": {"shards": 1, "settings": {"max_steps": 6}},
     "accumulated, two epochs": {"shards": 3, "settings": {"max_steps": 9} | ACCUMULATED},
-    "shuffled, two epochs": {"shards": 3, "shuffle": SHUFFLE, "settings": {"max_steps": 16}},
     "shuffled by the trainer": {
         "rows": with_untrained(ROWS),
         "shards": 3,
@@ -64,32 +63,24 @@ def from_step(step: int, run: dict) -> dict:
     return run | {"documents": {s: found for s, found in run["documents"].items() if s >= step}}
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(15, marks=pytest.mark.slow)])
-def test_a_resumed_stream_holds_the_documents_of_an_uninterrupted_padded_run(tmp_path, step):
+def test_a_resumed_stream_holds_the_documents_of_an_uninterrupted_padded_run(tmp_path):
     """Behind the first epoch TRL's own resumed run does not: it skips in the first epoch."""
-    arguments = {
-        "rows": ROWS,
-        "shards": 3,
-        "shuffle": SHUFFLE,
-        "settings": {"max_steps": 18, "save_strategy": "steps", "save_steps": step},
-    }
+    settings = {"max_steps": 18, "save_strategy": "steps", "save_steps": 15}
+    arguments = {"rows": ROWS, "shards": 3, "shuffle": SHUFFLE, "settings": settings}
     theirs, ours = both(tmp_path, **arguments)
-    resumed = both(tmp_path, **arguments, resume=step)
+    resumed = both(tmp_path, **arguments, resume=15)
     assert_same_steps(theirs, ours)
-    rest = from_step(step, theirs)
+    rest = from_step(15, theirs)
     assert_same_steps(rest, resumed[1])
-    is_in_first_epoch = step < 12
-    assert (resumed[0]["documents"] == rest["documents"]) == is_in_first_epoch
+    assert resumed[0]["documents"] != rest["documents"]
 
 
 # --- two ranks ------------------------------------------------------------------------------------
 
 # Six steps an epoch, unless accumulated.
 ON_RANKS = {
-    "one shard": {"shards": 1, "settings": ACCUMULATED},
     "one shard, shuffled": {"shards": 1, "shuffle": SHUFFLE},
     "four shards": {"shards": 4, "settings": ACCUMULATED},
-    "four shards, shuffled": {"shards": 4, "shuffle": SHUFFLE},
 }
 
 

@@ -27,28 +27,19 @@ STEPS = 2
 
 RUNS = {
     "documents": {},
-    "soft-cap": {"model": "gemma2"},
     "sinks": {"model": "gpt_oss"},
     "padded rows": {"attention": "padded"},
     "equal lengths": {"attention": "equal_lengths"},
     "explicit mask, window": {"attention": "mask", "model": "mistral"},
-    "padding-free": {"packing": False, "per_device_train_batch_size": 2},
-    "sqrt, dft": {"loss_weighting": "sqrt", "loss_type": "dft"},
+    "padding-free, dft": {"packing": False, "loss_weighting": "sqrt", "loss_type": "dft"},
     "smoothing, weighted": {"label_smoothing_factor": 0.1, "loss_weighting": "document"},
-    "pad_to_multiple_of": {"pad_to_multiple_of": 8},
-    "stream": {"stream": True},
-    "by source": {"sources": True},
-    "by source, shared prefixes": {"sources": True, "shared": True},
+    "stream": {"stream": True, "pad_to_multiple_of": 8},
     "LoRA": {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
     "experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
     "TRL's kernels": {"kernels": True, "sources": True},
     "own head, padded": {"own_head": True, "attention": "padded"},
-    "shared prefixes": {"shared": True},
-    "shared prefixes, soft-cap, checkpointing": {
-        "shared": True,
-        "model": "gemma2",
-        "gradient_checkpointing": True,
-    },
+    "shared prefixes": {"shared": True, "sources": True},
+    "shared, soft-cap": {"shared": True, "model": "gemma2", "gradient_checkpointing": True},
 }
 FAST = ("documents", "padded rows", "explicit mask, window", "experts", "TRL's kernels")
 
@@ -158,7 +149,6 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
             pass
         waits.step = None
     assert waits.of("trl_packing") == [1]
-    assert meter.so_far().items() >= {"documents": 4, "tokens": 10, "room": 16}.items()
 
 
 # --- the counting itself: each of these must be seen ----------------------------------------------
@@ -166,13 +156,8 @@ def test_a_log_of_several_ranks_waits_once(tmp_path, monkeypatch):
 CONTROLS = {
     "item": "labels.sum().item()",
     "bool": "bool((labels > 0).all())",
-    "tolist": "labels.tolist()",
-    "cpu": "labels.cpu()",
-    "numpy": "labels.numpy()",
     "mask": "labels[labels > 0]",
-    "unique": "labels.unique()",
     "repeat": "torch.repeat_interleave(labels[0].clamp(0, 2))",
-    "equal": "torch.equal(labels, labels + 1)",
     "blocking copy": "torch.arange(3).to(labels.device)",
     "blocking constant": "torch.tensor(3, device=labels.device)",
     "not on the device": "torch.arange(3).sum().item(), torch.ones(2).tolist()",
@@ -199,12 +184,3 @@ def test_without_what_the_collator_knows_every_micro_batch_waits(name, tmp_path,
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, every=10, **RUNS[name])
     assert min(waits.of("trl_packing")) >= 2
-
-
-def test_the_backward_of_a_mask_is_seen(monkeypatch):
-    with counted_waits(monkeypatch) as waits:
-        values, mask = torch.randn(4, requires_grad=True), torch.ones(1, 4, dtype=torch.bool)
-        waits.mark(values, mask)
-        waits.step = 0
-        values.new_zeros(1, 4).masked_scatter(mask, values).sum().backward()
-    assert waits.of("autograd")

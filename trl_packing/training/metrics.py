@@ -188,8 +188,9 @@ class ThroughputMeter:
         args = self.trainer.args
         if args.world_size == 1:
             self._wait()
-        memory = [peak_memory_bytes(args.device) or 0.0]
-        rows = np.concatenate([self._read, self._local, memory])[None]
+        most = getattr(torch.get_device_module(args.device), "max_memory_allocated", None)
+        memory = most(args.device) if most else 0.0  # MPS and CPUs do not know it
+        rows = np.concatenate([self._read, self._local, [memory]])[None]
         self._read, self._local = np.zeros_like(self._read), np.zeros_like(self._local)
         if args.world_size > 1:
             sent = torch.from_numpy(rows).to(args.device, non_blocking=True)
@@ -319,11 +320,3 @@ def stream_sources(dataset: IterableDataset, options: PackingOptions) -> tuple[s
     """Return the names of the streams that were joined to `dataset`; none of a single stream."""
     mixture: Any = options.mixture if SOURCE in columns_of(dataset) else {}
     return tuple(name for name, share in mixture.items() if share.get("weight"))
-
-
-def peak_memory_bytes(device: torch.device) -> float | None:
-    """Return the peak memory of PyTorch on `device` in bytes, None if unknown."""
-    if device.type == "cpu":
-        return None
-    most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    return None if most is None else float(most(device))

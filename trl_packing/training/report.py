@@ -165,17 +165,13 @@ class PackingReport:
         )
 
     def _rows(self) -> list[Line]:
-        rows = ("micro-batch", self.micro_batch)
-        if self.bins is not None:
-            packed = f"{self.bins:,} rows"
-            if self.utilization is not None:
-                bins = quantity(self.bins, "bin")
-                packed = f"{bins} of {self.capacity:,} tokens · {self.utilization:.2%} filled"
-            rows = ("packed into", packed)
-        if not self.tokens_per_micro_batch:
-            return [rows]
-        shapes = f"every micro-batch has {self.tokens_per_micro_batch:,} tokens"
-        return [rows, ("shapes", shapes)]
+        rows, constant = [("micro-batch", self.micro_batch)], self.tokens_per_micro_batch or 0
+        if self.utilization is not None:
+            bins = f"{quantity(self.bins or 0, 'bin')} of {self.capacity:,} tokens"
+            rows = [("packed into", f"{bins} · {self.utilization:.2%} filled")]
+        elif self.bins is not None:
+            rows = [("packed into", f"{self.bins:,} rows")]
+        return rows + [("shapes", f"every micro-batch has {constant:,} tokens")] * bool(constant)
 
     def _epoch(self) -> list[Line]:
         steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
@@ -195,7 +191,7 @@ class PackingReport:
     def _padded(self) -> list[Line]:
         """Return the steps of a padded run, how to keep them, and a warning for few steps."""
         steps, padded, lines = self.steps_per_epoch, self.padded_steps, []
-        size, largest = self.padded_documents_per_step, self.largest_micro_batch
+        size = self.padded_documents_per_step
         if steps and padded and size and steps != padded:
             keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
             lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
@@ -206,9 +202,6 @@ class PackingReport:
                 for name, value in self.given_in_steps.items()
             )
             lines.append(("", "; ".join(in_epochs)))
-        if largest and self.capacity and largest > self.capacity:
-            seen = f"the largest micro-batch seen has {largest:,} tokens"
-            lines.append(("", f"{seen}; if memory runs out, raise gradient_accumulation_steps"))
         if steps and steps < WARN_STEPS:
             few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
             more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
@@ -337,9 +330,8 @@ def report_of(
     documents: ArrowDocuments | None,
     sampler: Any = None,
     *,
-    columns: Sequence[str],
+    columns: Sequence[str] | None,
     micro_batches: int | None = None,
-    user_loss: bool = False,
     preparation: PreparationCounts | None = None,
     prefix_sharing: str = "off",
     tokens_per_micro_batch: int | None = None,
@@ -350,9 +342,8 @@ def report_of(
         sampling: settings and ranks of the run, and the mixture of the training set.
         documents: the training set; None for a stream, whose documents are counted as it is read.
         sampler: of one rank. A user's draws documents one by one.
-        columns: of the training set, with its weights.
+        columns: of the training set, with its weights; None where a user's function is the loss.
         micro_batches: of an epoch of one rank, where a user's sampler draws; None if not known yet.
-        user_loss: a user's function computes the loss.
         preparation: what was kept and lost when documents were prepared.
         prefix_sharing: of the run.
         tokens_per_micro_batch: padding included; None if micro-batches differ.
@@ -372,7 +363,7 @@ def report_of(
         micro_batch=f"{size:g} {'bin' if by_bins else 'document'}{'s' * (size != 1)}",
         attention=None,
         capacity=args.max_length,
-        loss=None if user_loss else in_words(options.loss_weighting, list(columns)),
+        loss=None if columns is None else in_words(options.loss_weighting, list(columns)),
         tokens_per_micro_batch=tokens_per_micro_batch,
         preparation=preparation or PreparationCounts(),
     )
@@ -495,6 +486,7 @@ class RunReport(TrainerCallback):
         user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
         sampling, documents = self.collators.sampling, None
         self.batch_size, is_stream = sampling.batch_size, isinstance(dataset, IterableDataset)
+        columns = columns_kept(dataset) if is_stream else columns_of(dataset)
         if not is_stream:
             documents = documents_of(dataset, user_loss)
             self.collators.guard.limits.check(dataset, "train")
@@ -504,9 +496,8 @@ class RunReport(TrainerCallback):
             sampling,
             documents,
             sampler,
-            columns=columns_kept(dataset) if is_stream else columns_of(dataset),
+            columns=None if user_loss else columns,
             micro_batches=micro_batches,
-            user_loss=user_loss is not None,
             preparation=None if is_stream else self.preparation.get("train"),
             prefix_sharing=self.sharing.mode,
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,

@@ -82,10 +82,7 @@ class EpochRecord:
 
 
 def _checksum(arrays: Mapping[str, np.ndarray]) -> int:
-    found = 0
-    for name in sorted(arrays):
-        found = zlib.crc32(arrays[name].tobytes(), found)
-    return found
+    return zlib.crc32(b"".join(arrays[name].tobytes() for name in sorted(arrays)))
 
 
 def _marks_of(documents: ArrowDocuments) -> tuple[np.ndarray, np.ndarray]:
@@ -245,13 +242,13 @@ class ResumedEpochs:
             self.stream.save(self._stream_file(checkpoint))
         if self._sampler is None or not self.trainer.args.should_save:
             return
-        step = self.trainer.state.global_step
-        epoch, steps = self._epoch, step - self._first_step
+        step, epoch = self.trainer.state.global_step, self._epoch
+        steps = step - self._first_step
         if steps >= self._num_steps(len(self._sampler)):
             epoch, steps = epoch + 1, 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
-        trained = self._trained_in(steps)
-        settings, (lengths, tails) = self.sampling.settings(), self._marks
+        trained, (lengths, tails) = self._trained_in(steps), self._marks
+        settings = self.sampling.settings()
         record = EpochRecord(step, epoch, steps, settings, lengths, tails, trained)
         record.save(checkpoint / FILE)
 

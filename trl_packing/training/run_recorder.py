@@ -25,7 +25,6 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import quantity
 from trl_packing.training import run_page
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.report import as_html
@@ -72,7 +71,8 @@ class RunRecorder(TrainerCallback):
         with self._guarded():
             model, step = self.trainer.model, state.global_step
             name = getattr(getattr(model, "config", None), "_name_or_path", "")
-            facts = {"model": name or type(model).__name__, "device": _in_words(args.device)}
+            name_of = torch.cuda.get_device_name if args.device.type == "cuda" else str
+            facts = {"model": name or type(model).__name__, "device": name_of(args.device)}
             self.record = record = RunRecord(
                 name=args.run_name or args.output_dir,
                 settings=all_settings(args),
@@ -183,13 +183,6 @@ class RunRecorder(TrainerCallback):
             yield
         except Exception as problem:
             logger.warning_once(f"the run's page cannot be written ({problem!r})")
-
-
-def _in_words(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU, {quantity(threads, 'thread')}" if device.type == "cpu" else str(device)
 
 
 def replace_file(path: Path, text: str) -> None:

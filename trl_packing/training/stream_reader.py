@@ -23,10 +23,7 @@ from torch.utils.data import IterableDataset
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import Document, steps_of, take_counts
-from trl_packing.documents.labels import TOKEN_WEIGHTS
-from trl_packing.documents.weights import document_weight
 from trl_packing.packing.bins import pack
-from trl_packing.packing.collator import named_token_weights
 from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 
@@ -110,13 +107,8 @@ class PackedStream(IterableDataset):
         # Streams that shuffle lose their buffer (datasets 5.2), and other streams have no state:
         # their documents are read again from the start of the epoch.
         for state in [begin["state"], None] if begin["state"] else [None]:
-            try:
-                window = Window(DocumentSource(self, state, begin["documents"]), begin["number"])
-                window.read_up_to(1.0)
-            except (AttributeError, IndexError, KeyError, TypeError):
-                if state is None:
-                    raise
-                continue  # the state of a stream that was built differently
+            window = Window(DocumentSource(self, state, begin["documents"]), begin["number"])
+            window.read_up_to(1.0)
             if begin["checksum"] in (None, window.begin()["checksum"]):
                 window.state = begin["state"]
                 return window
@@ -129,11 +121,10 @@ class PackedStream(IterableDataset):
     def _batches(self, window: "Window") -> list[list[Document]]:
         settings, documents, capacity = self.settings, window.documents, self.settings.capacity
         lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
-        groups = None
+        groups, size = None, settings.bins_per_batch
         if settings.prefix_group_size is not None:
             index = PrefixIndex.of_loaded(documents)
             groups = group_documents(index, lengths, capacity, settings.prefix_group_size)
-        size = settings.bins_per_batch
         if capacity is None:
             order = np.arange(len(documents))
             bins = [*(order if groups is None else groups.in_steps(order, size))[:, None]]
@@ -177,27 +168,17 @@ class DocumentSource:
 
     def state(self) -> Any:
         """Return the state behind the last document, None if the stream has none."""
-        if not isinstance(self._part, datasets.IterableDataset) or not self.num_read:
-            return None
-        return self._part.state_dict()
+        has_state = isinstance(self._part, datasets.IterableDataset) and self.num_read
+        return self._part.state_dict() if has_state else None
 
     def next(self) -> Document | None:
         """Return the next document, or None at the end."""
         document = next(self._documents, None)
         if document is None:
             return None
-        length, which = len(document["input_ids"]), f"document {self.num_read} of the stream"
-        if self.settings.capacity is not None and length > self.settings.capacity:
-            raise ValueError(
-                f"{which} has {length} tokens but capacity is {self.settings.capacity}; raise "
-                "max_length or set overflow='truncate' or 'drop'"
-            )
-        document_weight(document, which)
-        if TOKEN_WEIGHTS in document:
-            named_token_weights(document, length, which)
         # A list of Python integers takes five times the memory, and the collator needs an array.
         document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in document.items()}
-        self._limits.check_document(document, which)
+        self._limits.check_document(document, f"document {self.num_read} of the stream")
         self.num_read += 1
         return document
 
@@ -253,20 +234,16 @@ def num_shards(documents: Iterable[Document]) -> int:
     They are not after `take`, `skip`, `interleave_datasets`, or a function of row numbers.
     """
     steps = list(steps_of(documents))
-    if all(
-        type(step).__name__ in _SHARD_BY_SHARD
-        and not getattr(step, "drop_last_batch", False)
-        and not _receives_row_numbers(step)
-        for step in steps
-    ):
-        return documents.num_shards  # type: ignore[attr-defined]
-    return 1
+    is_whole = all(map(_is_shard_by_shard, steps))
+    return documents.num_shards if is_whole else 1  # type: ignore[attr-defined]
 
 
-def _receives_row_numbers(step: Any) -> bool:
+def _is_shard_by_shard(step: Any) -> bool:
     # Functions of this package use row numbers in messages only.
     module = getattr(getattr(step, "function", None), "__module__", "")
-    return getattr(step, "with_indices", False) and not module.startswith("trl_packing.")
+    is_numbered = getattr(step, "with_indices", False) and not module.startswith("trl_packing.")
+    drops = getattr(step, "drop_last_batch", False)
+    return type(step).__name__ in _SHARD_BY_SHARD and not is_numbered and not drops
 
 
 def part_of_rank(documents: Iterable[Document], num_ranks: int, rank: int, *, packs: bool) -> Any:
