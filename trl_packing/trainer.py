@@ -33,7 +33,6 @@ from trl_packing.attention.calls import (
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.state import (
-    check_deepspeed_can_train,
     forget_evaluation_wrapper,
     gather_full_state_dict,
     keep_outputs_precise,
@@ -315,7 +314,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
-        check_deepspeed_can_train(self)
         forget_evaluation_wrapper(self)
         self._sampling.agree_on_seed(self)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)

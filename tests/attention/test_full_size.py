@@ -24,7 +24,7 @@ from trl_packing.packing.collator import StaticShapes
 BY_HAND = {
     "deepseek_v32": ("equal_lengths", []),  # an index
     "dots3_note_text": ("equal_lengths", [512]),  # 128 heads, 64 with a window
-    "gemma2": ("documents", [4096]),  # soft-cap
+    "gemma2": ("varlen", [4096]),  # soft-cap: its trial fails
     "gemma4_text": ("varlen", [512]),  # heads of 256, of 512 without a window: its trial fails
     "gpt_oss": ("varlen", [128, 4096]),
     "inkling2_text": ("varlen", [1024, 128_000]),

@@ -68,12 +68,12 @@ def assert_noise_of_documents_alone(noise):
         assert distance < 2.0 / n**0.5  # by chance once in 1,500 times: the seed is fixed
 
 
-PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 WAYS = {
-    "packed": {},
     "static shapes": {"static_shapes": True},
     "padded rows": {"attention": "padded"},
-    "virtual tokens": {"peft_config": PROMPTS},
+    "virtual tokens": {
+        "peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    },
     "by TRL, alone": {"cls": SFTTrainer, "per_device_train_batch_size": 1},
 }
 

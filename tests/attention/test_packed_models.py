@@ -1,9 +1,10 @@
-"""Whole models: a packed row has the logits and gradients of its documents alone."""
+"""Whole models on packed rows: compiled, in little memory, and refusals of what kernels lack."""
 
 import pytest
 import torch
 from helpers import varlen_double
 from helpers.dense import TOLERANCE
+from helpers.memory import largest_allocation
 from helpers.packed_models import packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
@@ -25,6 +26,18 @@ def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
     assert counter.frame_count <= 2, "the second batch made lengths dynamic; later ones reuse it"
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+def test_no_mask_of_the_whole_row_is_allocated(name):
+    """At T = 2,048 a mask has 2**22 entries, of a byte at least; the logits have 2.6 million."""
+    batch, own = packed_batch([64] * 30 + [100, 28]), {"max_position_embeddings": 2048}
+
+    def largest_in(model):
+        return largest_allocation(lambda: model(**batch).logits.square().mean().backward())
+
+    assert largest_in(tiny_model(name, **own)) >= 2048**2, "the model's own mask is there"
+    assert largest_in(packed_model(name, **own)) < 2048**2
+
+
 @pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])
 def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
     """nn.DataParallel hands each GPU half of the boundaries; kernels compute no tokens behind."""
@@ -40,11 +53,11 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
         model(**batch)
 
 
-@pytest.mark.parametrize("argument", ["position_bias", "attention_bias", "alibi", "head_mask"])
-def test_what_packed_kernels_do_not_compute_is_refused(argument):
+def test_what_packed_kernels_do_not_compute_is_refused():
     attention = ALL_ATTENTION_FUNCTIONS[document_sdpa.NAME]
     q, ends = torch.randn(1, 2, 5, 4), {"cu_seq_lens_q": torch.tensor([0, 5])}
-    with pytest.raises(NotImplementedError, match=f"{argument}.*attention='model'"):
-        attention(nn.Module(), q, q, q, None, **{argument: torch.zeros(5, 5)}, **ends)
+    for argument in ("position_bias", "attention_bias", "alibi", "head_mask"):
+        with pytest.raises(NotImplementedError, match=f"{argument}.*attention='model'"):
+            attention(nn.Module(), q, q, q, None, **{argument: torch.zeros(5, 5)}, **ends)
     with pytest.raises(ValueError, match="one flat row, got 2 rows"):
         attention(nn.Module(), *[q.repeat(2, 1, 1, 1)] * 3, None, **ends)

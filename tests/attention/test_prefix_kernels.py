@@ -7,6 +7,7 @@ the boundaries point, and align the causal mask at the last key, as the kernels 
 import numpy as np
 import pytest
 import torch
+from architectures.tiny_models import tiny_model as any_model
 from harness import TWO_RUNS, relative_error, run
 from helpers import flash_attn_double, varlen_double
 from helpers.shared_prefixes import forked_documents
@@ -20,7 +21,7 @@ from trl_packing.attention.install import install_attention, take_prefix_keys
 from trl_packing.attention.varlen import varlen_attention
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4  # of logits and gradients
 
 
 @pytest.fixture(autouse=True)
@@ -34,37 +35,32 @@ DOCUMENTS = [np.array(document["input_ids"]) for document in forked_documents()]
 
 
 def shared_row():
-    """Return the batch of `DOCUMENTS` with shared prefixes, and the rows that predict tokens."""
+    """Return the batch of `DOCUMENTS` with shared prefixes."""
     batch = PackedCollator(shares_prefixes=True)([{"input_ids": ids} for ids in DOCUMENTS])
-    batch = {k: v for k, v in batch.items() if k not in ("labels", "loss_weights", "target_counts")}
     assert batch["input_ids"].shape[1] < sum(map(len, DOCUMENTS))
-    targets = build_prefix_tree(DOCUMENTS, min_shared=16).targets
-    ends = np.cumsum([len(ids) for ids in DOCUMENTS])[:-1]
-    return batch, [rows[1:] - 1 for rows in np.split(targets, ends)]
+    return {k: v for k, v in batch.items() if k not in ("labels", "loss_weights", "target_counts")}
 
 
-def assert_equals_documents_alone(model, reference, tolerance=10 * TOLERANCE):
+def assert_equals_documents_alone(model, reference):
     """Compare the logits of all documents and the gradients of a sum of them."""
-    batch, rows = shared_row()
-    logits = model(**batch).logits[0]
+    targets = build_prefix_tree(DOCUMENTS, min_shared=16).targets
+    rows = np.split(targets, np.cumsum([len(ids) for ids in DOCUMENTS])[:-1])
+    logits = model(**shared_row()).logits[0]
     total = expected_total = 0.0
     for ids, at in zip(DOCUMENTS, rows, strict=True):
         alone = reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, :-1]
-        torch.testing.assert_close(logits[at], alone, rtol=0, atol=tolerance)
-        total = total + logits[at].square().mean()
+        torch.testing.assert_close(logits[at[1:] - 1], alone, rtol=0, atol=TOLERANCE)
+        total = total + logits[at[1:] - 1].square().mean()
         expected_total = expected_total + alone.square().mean()
     total.backward()
     expected_total.backward()
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=tolerance, msg=name)
-
-
-# --- torch's varlen attention ---------------------------------------------------------------------
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=TOLERANCE, msg=name)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])], ids=["", "sinks"])
-@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("window", [None, 4])
 def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_heads, monkeypatch):
     calls = varlen_double.install(monkeypatch)
     tree = random_tree(np.random.default_rng(3), 9)
@@ -76,16 +72,15 @@ def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_he
     assert (left, is_causal) == (-1 if window is None else window - 1, window is None)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_models_on_torch_varlen_share_prefixes(name, monkeypatch):
     calls = varlen_double.install(monkeypatch)
-    model, reference = tiny_model(name), tiny_model(name)
+    model, batch = tiny_model(name), shared_row()
     fallback = "_over_eager" if name == "gpt_oss" else ""
     install_attention(model, AttentionChoice("varlen", "packed_varlen" + fallback, "a test"))
     assert take_prefix_keys(model, "varlen") is None
-    assert_equals_documents_alone(model, reference)
+    assert_equals_documents_alone(model, tiny_model(name))
     # A call that names no boundaries is known by its tokens, and completed.
-    batch, _ = shared_row()
     del calls[:]
     model(input_ids=batch["input_ids"])
     model(**batch)
@@ -95,11 +90,10 @@ def test_models_on_torch_varlen_share_prefixes(name, monkeypatch):
         model(input_ids=batch["input_ids"][:, :20])
 
 
-# --- flash-attn, through transformers -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize(("name", "version"), [("llama", 2), ("mistral", 3), ("gemma2", 2)])
+@pytest.mark.parametrize(
+    ("name", "version", "checkpointing"),
+    [("llama", 2, True), ("mistral", 3, False), ("gemma2", 2, False)],
+)
 def test_models_on_flash_attention_share_prefixes(name, version, checkpointing, monkeypatch):
     double = flash_attn_double.install(monkeypatch, version)
     implementation = f"flash_attention_{version}"
@@ -110,26 +104,20 @@ def test_models_on_flash_attention_share_prefixes(name, version, checkpointing, 
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_equals_documents_alone(model, tiny_model(name, attn_implementation="eager"))
-    batch, _ = shared_row()
+    batch = shared_row()
     for call in double.calls:
         assert call["longest"] == (batch["max_length_q"], batch["max_length_k"])
         assert all(type(x) is int for x in call["longest"]), "a tensor would sync in every layer"
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("backend", NATIVE_ATTENTION)
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_attention_with_one_set_of_boundaries_refuses(name, backend):
-    from architectures.tiny_models import tiny_model as any_model
-
     model = any_model(name)
     install_attention(model, AttentionChoice(backend, None, "a test", "sdpa"))
     assert take_prefix_keys(model, backend).startswith(f"attention={backend!r} has one set of")
-    batch, _ = shared_row()
     with pytest.raises(NotImplementedError, match=r"one set of boundaries.*prefix_sharing='off'"):
-        model(**batch)
+        model(**shared_row())
 
 
 # --- a run ----------------------------------------------------------------------------------------

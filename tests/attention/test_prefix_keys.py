@@ -7,7 +7,7 @@ from helpers.trees import Tree, assert_equals_dense, random_tree, tensors_of
 
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention import prefix_keys
-from trl_packing.attention.document_sdpa import document_attention, sdpa_by_document
+from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
 
@@ -88,19 +88,3 @@ def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert row.grad[:, 0, 0].tolist() == [600, 0, 300]
     assert row.grad.dtype == torch.bfloat16
-
-
-def by_sdpa(query, key, value, cu_seqlens, options, keys):
-    return sdpa_by_document(query, key, value, cu_seqlens, 0.4, options.window or 0, keys)
-
-
-@pytest.mark.parametrize("block", [512, 4], ids=["one tile", "tiles of 4"])
-@pytest.mark.parametrize("window", [None, 1, 3, 12])
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_other_devices_than_cpus_share_prefixes_by_sdpa(kv_heads, window, block, monkeypatch):
-    monkeypatch.setattr(tiles, "BLOCK", block)
-    rng = np.random.default_rng(4)
-    for _ in range(6):
-        tree = random_tree(rng, int(rng.integers(1, 12)))
-        tensors = tensors_of(tree.starts[-1], kv_heads=kv_heads)
-        assert_equals_dense(by_sdpa, tree, tensors, window=window)

@@ -1,7 +1,6 @@
 """FSDP2, ZeRO-2, ZeRO-3 on two gloo ranks train what one rank with twice the accumulation trains.
 
-Tolerance, float32: as in test_distributed. The largest difference of losses of around 6 that was
-measured is 9.5e-7 on every engine, that of parameters 1.2e-7.
+Tolerance, float32: as in test_distributed. Losses of around 6 were at most 9.5e-7 apart.
 """
 
 import importlib.util
@@ -26,7 +25,6 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 # Each as one rank with twice the accumulation. The gate is on where it says so, the head's is on.
 SAME = {
     "packed, evaluated, saved": {"saves": True, **EVALUATED},
-    # The last step of the epoch has fewer micro-batches.
     "accumulated": {"accumulation": 2, "options": {"gradient_checkpointing": False}},
     "very unequal numbers of trained tokens": UNEQUAL,
     "documents weighted": WEIGHTED | EVALUATED,

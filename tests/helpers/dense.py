@@ -52,12 +52,11 @@ def probabilities(
     *,
     window: int | None = None,
     cu_seqlens_k: Tensor | None = None,
-    both_directions: bool = False,
     **options: object,
 ) -> Tensor:
     """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
     seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
-    return probabilities_of(query, key, seen | seen.mT if both_directions else seen, **options)
+    return probabilities_of(query, key, seen, **options)
 
 
 def probabilities_of(

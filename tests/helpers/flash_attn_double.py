@@ -78,7 +78,6 @@ class FlashAttentionDouble:
             scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             window=window_size[0] + 1 if window_size[0] >= 0 else None,
             softcap=softcap or None,
-            both_directions=not causal,
         )
 
     def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:

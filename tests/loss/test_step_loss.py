@@ -96,7 +96,7 @@ def test_a_class_behind_ours_computes_its_loss_and_takes_no_weights(tmp_path):
     model, mixed = tiny_model("llama"), type("Mixed", (PackedSFTTrainer, Between), {})
     loss = run(model, DOCUMENTS, tmp_path, cls=mixed)[0]
     assert loss == pytest.approx(2 * alone(model, DOCUMENTS)[0], rel=TOLERANCE)
-    with pytest.raises(ValueError, match="computes the loss without them; put PackedSFTTrainer"):
+    with pytest.raises(ValueError, match=r"loss without them, .*; put PackedSFTTrainer"):
         run(model, weighted(DOCUMENTS), tmp_path, cls=mixed)
 
 

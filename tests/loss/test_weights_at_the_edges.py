@@ -14,7 +14,6 @@ from trl_packing import PackedCollator
 
 DOCUMENTS = documents_of_lengths((9, 40, 13, 30, 5, 61), prompt=2)
 PATTERN = (0.25, 1.0, 0.0, 2.0, 0.5)
-FACTORS = [1.5e38, 1e30, 1e-30, 1e-37]
 
 
 def weighted(which, factor=1.0):
@@ -27,7 +26,8 @@ def weighted(which, factor=1.0):
 
 
 @pytest.mark.parametrize(
-    ("loss", "which", "factor"), combined(LOSSES, ["tokens", "documents"], FACTORS)
+    ("loss", "which", "factor"),
+    combined(["nll", "dft"], ["tokens", "documents"], [1.5e38, 1e-30, 1e-37]),
 )
 def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_path):
     model, options = tiny_model("llama"), LAYOUTS["three of a bin"] | LOSSES[loss]
@@ -45,13 +45,10 @@ def stream(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
 
-# --- weights of zero ------------------------------------------------------------------------------
-
 ZERO = {
-    "loss_weights": [d | {"loss_weights": [0.0] * len(d["input_ids"])} for d in DOCUMENTS],
     "loss_weight": [d | {"loss_weight": 0.0} for d in DOCUMENTS],
     # Only the prompts have a weight.
-    "loss_weights, on prompts": [
+    "loss_weights": [
         d | {"loss_weights": [1.0, 1.0] + [0.0] * (len(d["input_ids"]) - 2)} for d in DOCUMENTS
     ],
 }
@@ -59,8 +56,7 @@ ZERO = {
 
 @pytest.mark.parametrize("name", ZERO)
 def test_a_data_set_that_weighs_nothing_is_refused_before_training(name, tmp_path):
-    column, zero = name.split(",")[0], Dataset.from_list(ZERO[name])
-    refused = rf"{column} leave every .*remove_columns\(\['{column}'\]"
+    zero, refused = Dataset.from_list(ZERO[name]), rf"{name} leave every .*columns\(\['{name}'\]"
     for train, evaluated in ((zero, None), (DOCUMENTS, zero)):
         with pytest.raises(ValueError, match=refused):
             make_trainer(tmp_path, train, evaluated=evaluated).train()
@@ -68,32 +64,27 @@ def test_a_data_set_that_weighs_nothing_is_refused_before_training(name, tmp_pat
         make_trainer(tmp_path, DOCUMENTS).evaluate(zero)
 
 
-@pytest.mark.parametrize(("name", "loss"), combined(ZERO, LOSSES))
-def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, loss, tmp_path, caplog):
-    loss, gradients = run(tiny_model("llama"), stream(ZERO[name]), tmp_path, **LOSSES[loss])
+@pytest.mark.parametrize("name", ZERO)
+def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, tmp_path, caplog):
+    loss, gradients = run(tiny_model("llama"), stream(ZERO[name]), tmp_path)
     assert loss == 0.0
     assert gradients
     assert not any(gradient.any() for gradient in gradients.values())
     assert "have a weight of 0" in caplog.text
 
 
-# --- what is no weight ----------------------------------------------------------------------------
-
 WRONG = {
     "None": {"loss_weight": None},
     "negative": {"loss_weight": -1.0},
-    "beyond float32": {"loss_weight": 1e39},
     "a token's None": {"loss_weights": [None, *[1.0] * 12]},
     "a token's NaN": {"loss_weights": [float("nan")] * 13},
-    "a token's, negative": {"loss_weights": [-1.0] * 13},
     "tokens beyond float32": {"loss_weights": [1e39] * 13},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("kind", [stream, list])
-def test_the_document_whose_weight_is_none_is_named(name, packing, kind, tmp_path):
+def test_the_document_whose_weight_is_none_is_named(name, kind, tmp_path):
     by_token = "loss_weights" in WRONG[name]
     rows = [
         d | ({"loss_weights": [1.0] * len(d["input_ids"])} if by_token else {"loss_weight": 1.0})
@@ -102,4 +93,4 @@ def test_the_document_whose_weight_is_none_is_named(name, packing, kind, tmp_pat
     rows[2] |= WRONG[name]
     named = r"(document|row) 2\b.*'?loss_weight|column 'loss_weights' has a "
     with pytest.raises(ValueError, match=named):
-        make_trainer(tmp_path, kind(rows), packing=packing, max_steps=1).train()
+        make_trainer(tmp_path, kind(rows), packing=kind is stream, max_steps=1).train()

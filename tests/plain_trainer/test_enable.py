@@ -21,7 +21,6 @@ from trl_packing import DataCollatorWithFlattening, PackedCollator, enable_packi
 from trl_packing.plain_trainer.dataset import enabled_models
 
 COLLATORS = {
-    "none": None,
     "default": DefaultDataCollator(),
     "seq2seq, padded": DataCollatorForSeq2Seq(tiny_tokenizer(), pad_to_multiple_of=16),
     "ours": PackedCollator(),
@@ -35,15 +34,11 @@ def first_rows(model, dataset):
 # --- exact ----------------------------------------------------------------------------------------
 
 
-PADDED = ["falcon_mamba", "lfm2"]
-MODELS = ["llama", "gemma2", "gemma3_text", "gpt_oss", "qwen3_moe", "gpt2", *PADDED]
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "falcon_mamba"])
 def test_a_step_equals_one_document_at_a_time(name, tmp_path):
     model, dataset = tiny_model(name), packed()
     expected = first_rows(model, dataset)
-    assert enable_packing(model).backend == ("padded" if name in PADDED else "documents")
+    assert enable_packing(model).backend == ("padded" if "mamba" in name else "documents")
     assert_exact(first_step(model, dataset, tmp_path), expected)
 
 
@@ -52,9 +47,8 @@ def test_any_collator_that_keeps_the_columns_will_do(name, tmp_path):
     model, dataset = tiny_model("gpt_oss"), packed()
     expected = first_rows(model, dataset)
     enable_packing(model, dataset)
-    for removes in (True, False):
-        options = {"collator": COLLATORS[name], "remove_unused_columns": removes}
-        assert_exact(first_step(model, dataset, tmp_path, **options), expected)
+    options = {"collator": COLLATORS[name], "remove_unused_columns": name == "default"}
+    assert_exact(first_step(model, dataset, tmp_path, **options), expected)
 
 
 @pytest.mark.parametrize("collator", [TheirFlattening(), DataCollatorWithFlattening()])
@@ -99,7 +93,7 @@ def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
     assert len(sent.__getitems__([0, 1])) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "falcon_mamba"])
+@pytest.mark.parametrize("name", ["llama", "falcon_mamba"])
 def test_a_model_that_is_not_enabled_fails_the_comparison(name, tmp_path):
     other, model, dataset = tiny_model("llama"), tiny_model(name), packed()
     enable_packing(other)  # so that rows are given out

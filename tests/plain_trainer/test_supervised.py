@@ -42,16 +42,6 @@ def test_queries_and_responses_become_packed_rows(math_file):
     )
 
 
-def test_templates_of_dart_math_are_read(math_file, tmp_path):
-    parts = {"sys_prompt": "Be {brief}.\n", "query_prompt": "User:\n"}
-    parts |= {"prompt_after_query": "\n\n", "resp_prompt": "Assistant:\n"}
-    path = tmp_path / "own.json"
-    path.write_text(json.dumps(parts))
-    for template in (parts, str(path)):
-        first, _ = text_of(read(math_file, prompt_template=template))[0]
-        assert first.startswith("Be {brief}.\nUser:\nWhat is 0 + 0?\n\nAssistant:It is 0.")
-
-
 def test_several_files_have_fields_of_their_own(math_file, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"query": "Why?", "response": "So."}) + "\n")

@@ -1,13 +1,10 @@
 """An explicit 4-D mask for packed calls: block-diagonal, causal, T×T.
 
 For models outside transformers' attention interface that ignore `position_ids` when they build
-their mask, so that documents see each other, but use a 4-D mask unchanged.
-
-A 4-D mask replaces every mask that the model would build, so it contains windows and chunks too:
-one mask for all layers, or one per layer type if the config has several types. The tokens of an
-image see each other in both directions in Gemma 3, and in the layers with a window of large Gemma 4
-models. transformers' own mask opens the wrong tokens there in a packed row: it looks images up by
-the position in the document (5.23).
+their mask, but use a 4-D mask unchanged. It replaces every mask that the model would build, so it
+contains windows and chunks too: one mask, or one per layer type. The tokens of an image see each
+other in both directions in Gemma 3, and in the layers with a window of large Gemma 4 models:
+transformers' own mask looks images up by the position in the document, not in the row (5.23).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +28,8 @@ def run_with_mask(backbone: nn.Module, forward: Callable[..., Any], kwargs: dict
     types = kwargs.get("mm_token_type_ids" if is_gemma4 else "token_type_ids")
     images = None if types is None else _images(types[0] == 1, boundaries)
     dtype = next((p.dtype for p in backbone.parameters() if p.is_floating_point()), torch.float32)
-    mask = packed_mask(
-        np.diff(host_boundaries(boundaries)),
-        text,
-        dtype,
-        kwargs["position_ids"].device,
-        images,
-        is_gemma4,
-    )
+    lengths, device = np.diff(host_boundaries(boundaries)), kwargs["position_ids"].device
+    mask = packed_mask(lengths, text, dtype, device, images, is_gemma4)
     kept = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
     return forward(**kept | {"attention_mask": mask})
 
@@ -52,8 +43,6 @@ def packed_mask(
     windows_only: bool = False,
 ) -> Any:
     """Return the additive mask ``(1, 1, T, T)``, or a dict of such masks by layer type.
-
-    Only the document index of each token is copied to the device, and nothing back.
 
     Args:
         seq_lengths: tokens of each document, ``(N,)``.
@@ -78,12 +67,15 @@ def packed_mask(
         made = mask_from_document_ids(to_device(ids, device), window=size, dtype=dtype)
         if images is None or (windows_only and size is None):
             return made
-        return _open_images(made, images, size)
+        is_open = (images[:, None] == images) & (images >= 0)
+        if size is not None:
+            token = torch.arange(len(images), device=images.device)
+            is_open &= token[:, None] - token < size
+        return made.masked_fill(is_open, 0)
 
-    known = {"full_attention", "sliding_attention", "chunked_attention"}
     if not types:
         return mask("sliding_attention" if window else "full_attention")
-    if not types <= known:
+    if not types <= {"full_attention", "sliding_attention", "chunked_attention"}:
         return mask("full_attention")
     return {kind: mask(kind) for kind in types} if len(types) > 1 else mask(types.pop())
 
@@ -95,15 +87,6 @@ def _images(is_image: Tensor, boundaries: Tensor) -> Tensor:
     inside = boundaries[(boundaries > 0) & (boundaries < len(is_image))].long()
     starts[inside] = is_image[inside]
     return torch.where(is_image, starts.cumsum(0) - 1, -1)
-
-
-def _open_images(mask: Tensor, images: Tensor, window: int | None) -> Tensor:
-    """Return the additive `mask`, with the tokens of an image visible to each other."""
-    is_open = (images[:, None] == images) & (images >= 0)
-    if window is not None:
-        token = torch.arange(len(images), device=images.device)
-        is_open &= token[:, None] - token < window
-    return mask.masked_fill(is_open, 0)
 
 
 def _one(config: Any, name: str) -> int | None:

@@ -1,19 +1,17 @@
 """Completes model calls on tokens of a packed row with the row's boundaries, and runs them packed.
 
 A call belongs to a row if its tokens share the row's memory, as the whole row or as a part that
-starts with a document, or if it is as long as the current row (with changed or embedded tokens).
-While a row is current, or a model of `enable_packing` trains, any other call raises ValueError,
-because its tokens may or may not be a row's. `other_rows` allows such calls, and a cache with
-tokens (`generate`) is allowed too.
+starts with a document, or if it is as long as the current row. While a row is current, or a model
+of `enable_packing` trains, any other call raises ValueError, because its tokens may or may not be a
+row's; `other_rows` and a cache with tokens (`generate`) allow it.
 
     trainer      set_current_row(batch)                  before each micro-batch
     user's loss  model(input_ids=inputs["input_ids"])    names no documents
     the model    complete_call(model, call)              the same call with the row's boundaries
     its modules  running_row()                           masks, NEFTune and inner modules read it
 
-A row with shared prefixes (`key_index`) reaches only attention that takes keys of its own: kernels
-of this package, and FlashAttention after `gather_prefix_keys`. Any other refuses it, because it
-would silently read the wrong keys.
+A row with shared prefixes (`key_index`) reaches only attention that takes keys of its own; any
+other would silently read the wrong keys, and refuses it.
 """
 
 import functools
@@ -153,12 +151,9 @@ def needs_no_mask() -> bool:
 def complete_arguments(
     module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of a call, with the boundaries if it is on a row.
+    """Return the arguments of a call, with the boundaries if it is on a row; see `complete_call`.
 
     `names` are those of the parameters of `module`, for positional arguments.
-
-    Raises:
-        ValueError: as `complete_call`.
     """
     if _running is not None or (torch.compiler.is_compiling() and _is_complete(kwargs)):
         return args, kwargs
@@ -254,9 +249,8 @@ def _valid_positions(model: Any, call: dict[str, Any], restarting: Any) -> Any:
 def _refusal(model: Any, tokens: Tensor, why: str = "") -> str:
     return (
         f"{type(model).__name__} was called on tokens of shape {tuple(tokens.shape[:2])} without "
-        f"the boundaries of documents{why}, so documents could see each other; call "
-        "model(**inputs), or pass inputs['input_ids'] whole, cut at the end, or one document of "
-        "it; call rows that are not packed inside `with trl_packing.other_rows():`"
+        f"the boundaries of documents{why}; call model(**inputs), pass inputs['input_ids'] whole "
+        "or one document of it, or call rows that are not packed in `with trl_packing.other_rows()`"
     )
 
 
@@ -272,8 +266,7 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
         if not torch.is_tensor(mask) or mask.dim() != 2 or not mask[:, : last + 1].all():
             raise ValueError(
                 f"{type(model).__name__} was called on packed documents with an attention_mask "
-                "that hides tokens, or is not (1, T); leave it out: documents are kept apart "
-                "without one"
+                "that hides tokens, or is not (1, T); leave it out"
             )
         call = call | {"attention_mask": None}
     if call.get("past_key_values") is None:
@@ -325,7 +318,6 @@ def wrap_packed_calls(
 ) -> None:
     """Run packed calls of `module` by `run`, in place of an earlier one; arguments: `PackedWay`.
 
-    A call on a packed row without boundaries is a packed call too, if the row is recognized.
     Wrappers that others put on top, such as autocast, stay there.
     """
     found, way = vars(module).get("forward"), None
@@ -401,7 +393,7 @@ def _run_call(
         if not (is_packed_implementation(attention) or gathers_prefix_keys(attention)):
             raise NotImplementedError(
                 f"attention={attention!r} has one set of boundaries for queries and keys, and the "
-                "row has shared prefixes (key_index); set prefix_sharing='off', or attention='auto'"
+                "row has shared prefixes (key_index); set prefix_sharing='off'"
             )
     _running = way, {name: kwargs[name] for name in BOUNDARIES if name in kwargs}
     try:
@@ -412,7 +404,7 @@ def _run_call(
 
 
 # Methods that are called before packed calls of a module, and of copies of it.
-_settles: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod] = weakref.WeakKeyDictionary()
+_settles: weakref.WeakKeyDictionary[Any, weakref.WeakMethod] = weakref.WeakKeyDictionary()
 
 
 def settle_first(model: nn.Module, settle: Callable[[nn.Module], None] | None) -> None:
@@ -429,8 +421,7 @@ def settle_first(model: nn.Module, settle: Callable[[nn.Module], None] | None) -
 
 @torch.compiler.disable  # called from frames that torch.compile leaves to Python
 def _settle(module: nn.Module | None, called: nn.Module) -> None:
-    reference = None if module is None else _settles.get(module)
-    settle = None if reference is None else reference()
+    settle = _settles[module]() if module in _settles else None
     if settle is not None:
         settle(called)
 
@@ -446,9 +437,8 @@ def _check_covers_row(arguments: dict[str, Any]) -> None:
     last = host_values(arguments["cu_seq_lens_q"])[-1]
     if row is not None and row.shape[1] != last:
         raise ValueError(
-            f"cu_seq_lens_q ends at {last}, and the row has {row.shape[1]} tokens; pass the batch "
-            "unchanged. nn.DataParallel splits it: start one process for each GPU (torchrun or "
-            "accelerate launch), or set CUDA_VISIBLE_DEVICES to one"
+            f"cu_seq_lens_q ends at {last}, and the row has {row.shape[1]} tokens; nn.DataParallel "
+            "splits it: start one process for each GPU, or set CUDA_VISIBLE_DEVICES to one"
         )
 
 

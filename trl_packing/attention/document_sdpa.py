@@ -4,14 +4,11 @@
     cu_seqlens           (N + 1,) int32              document n: rows cu_seqlens[n]:cu_seqlens[n+1]
     output               (T, heads, value_dim)
 
-Each document is cut into tiles: blocks of queries, each with every key that they may see, and each
-an independent softmax. Without a sliding window a document is one causal tile. With a window, tiles
-follow it and the work is Σ len·window. The attention of a tile is computed on CPUs by PyTorch's
-FlashAttention kernel, and for soft-caps, dropout and other devices from the scores in float32.
-
-The loop over tiles runs in one custom op with an explicit backward. `torch.compile` therefore sees
-one call for any documents, and the backward writes into place instead of scattering a slice per
-document. On other devices than CPUs, and without torch.compile, `sdpa_by_document` takes over.
+Each document is cut into tiles: blocks of queries, each with every key that they may see. Without a
+sliding window a document is one causal tile; with one, the work is Σ len·window. A tile is computed
+on CPUs by PyTorch's FlashAttention kernel, and for soft-caps, dropout and other devices from the
+scores in float32. One custom op with an explicit backward runs the loop over tiles, so
+`torch.compile` sees one call for any documents, and the backward writes into place.
 
 Shape letters: K key-value heads, G query heads per key-value head, Q queries, S keys, D head_dim,
 V value_dim.
@@ -33,7 +30,6 @@ from trl_packing.attention.prefix_keys import (
     PrefixKeys,
     blocks_of_nodes,
     blocks_of_segments,
-    gather_keys,
     gradient_of_sinks,
     lse_with_sinks,
     merge_softmax,
@@ -45,9 +41,8 @@ from trl_packing.documents.host_row import host_boundaries, host_values
 
 NAME = "packed_documents"
 
-# Queries per tile if the tile materializes a mask (windows) or scores (soft-cap, dropout). This
-# bounds their memory at block × keys, for scores times the heads. Tiles as long as the window take
-# up to 1.3× the time, since half of their scores are masked (torch 2.13, CPU).
+# Queries per tile if it materializes a mask (windows) or scores: their memory is block × keys, for
+# scores times the heads. Tiles as long as the window take up to 1.3× the time (torch 2.13, CPU).
 BLOCK = 512
 
 # Number of keys below which the backward is slower in bf16 than in float32, up to 4× at 130 keys
@@ -71,10 +66,9 @@ def document_attention(
         key: ``(T, kv_heads, head_dim)``.
         value: ``(T, kv_heads, value_dim)``.
         cu_seqlens: boundaries of the documents, ``(N + 1,)`` int32, from 0 to T.
-        options: scale, window, soft-cap, sinks and dropout.
+        options: of the kernel.
         max_length: not used; other packed kernels need it.
-        keys: the keys of each segment, if documents share prefixes; `cu_seqlens` are then the
-            boundaries of segments.
+        keys: the keys of each segment, if documents share prefixes; `cu_seqlens` are then theirs.
 
     Raises:
         ValueError: `cu_seqlens` does not run from 0 to T, or does not fit `keys`.
@@ -90,12 +84,14 @@ def document_attention(
     scale, window, softcap, sinks, dropout = options
     if keys is not None and dropout:
         raise NotImplementedError(
-            f"shared prefixes have no attention dropout (got {dropout}); set the model's "
-            "attention_dropout to 0, or prefix_sharing='off'"
+            f"shared prefixes have no attention dropout (got {dropout}); set prefix_sharing='off'"
         )
-    plain = sinks is None and not softcap and not dropout
+    plain = sinks is None and keys is None and not softcap and not dropout
     if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
-        return sdpa_by_document(query, key, value, cu_seqlens, scale, window or 0, keys)
+        spans = pairwise(host_boundaries(cu_seqlens))
+        lengths = [end - start for start, end in spans if end > start]
+        if not window or max(lengths) <= window:
+            return sdpa_by_document(query, key, value, lengths, scale)
     # The seed is a tensor, so that a compiled graph gets a new one in each call.
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout else None
     index = (None, None) if keys is None else keys[:2]
@@ -169,10 +165,7 @@ def _backward_op(
     seed: Tensor | None,
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value and sinks (without sinks: empty), in their shapes.
-
-    `grad` and `output` are ``(T, heads, value_dim)``, `lse` is ``(heads, T)`` float32.
-    """
+    """Return the gradients of query, key, value and sinks (without sinks: empty)."""
     options, keys = _options(numbers), prefix_keys(cu_seqlens_k, key_index)
     # Fresh pages cost as much as the arithmetic: fill with zeros only if tiles overlap and add up.
     overlap = bool(options.window) or needs_scores(query, options) or keys is not None
@@ -226,7 +219,7 @@ def _options(numbers: list[float]) -> KernelOptions:
 
 
 def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
-    """Return a generator; forward and backward, which visit tiles in one order, share its seed."""
+    # Forward and backward visit tiles in one order, and share the seed.
     return None if seed is None else torch.Generator(device).manual_seed(int(seed))
 
 
@@ -236,9 +229,8 @@ def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | N
 class Tile(NamedTuple):
     """Queries ``[q0, q1)`` and keys ``[k0, k1)``; causal and windowed.
 
-    The query at row i is ``i - j - gap`` tokens behind the key at row j: tokens in between may be
-    on other paths of a row with shared prefixes. `merges` says that the queries have other tiles
-    before this one.
+    The query at row i is ``i - j - gap`` tokens behind the key at row j: `gap` tokens in between
+    are on other paths of shared prefixes. `merges`: the queries have other tiles before this one.
     """
 
     q0: int
@@ -252,16 +244,12 @@ class Tile(NamedTuple):
 def cut_tiles(
     cu_seqlens: Tensor, options: KernelOptions, query: Tensor, keys: PrefixKeys | None = None
 ) -> Iterator[Tile]:
-    """Yield the tiles of all documents, then those of shared prefixes.
-
-    Raises:
-        ValueError: `cu_seqlens` does not run from 0 to the number of tokens of `query`.
-    """
+    """Yield the tiles of all documents, then those of shared prefixes."""
     boundaries = host_boundaries(cu_seqlens)
     if boundaries[0] != 0 or boundaries[-1] != len(query):
         raise ValueError(
-            f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, but the row holds tokens 0 "
-            f"to {len(query)}: every token must belong to a document"
+            f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, the row from 0 to "
+            f"{len(query)}: every token must belong to a document"
         )
     scored = needs_scores(query, options)
     for start, end in pairwise(boundaries):
@@ -298,10 +286,7 @@ def _prefix_tiles(
 
 
 def _split_by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, ...]:
-    """Return views ``(K, G, Q, D)``, ``(K, G, S, D)`` and ``(K, G, S, V)`` of the tile.
-
-    A key-value head serves its group of query heads without being repeated.
-    """
+    """Return views ``(K, G, Q, D)``, ``(K, G, S, D)`` and ``(K, G, S, V)`` of the tile."""
     q = _split_by_group(query[tile.q0 : tile.q1], key.shape[1])
     k, v = (
         x[tile.k0 : tile.k1].transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
@@ -326,10 +311,7 @@ def forward_tile(
     options: KernelOptions,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return output ``(K, G, Q, V)`` and log-sum-exp ``(K, G, Q)`` float32 of one tile.
-
-    `q`, `k` and `v` are ``(K, G, Q, D)``, ``(K, G, S, D)`` and ``(K, G, S, V)``.
-    """
+    """Return output ``(K, G, Q, V)`` and log-sum-exp ``(K, G, Q)`` float32 of one tile."""
     if needs_scores(q, options):
         # Autocast reaches into custom ops, and would turn float32 products into bf16.
         with torch.autocast(q.device.type, enabled=False):
@@ -355,11 +337,7 @@ def backward_tile(
     options: KernelOptions,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of one tile, in their shapes.
-
-    `grad` is the gradient of `out`, which the forward returned with `lse`; `generator` is seeded as
-    there.
-    """
+    """Return the gradients of q, k and v of one tile from `grad`, that of `out`."""
     in_scores = needs_scores(q, options)
     if in_scores or (q.dtype != torch.float32 and tile.k1 - tile.k0 < _SLOW_IN_HALF_PRECISION):
         grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
@@ -407,20 +385,14 @@ def visible_keys(tile: Tile, options: KernelOptions, device: torch.device) -> Te
 
 
 def needs_scores(query: Tensor, options: KernelOptions) -> bool:
-    """Whether scores must be materialized: the fused kernel runs on CPUs only.
-
-    It has no soft-cap and no dropout.
-    """
+    """Whether scores are materialized: the fused kernel is a CPU's, without cap and dropout."""
     return bool(options.softcap or options.dropout) or query.device.type != "cpu"
 
 
 def _scores(
     q: Tensor, k: Tensor, tile: Tile, options: KernelOptions
 ) -> tuple[Tensor, Tensor | float]:
-    """Return masked scores and their slope, both ``(K, G, Q, S)`` float32.
-
-    The slope is the soft-cap's derivative by the scaled dot products; 1.0 without one.
-    """
+    """Return masked scores ``(K, G, Q, S)`` float32, and their slope by the scaled dot products."""
     scores = q.float() @ k.float().transpose(-1, -2) * options.scale
     slope: Tensor | float = 1.0
     if options.softcap:
@@ -438,89 +410,28 @@ def _dropout_factor(
     return (uniform >= options.dropout).to(scores.dtype) / (1 - options.dropout)
 
 
-# --- by F.scaled_dot_product_attention, on any device ---------------------------------------------
+# --- by F.scaled_dot_product_attention ------------------------------------------------------------
 
 
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-@sdpa_kernel(_BACKENDS)
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sdpa_by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scale: float,
-    window: int,
-    keys: PrefixKeys | None = None,
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float
 ) -> Tensor:
-    """Return causal attention within each document, ``(T, heads, value_dim)``.
+    """Return causal attention within documents of these lengths, ``(T, heads, value_dim)``.
 
-    GPUs without FlashAttention-2, and float32 inputs, run PyTorch's memory-efficient kernel here.
-    cuDNN is left out, because it would build a graph for every length of a document. Shapes and
-    `keys` as in `document_attention`; `window` is 0 without a sliding window.
+    GPUs without FlashAttention-2, and float32, run PyTorch's memory-efficient kernel here. cuDNN is
+    left out, because it would build a graph for every length.
     """
-    lengths = lengths_k = _lengths(cu_seqlens)
-    if keys is not None:
-        key, value = (gather_keys(x, keys.key_index) for x in (key, value))
-        lengths_k = _lengths(keys.cu_seqlens_k)
+    # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
+    # materialize all scores of a document for every head (torch 2.13).
     group = query.shape[1] // key.shape[1]
-    if group > 1:
-        # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
-        # materialize all scores of a document for every head (torch 2.13).
-        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    bias = functools.cache(
-        functools.partial(_bias, min(BLOCK, max(lengths, default=0)), window, query)
-    )
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-        """Yield attention ``(queries, heads, dim)``, tile by tile; the last keys are their own."""
-        past = k.shape[2] - q.shape[2]
-        if not past and not (window and q.shape[2] > window):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-            yield out[0].transpose(0, 1)
-            return
-        for part in q.split(BLOCK, 2):
-            # Kernels read keys and masks in units of 16 bytes.
-            start = max(past - window + 1, 0) // 8 * 8 if window else 0
-            stop = past + part.shape[2]
-            mask = bias(past - start)[: part.shape[2], : stop - start]
-            keys, values = k[:, :, start:stop], v[:, :, start:stop]
-            out = F.scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=scale)
-            yield out[0].transpose(0, 1)
-            past = stop
-
-    outputs: list[Tensor] = []
-    split = (query.split(lengths), key.split(lengths_k), value.split(lengths_k))
-    for document in zip(*split, strict=True):
+    rows = [query, *(x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))]
+    outputs = []
+    for document in zip(*(x.split(lengths) for x in rows), strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
-        # Beyond a window, a document is first cut into chunks, which see themselves and the chunk
-        # before. This keeps the work linear: for each tile, autograd fills a gradient as long as
-        # two chunks instead of one as long as the document.
-        size = max(window, BLOCK) if window and k.shape == q.shape else q.shape[2]
-        chunks = [x.split(size, 2) for x in (q, k, v)] if size < q.shape[2] else [(q,), (k,), (v,)]
-        for n, queries in enumerate(chunks[0]):
-            near = [x[0] if n == 0 else torch.cat(x[n - 1 : n + 1], 2) for x in chunks[1:]]
-            outputs += attend(queries, *near)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _lengths(boundaries: Tensor) -> list[int]:
-    return [end - start for start, end in pairwise(host_boundaries(boundaries)) if end > start]
-
-
-def _bias(rows: int, window: int, query: Tensor, past: int) -> Tensor:
-    """Return 0 where a query of a tile sees a key, else -inf, ``(rows, past + rows)``.
-
-    `past` keys come before the first query; `window` is 0 without one. The dtype is that of
-    `query`: PyTorch would convert a bool mask in every call, and keep the result for the backward.
-    """
-    tile = Tile(past, past + rows, 0, past + rows)
-    visible = visible_keys(tile, KernelOptions(1.0, window), query.device)
-    # Rows are a multiple of 8 keys wide; PyTorch pads a copy of other masks in every call.
-    width = -(-visible.shape[1] // 8) * 8
-    bias = query.new_full((rows, width), float("-inf"))
-    return bias[:, : visible.shape[1]].masked_fill_(visible, 0.0)
 
 
 register_packed_kernel(NAME, document_attention)

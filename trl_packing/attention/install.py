@@ -1,8 +1,8 @@
 """Sets an attention backend on a model, and gives the model its native attention back.
 
 The isolation check runs forwards only. A kernel may lack a backward for this GPU, head size or
-option (flash-attn 4 asserts in it), which would stop the first step, or its backward may reach into
-other documents. The first call of each kind in a check therefore runs again, with gradients:
+option, or its backward may reach into other documents. The first call of each kind in a check
+therefore runs again, with gradients:
 
     row            A A A A B B B          the gradient of B's output
     query, key     0 0 0 0 x x x          must be zero outside B, and finite everywhere
@@ -35,13 +35,9 @@ from trl_packing.attention.model_facts import (
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
-    """Set `choice` on a transformers model, in place of a backend that was installed before.
+    """Set `choice` on a transformers model, which PEFT may wrap, in place of an earlier one.
 
     Calls that are not packed stay unchanged.
-
-    Args:
-        model: a transformers model, which PEFT may wrap.
-        choice: the backend, as `resolve_attention` returns it.
     """
     base = unwrap_peft(model)
     # The backbone builds the masks, and a fused LM head calls it without `base.forward`.
@@ -69,13 +65,17 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         wrap_packed_calls(base, run_known_arguments, choice.implementation)
 
 
-def take_prefix_keys(model: Any, attention: str) -> str | None:
-    """Prepare `model` for rows with shared prefixes; return why it cannot take them, or None.
+def _model_to_pad(model: Any, base: Any) -> Any:
+    """Return the model that must see padded rows as a whole, or None if its backbone can."""
+    # Virtual tokens come in front of every row; PEFT looks for an invocation in every row.
+    is_prompted = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    if is_prompted or invokes_adapter(model):
+        return model
+    return base if getattr(base.forward, "scores_native_logits", False) else None
 
-    Args:
-        model: a transformers model, which PEFT may wrap.
-        attention: the backend that is installed on it.
-    """
+
+def take_prefix_keys(model: Any, attention: str) -> str | None:
+    """Prepare `model`, on the backend `attention`, for shared prefixes; return why it cannot."""
     if attention in ("documents", "varlen"):
         return None
     if not flash_attn.is_flash_attention(attention) or attention not in ALL_ATTENTION_FUNCTIONS:
@@ -86,21 +86,12 @@ def take_prefix_keys(model: Any, attention: str) -> str | None:
     return None
 
 
-def _model_to_pad(model: Any, base: Any) -> Any:
-    """Return the model that must see padded rows as a whole, or None if its backbone can."""
-    # Virtual tokens come in front of every row; PEFT looks for an invocation in every row.
-    is_prompted = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
-    if is_prompted or invokes_adapter(model):
-        return model
-    return base if getattr(base.forward, "scores_native_logits", False) else None
-
-
 @contextmanager
 def use_native_attention(model: Any) -> Iterator[None]:
     """Run `model` inside the block with the attention that it had before a packed backend.
 
-    Some models compare the name of their implementation (``if implementation == "sdpa"``) and
-    compute something else under a packed one, even in calls that are not packed.
+    Some models compare the name of their implementation, and compute something else under a packed
+    one, even in calls that are not packed.
     """
     installed = current_implementation(model)
     restore_implementation(model)
@@ -134,15 +125,12 @@ def use_attention(model: Any, choice: AttentionChoice) -> Iterator[None]:
 def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     """Run one small backward for each kind of packed call of a third-party kernel in the block.
 
-    The calls themselves return as usual.
-
     Args:
         model: the model that is called, without its wrappers.
         training: whether the model is about to train; None reads its mode.
 
     Yields:
-        The faults found so far: the kernel raises, a gradient is not finite, or it reaches into
-        another document.
+        The faults found so far. The calls themselves return as usual.
     """
     name = current_implementation(model) or ""
     is_foreign = flash_attn.is_flash_attention(name) or name.startswith(varlen.NAME)
@@ -169,16 +157,11 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
                 faults.append(f"its backward raises {type(error).__name__}: {error}")
         return function(module, q, k, v, *args, **kw)
 
-    # The interface looks into the instance first, so the global registration stays unchanged.
-    local = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = local.get(name)
-    local[name] = attention
+    ALL_ATTENTION_FUNCTIONS[name] = attention  # in the instance; the registration stays
     try:
         yield faults
     finally:
-        del local[name]
-        if before is not None:
-            local[name] = before
+        del ALL_ATTENTION_FUNCTIONS[name]
 
 
 @torch.enable_grad()

@@ -7,13 +7,12 @@ A kernel that keeps documents apart needs only boundaries, so a *packed call* mu
                                                                  function of the model
 
 The attention function and the mask function are registered under one name. Without the mask
-function, every other call would silently run without a mask: logits of a left-padded batch then
-change by 2.5, and `generate` writes other tokens (transformers 5.23).
+function, every other call would silently run without a mask (transformers 5.23).
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +32,8 @@ class KernelOptions(NamedTuple):
     Attributes:
         scale: factor of the dot products of queries and keys.
         window: number of tokens that a query sees, itself included; None or 0: all before it.
-        softcap: bound of the scaled scores, as ``softcap * tanh(score / softcap)`` (gemma2); None
-            or 0: none.
-        sinks: learned logits ``(heads,)`` that take part in the softmax and attend to nothing
-            (gpt_oss).
+        softcap: bound of the scaled scores, ``softcap * tanh(score / softcap)``; None or 0: none.
+        sinks: learned logits ``(heads,)`` that take part in the softmax and attend to nothing.
         dropout: probability of dropping an attention weight, in [0, 1].
     """
 
@@ -50,22 +47,19 @@ class KernelOptions(NamedTuple):
 # Attention within documents; `document_sdpa.document_attention` describes the arguments.
 PackedKernel = Callable[..., Tensor]
 
-
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index")
-
 # Arguments of the interface that change the result and that no packed kernel computes.
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
 
 
-def register_packed_kernel(name: str, kernel: PackedKernel, tower: str | None = None) -> None:
+def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
     """Register `kernel` with transformers as `name` and as `name_over_eager`.
 
     Calls that are not packed run SDPA under the first name, and eager attention under the second.
-    `tower` is the implementation of vision towers beside it; None leaves them as they are.
     """
     for fallback in ("sdpa", "eager"):
         registered = implementation_name(name, fallback)
-        register_packed_name(registered, tower)
+        register_packed_name(registered)
         AttentionInterface.register(registered, _attention_function(kernel, fallback))
         AttentionMaskInterface.register(registered, _mask_function(fallback))
 
@@ -124,15 +118,14 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
                     "has shared prefixes (key_index); set prefix_sharing='off'"
                 )
             others = {name: given[name] for name in given if name not in _BOUNDARIES}
-            others |= {"dropout": dropout, "scaling": scaling}
             native = _fallback_function(fallback, module)
+            others |= {"dropout": dropout, "scaling": scaling}
             return native(module, query, key, value, attention_mask, **others)
-        for argument in _UNSUPPORTED:
-            if argument in given:
-                raise NotImplementedError(
-                    f"{type(module).__name__} passes {argument!r} to attention, which packed "
-                    "kernels do not compute; set attention='model' to use the model's own attention"
-                )
+        if unknown := [argument for argument in _UNSUPPORTED if argument in given]:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {unknown[0]!r} to attention, which packed kernels "
+                "do not compute; set attention='model'"
+            )
         if query.shape[0] != 1:
             raise ValueError(
                 f"a packed batch is one flat row, got {query.shape[0]} rows with cu_seq_lens_q; "
@@ -142,7 +135,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
         window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
         keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
         output = kernel(
-            *[x[0].transpose(0, 1) for x in one_dtype(query, key, value)],
+            *[x[0].transpose(0, 1) for x in _one_dtype(query, key, value)],
             given["cu_seq_lens_q"],
             KernelOptions(scale, window, softcap, sinks, dropout),
             given.get("max_length_q"),
@@ -162,18 +155,14 @@ def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[
         if function is not None:
             return function
     raise NotImplementedError(
-        f"{type(module).__name__} has no eager attention to return to; "
-        "load the model with attn_implementation='sdpa'"
+        f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'"
     )
 
 
-def one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as autocast does for SDPA; autocast does not reach custom ops."""
-    device = query.device.type
+def _one_dtype(*tensors: Tensor) -> Iterator[Tensor]:
+    """Cast query, key and value as autocast does for SDPA; it does not reach custom ops."""
+    device, dtype = tensors[0].device.type, tensors[-1].dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    elif query.dtype == key.dtype == value.dtype:
-        return query, key, value
-    else:
-        dtype = value.dtype  # norms kept in float32 (PEFT) leave query and key wider than value
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    # Norms kept in float32 (PEFT) leave query and key wider than value.
+    return (x.to(dtype) for x in tensors)

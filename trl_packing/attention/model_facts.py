@@ -1,22 +1,12 @@
 """Reads a model: the modules around it, its text config, and config fields that differ by layer.
 
-    gemma4      head_dim            256 with a window, 512 without
-    dots3_note  num_attention_heads 64 with a window, 128 without
-    any model   per_layer_config={3: {"sliding_window": 64}}
+A field may differ by layer (gemma4: heads of 256 with a window, of 512 without), and transformers
+raises `AmbiguousGlobalPerLayerAttributeError`, which `getattr` with a default does not catch, if it
+is read from the whole config. Such fields are read by `layer_values`.
 
-transformers raises `AmbiguousGlobalPerLayerAttributeError` if such a field is read from the whole
-config, and `getattr` with a default does not catch it. Every field that may belong to a layer is
-therefore read by `layer_values`.
-
-The `attn_implementation` of a model is switched to a packed kernel and back:
-
-    model.config._attn_implementation     "sdpa"                  native, and restored after a run
-                                          "packed_documents"      while packed rows are computed
-    pickle, copy.deepcopy, torch.save     "sdpa"                  always: no other process knows
-                                                                  the packed name
-
-Attention reads the name in the backward too (gradient checkpointing), so it cannot be restored
-after each forward. Packed calls set it, and the run or the evaluation around them restores it.
+The `attn_implementation` is switched to a packed kernel and back. The backward reads it too
+(gradient checkpointing), so packed calls set it, and the run around them restores it. Pickles and
+copies always hold the native name, because no other process knows the packed one.
 """
 
 from collections.abc import Iterator
@@ -45,10 +35,7 @@ def layer_configs(config: Any) -> list[Any]:
 def layer_values(config: Any, *names: str) -> list[Any]:
     """Return the values of a field in all layer configs, without None and with repetitions.
 
-    Args:
-        config: text config of a model, or None.
-        *names: names of the field; each layer's value is that of the first name that it has. A
-            list counts as several values.
+    Each layer's value is that of the first of `names` that it has; a list counts as several values.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -62,8 +49,7 @@ def layer_values(config: Any, *names: str) -> list[Any]:
     return [value for value in found if value is not None]
 
 
-# Names of the number of experts. TRL's head knows only the first one (granitemoe, phimoe, ... have
-# others).
+# Names of the number of experts, of which TRL's head knows only the first.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # --- lengths at which a model changes -------------------------------------------------------------
@@ -91,8 +77,7 @@ def rope_thresholds(model: Any) -> list[int]:
     config = text_config(model)
     # Either one rope for all layers, or one per layer type.
     ropes = layer_values(config, "rope_parameters", "rope_scaling")
-    nested = [kind for rope in ropes for kind in rope.values() if isinstance(kind, dict)]
-    settings = [*ropes, *nested]
+    settings = [*ropes, *(kind for r in ropes for kind in r.values() if isinstance(kind, dict))]
     found = [one.get("original_max_position_embeddings") for one in settings]
     found += layer_values(config, "original_max_position_embeddings")
     if any("dynamic" in str(one.get("rope_type")) for one in settings):
@@ -144,17 +129,12 @@ def unwrap_model(model: Any) -> nn.Module:
 
 _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 
-_packed_names: dict[str, str | None] = {}
+_packed_names: set[str] = set()
 
 
-def register_packed_name(name: str, tower: str | None = None) -> None:
-    """Remember that the `attn_implementation` `name` is a packed kernel of this package.
-
-    Args:
-        name: for the text part of a model.
-        tower: for its vision tower; None leaves that as it is.
-    """
-    _packed_names[name] = tower
+def register_packed_name(name: str) -> None:
+    """Remember that the `attn_implementation` `name` is a packed kernel of this package."""
+    _packed_names.add(name)
 
 
 def is_packed_implementation(implementation: str | None) -> bool:
@@ -172,11 +152,8 @@ class InstalledName(str):
         made.native = native
         return made
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ()) if self.native is None else (str, (str(self.native),))
-
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()
+        return (type(None), ()) if self.native is None else (str, (str(self.native),))
 
 
 def current_implementation(model: Any) -> str | None:
@@ -200,36 +177,15 @@ def set_implementation(model: Any, implementation: str | None) -> None:
     if implementation is None or current_implementation(model) == implementation:
         return
     before = [(config, vars(config).get(_FIELD)) for config in _configs(model)]
-    parts: Any = implementation
-    if "text_config" in (getattr(model.config, "sub_configs", None) or {}):
-        parts = {"text_config": implementation}
-        if tower := _tower_implementation(model, implementation):
-            parts["vision_config"] = tower
-    model.set_attn_implementation(parts)
+    is_composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
+    model.set_attn_implementation(
+        {"text_config": implementation} if is_composite else implementation
+    )
     for config, name in before:
         now = vars(config).get(_FIELD)
         if now is not None and now != name:
             native = name.native if isinstance(name, InstalledName) else name
             vars(config)[_FIELD] = now if now == native else InstalledName(now, native)
-
-
-def _tower_implementation(model: Any, implementation: str) -> str | None:
-    """Return what the vision tower of `model` computes attention by; None leaves it as it is.
-
-    The tower of Qwen2.5-VL calls SDPA once for each window of an image, unless the name of its
-    implementation contains "flash": then it calls that once, with the boundaries of all windows.
-    """
-    config = getattr(model.config, "vision_config", None)
-    attentions = (
-        module
-        for module in model.modules()
-        if "Attention" in type(module).__name__ and getattr(module, "config", None) is config
-    )
-    takes_boundaries = any("cu_seqlens" in signature(x.forward).parameters for x in attentions)
-    if getattr(config, "_attn_implementation", None) != "sdpa" or not takes_boundaries:
-        return None
-    is_package = implementation.startswith("flash_attention_")
-    return implementation if is_package else _packed_names.get(implementation)
 
 
 def restore_implementation(model: Any) -> None:

@@ -4,10 +4,6 @@
 
 L is the length of the token's document and d the width of the embeddings. The hook of transformers
 uses the length of the row as L, and the noise would depend on the other documents of the batch.
-
-    packed row         boundaries of the row that runs (`calls.py`)
-    padded rows        length of each row, set by `padded_rows`
-    any other call     transformers' hook
 """
 
 from collections.abc import Iterator
@@ -35,10 +31,7 @@ def use_row_lengths(lengths: Tensor) -> Iterator[None]:
 
 
 def scale_noise_by_document(model: Any) -> None:
-    """Replace the NEFTune hook of a transformers model; no-op without one.
-
-    The handle of the original hook removes the replacement too.
-    """
+    """Replace the NEFTune hook of a transformers model, under its handle; no-op without one."""
     hooks = getattr(model.get_input_embeddings(), "_forward_hooks", {})
     for key, hook in hooks.items():
         if hook is neftune_post_forward_hook:
@@ -48,7 +41,7 @@ def scale_noise_by_document(model: Any) -> None:
 def add_noise_by_document(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     """Return the embeddings `output` ``(rows, T, d)``, with noise if the module trains."""
     lengths = _lengths_of_tokens(output)
-    if lengths is None:
+    if lengths is None:  # no packed or padded rows of ours
         return neftune_post_forward_hook(module, args, output)
     if not module.training:
         return output

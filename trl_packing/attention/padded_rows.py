@@ -1,15 +1,12 @@
 """Runs the documents of a packed call as rows of padded batches: exact on any model, but slower.
 
 For models that cannot keep documents apart in one row (recurrent ones, ALiBi, prompt tuning). The
-caller sees a packed batch. Inside, documents of similar length become the rows of a few padded
-forwards, whose outputs are put back into the packed row:
+caller sees a packed batch; inside, documents of similar length share a padded forward, of at most
+as many cells as the row has tokens, and at most one in eight of them padding:
 
     flat row   [a a a a a | b b | c c c c]     one batch, one loss, one backward
     forwards   [a a a a a]  [b b]
                [c c c c .]
-
-Steps therefore contain the same documents as without padding, and no other code is affected. No
-forward has more cells than the packed row has tokens, and at most one in eight of them is padding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,14 +42,9 @@ _MOST_PADDING = 1 / 8
 def pad_packed_calls(
     model: nn.Module, *, thresholds: Sequence[int] = (), equal_lengths: bool = False
 ) -> None:
-    """Run packed calls of `model` as padded rows.
+    """Run packed calls of `model`, a backbone or a whole model, as padded rows.
 
-    Args:
-        model: the backbone or the whole model: any module that takes the packed row and returns
-            values per token.
-        thresholds: lengths in tokens at which a model changes for the whole batch. Documents on
-            both sides of one never share a forward.
-        equal_lengths: only documents of the same length share a forward, so nothing is padded.
+    `thresholds` and `equal_lengths` are those of `group_documents`.
     """
     keeps_position_ids = requires(model, "position_ids")
 
@@ -90,8 +82,9 @@ def group_documents(
 
     Args:
         boundaries: boundaries of the documents, ``(N + 1,)``.
-        thresholds: lengths in tokens that separate forwards.
-        equal_lengths: group only documents of the same length.
+        thresholds: lengths in tokens at which a model changes for the whole batch; documents on
+            both sides of one never share a forward.
+        equal_lengths: only documents of the same length share a forward, so nothing is padded.
 
     Examples:
         >>> list(group_documents([0, 8, 10, 18, 25]))
@@ -139,9 +132,8 @@ class _Rows(NamedTuple):
     """Cells ``(rows, longest)`` of a padded forward, and their tokens in the packed row.
 
     Attributes:
-        token: token of each cell, ``(rows, longest)`` int64. Padding repeats the last token of its
-            row, which no earlier token sees.
-        is_real: False on padding, ``(rows, longest)`` bool.
+        token: token of each cell, int64; padding repeats the last of its row, which none sees.
+        is_real: False on padding, bool.
         is_padded: whether any cell is padding.
         on_host: `token` on the CPU.
         real: flat indices of the cells that are not padding.
@@ -155,7 +147,6 @@ class _Rows(NamedTuple):
 
     @property
     def real_tokens(self) -> np.ndarray:
-        """Return the tokens of the cells `real`."""
         return self.on_host.ravel()[self.real]
 
 
@@ -204,8 +195,7 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         return first if isinstance(first, (bool, int, str)) else None
     if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
         raise NotImplementedError(
-            "the balance of experts over a step is not the mean over its forwards; set "
-            "router_aux_loss_coef=0.0"
+            "the balance of experts is not the mean over padded forwards; router_aux_loss_coef=0.0"
         )
     names = list(first) if is_output else [f.name for f in fields(first)]
     make: Any = type(first)
@@ -240,7 +230,6 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
 
 
 def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
-    """Return the mean of losses, each weighted by the number of its tokens."""
     counts = [
         len(row.real) if labels is None else int(_is_trained(labels, row)[:, 1:].sum())
         for row in rows

@@ -7,8 +7,8 @@
     key_index        … 0 1 2 3 4 8 9 …              their positions in the row, segment by segment
     cu_seqlens_k     … 0 → 7 …                      boundaries of the keys of each segment
 
-A query sees the keys of its segment, causally, aligned at the end: the last query sees all of them.
-FlashAttention's varlen kernels take these boundaries (flash-attn from 2.1, torch varlen).
+A query sees the keys of its segment, causally, aligned at the end, as in FlashAttention's varlen
+kernels (flash-attn from 2.1, torch varlen).
 """
 
 from collections.abc import Iterator
@@ -52,12 +52,7 @@ Segment = tuple[int, int, np.ndarray]
 def segments_with_prefixes(
     boundaries: np.ndarray, boundaries_k: np.ndarray, key_index: np.ndarray
 ) -> list[Segment]:
-    """Return the segments of a row with their prefixes.
-
-    Args:
-        boundaries: of the segments, ``(N + 1,)``.
-        boundaries_k: of the keys of each segment in `key_index`, ``(N + 1,)``.
-        key_index: positions in the row of all keys, ``(K,)``.
+    """Return the segments of a row with their prefixes, from the values of its tensors.
 
     Raises:
         ValueError: the keys do not fit the segments.
@@ -73,8 +68,8 @@ def segments_with_prefixes(
         segments.append((q0, q0 + size, prefix))
     if not fits:
         raise ValueError(
-            "cu_seqlens_k and key_index must have for each segment of cu_seqlens the tokens before "
-            "it that it sees, then its own"
+            "cu_seqlens_k and key_index must hold for each segment the tokens before it that it "
+            "sees, then its own"
         )
     return segments
 
@@ -82,8 +77,7 @@ def segments_with_prefixes(
 def blocks_of_nodes(segments: list[Segment]) -> Iterator[tuple[int, int, int, int]]:
     """Yield queries ``[q0, q1)`` and keys ``[k0, k1)`` that are in the prefix of all of them.
 
-    A segment that is a prefix has a block of its keys, and all queries that follow it. In a row in
-    depth-first order, these are next to each other; in another order, it has several blocks.
+    In a row in depth-first order, the queries behind a prefix are one block; else several.
     """
     starts = np.array([q0 for q0, _, _ in segments])
     open_nodes: list[tuple[int, int]] = []  # (segment, first query behind it)
@@ -104,11 +98,7 @@ def blocks_of_nodes(segments: list[Segment]) -> Iterator[tuple[int, int, int, in
 
 
 def blocks_of_segments(segments: list[Segment]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the keys of each segment's prefix in runs of neighbors: q0, q1, k0, k1 and `gap`.
-
-    `gap` counts the tokens of the row between keys and queries that are on other paths: the query
-    at row i is ``i - j - gap`` tokens behind the key at row j.
-    """
+    """Yield the keys of each segment's prefix in runs of neighbors: the fields of a `Tile`."""
     for q0, q1, prefix in segments:
         heads = np.flatnonzero(np.diff(prefix, prepend=-2) != 1).tolist()
         for first, beyond in pairwise([*heads, len(prefix)]):
@@ -119,13 +109,9 @@ def blocks_of_segments(segments: list[Segment]) -> Iterator[tuple[int, int, int,
 # Custom ops, so that torch.compile sees one call for any number of keys.
 @torch.library.custom_op("trl_packing::gather_keys", mutates_args=())
 def gather_keys(tensor: Tensor, key_index: Tensor) -> Tensor:
-    """Return ``tensor[key_index]``, for kernels that need the keys of each segment together.
+    """Return ``tensor[key_index]``: keys or values ``(T, heads, dim)`` at the positions ``(K,)``.
 
     The gradient of a key is the sum over all segments that see it, in float32.
-
-    Args:
-        tensor: keys or values, ``(T, heads, dim)``.
-        key_index: positions in the row, ``(K,)`` int64.
     """
     return tensor.index_select(0, key_index)
 
@@ -137,13 +123,7 @@ def _(tensor, key_index):
 
 @torch.library.custom_op("trl_packing::sum_over_segments", mutates_args=())
 def sum_over_segments(grad: Tensor, key_index: Tensor, num_tokens: int) -> Tensor:
-    """Return the gradients of the keys of a row from those of the keys of its segments.
-
-    Args:
-        grad: gradients of gathered keys or values, ``(K, heads, dim)``.
-        key_index: positions in the row, ``(K,)`` int64.
-        num_tokens: T, the tokens of the row.
-    """
+    """Return gradients ``(T, heads, dim)`` from those of gathered keys, ``(K, heads, dim)``."""
     total = grad.new_zeros(num_tokens, *grad.shape[1:], dtype=torch.float32)
     # In parts, because a float32 copy of all keys may be many times as large as the row.
     for rows, part in zip(key_index.split(_PART), grad.split(_PART), strict=True):
@@ -176,45 +156,24 @@ gather_keys.register_autograd(_autograd_backward, setup_context=_setup_context)
 def merge_softmax(
     output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return attention over two disjoint sets of keys from the attention over each.
+    """Return output and log-sum-exp over two disjoint sets of keys from those over each.
 
-    Shape letters: Q queries, H heads, D values per head.
-
-    Args:
-        output: over the first keys, ``(Q, H, D)`` float32.
-        lse: log-sum-exp of the scores of the first keys, ``(H, Q)`` float32.
-        more: over the other keys, ``(Q, H, D)``.
-        more_lse: log-sum-exp of the other scores, ``(H, Q)`` float32.
-
-    Returns:
-        The output and the log-sum-exp over all keys, in the shapes given.
+    Outputs are ``(Q, heads, dim)`` in float32, log-sum-exps ``(heads, Q)``.
     """
     merged = torch.logaddexp(lse, more_lse)
     share, rest = (torch.exp(x - merged).t().unsqueeze(-1) for x in (lse, more_lse))
     return output * share + more * rest, merged
 
 
-# A sink is a learned logit per head that takes part in the softmax and attends to nothing
-# (gpt_oss).
-# With ``out, lse`` of plain attention and sink logits s, the softmax over keys and sink returns
-# ``out' = out · exp(lse − lse')`` with ``lse' = logaddexp(lse, s)``. A kernel's backward rebuilds
-# its probabilities from the log-sum-exp. Given out' and lse', it returns the exact gradients of
-# query, key and value, and the gradient of the sinks is ``−Σ exp(s − lse') · Σ(dout' · out')``.
+# A sink is a learned logit per head that takes part in the softmax and attends to nothing.
+# With ``out, lse`` of plain attention and sinks s, ``out' = out · exp(lse − lse')`` where
+# ``lse' = logaddexp(lse, s)``. A kernel's backward rebuilds its probabilities from the log-sum-exp:
+# given out' and lse' it is exact, and the gradient of s is ``−Σ exp(s − lse') · Σ(dout' · out')``.
 # Shape letters: T tokens, H heads, D values per head.
 
 
 def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the log-sum-exp over keys and sink, ``(H, T)`` float32.
-
-    Args:
-        lse: log-sum-exp of plain attention, ``(H, T)`` float32.
-        sinks: sink logits, ``(H,)``.
-
-    Examples:
-        >>> lse, sinks = torch.zeros(1, 2), torch.zeros(1)  # a key of weight 1, a sink of weight 1
-        >>> torch.exp(lse_with_sinks(lse, sinks)).round().tolist()
-        [[2.0, 2.0]]
-    """
+    """Return the log-sum-exp over keys and the sinks ``(H,)``, ``(H, T)`` float32."""
     return torch.logaddexp(lse, sinks.float()[:, None])
 
 
@@ -224,13 +183,6 @@ def share_of_keys(lse: Tensor, with_sinks: Tensor) -> Tensor:
 
 
 def gradient_of_sinks(grad: Tensor, output: Tensor, with_sinks: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the sink logits, ``(H,)`` in their dtype.
-
-    Args:
-        grad: gradient of `output`.
-        output: output with sinks, ``(T, H, D)``.
-        with_sinks: log-sum-exp with sinks, ``(H, T)`` float32.
-        sinks: sink logits, ``(H,)``.
-    """
+    """Return that of the sinks ``(H,)`` from output and log-sum-exp ``(H, T)`` with sinks."""
     received = (grad.float() * output.float()).sum(-1).t()  # (H, T)
     return -(torch.exp(sinks.float()[:, None] - with_sinks) * received).sum(1).to(sinks.dtype)

@@ -5,7 +5,6 @@
     ZeRO-3                 whole only while their module runs
 
 A fused LM head reads `lm_head.weight` without running `lm_head`, so nothing gathers the weight.
-Ranks that gather wait for each other, so all must run equally many forwards.
 """
 
 import functools
@@ -34,17 +33,7 @@ _OF_OTHER_HEADS = ("classifier_", "cls_", "summary_", "score_")
 
 @contextmanager
 def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of `owner` inside the block, and restore them at its end.
-
-    Examples:
-        >>> from types import SimpleNamespace
-        >>> args = SimpleNamespace(save_total_limit=3)
-        >>> with temporarily(args, save_total_limit=None):
-        ...     print(args.save_total_limit)
-        None
-        >>> args.save_total_limit
-        3
-    """
+    """Set attributes of `owner` inside the block, and restore them at its end."""
     before = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():
@@ -59,11 +48,7 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
 def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
     """Run probes on `model` inside the block, without randomness, and restore all state at its end.
 
-    The state includes modes, buffers, attributes, autocast and random number generators.
-
-    Args:
-        model: any wrapped or plain model.
-        training: mode of the model inside the block; None keeps it.
+    `training` is the mode of the model inside the block; None keeps it.
     """
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -108,12 +93,7 @@ def _sets_randomness(holder: Any, attribute: str) -> bool:
 
 
 def find_randomness(model: nn.Module) -> str | None:
-    """Return a strength of randomness above 0 that training reads, None if there is none.
-
-    Examples:
-        >>> find_randomness(nn.ModuleDict({"lora_dropout": nn.Dropout(0.1)}))
-        'lora_dropout=0.1'
-    """
+    """Return a strength of randomness above 0 that training reads ("lora_dropout=0.1"), or None."""
     named = [("", text_config(unwrap_model(model))), *model.named_modules()]
     for path, holder in named:
         for name, value in getattr(holder, "__dict__", {}).items():
@@ -148,8 +128,7 @@ def restore_state(model: nn.Module) -> Iterator[None]:
 def _without_autocast(model: nn.Module) -> Iterator[None]:
     """Run a float32 model in float32, where a leak is far above the noise.
 
-    accelerate wraps `forward` in autocast, and packed calls wrap that in turn. Autocast is
-    therefore entered as usual, and a hook on every module disables it inside. Models on
+    accelerate wraps `forward` in autocast, so a hook on every module disables it inside. Models on
     FlashAttention keep autocast, because it needs half precision.
     """
     config = getattr(unwrap_model(model), "config", None)
@@ -175,10 +154,8 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
 def announce_head(model: Any) -> None:
     """Register with ZeRO-3 that the forward of `model` reads the parameters of its head.
 
-    Call this before the first forward. ZeRO-3 detects by itself that a module reads another one's
-    parameters, but only if they are partitioned at that moment. After a native forward (the
-    isolation check, an evaluation with logits) they are gathered already, and the backward fails on
-    an empty weight (DeepSpeed 0.19). A later call changes the order of modules, which fails too.
+    Call this before the first forward: after a native one, which gathers them, ZeRO-3 does not see
+    it by itself, and the backward fails on an empty weight (DeepSpeed 0.19).
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parameter in (getattr(head, "weight", None), getattr(head, "bias", None)):
@@ -191,28 +168,12 @@ def announce_head(model: Any) -> None:
 def unshard_head(head: Any) -> None:
     """Gather the parameters of `head` for a forward of the model under FSDP2.
 
-    accelerate 1.15 shards the head together with the final norm, which runs before it. If it finds
-    no such norm (PEFT, text models inside vision-language ones), the weight is a DTensor in the
-    forward. The gradient of its `full_tensor` is this rank's only, and is never summed over ranks.
+    accelerate 1.15 shards the head with the final norm, which runs before it. Where it finds none
+    (PEFT, vision-language models) the weight is a DTensor, and the gradient of its `full_tensor` is
+    this rank's only.
     """
     if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
         head.unshard()
-
-
-def check_deepspeed_can_train(trainer: Any) -> None:
-    """Refuse to train after an evaluation that created the ZeRO-3 engine without an optimizer.
-
-    `train` would fail in the first backward (transformers 5.23). FSDP2 and ZeRO-2 refuse such an
-    evaluation themselves.
-
-    Raises:
-        ValueError: the engine has no optimizer.
-    """
-    if trainer.is_deepspeed_enabled and trainer.deepspeed is not None and trainer.optimizer is None:
-        raise ValueError(
-            "evaluate() or predict() before train() sets DeepSpeed ZeRO-3 up without an optimizer; "
-            "set eval_on_start=True instead, or evaluate after training"
-        )
 
 
 def forget_evaluation_wrapper(trainer: Any) -> None:
@@ -272,10 +233,7 @@ def all_reduce_max(
     Args:
         value: that of this rank.
         device: the device to reduce on; None reduces on the CPU and waits for no device.
-        patience: seconds to wait for the other ranks; None waits as long as the group does.
-
-    Raises:
-        RuntimeError: the other ranks did not answer in time.
+        patience: seconds to wait for the other ranks, then RuntimeError; None: those of the group.
     """
     if _is_alone():
         return value
@@ -302,8 +260,8 @@ def _is_alone() -> bool:
 def cpu_group() -> Any:
     """Return a process group for CPU tensors; all ranks make it together, at its first use.
 
-    With NCCL, the host would wait for the device. No forward uses it: what a rank says here meets
-    no gathering of weights, even if another rank has left its forward by an error.
+    With NCCL the host would wait for the device. What a rank says here meets no gathering of
+    weights, even if another rank has left its forward by an error.
     """
     return _gloo_beside(dist.group.WORLD)
 

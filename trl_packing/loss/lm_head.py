@@ -1,18 +1,13 @@
 """Log-probabilities of the trained positions only, without the ``(T, vocabulary)`` logits.
 
-Without Triton, TRL's fused head scores every position. On a CPU this takes most of a step, and with
-completion-only loss most of that for positions whose label is −100. With Triton, TRL scores trained
-positions only, but reads their indices from the device, so the host waits.
-`add_trained_positions_head` replaces both:
+Without Triton, TRL's fused head scores every position, which takes most of a step on a CPU. With
+Triton it scores trained positions only, but reads their indices from the device, so the host waits.
+Here they come from the host copy of the labels, and are scored by `TrainedLogProbs`, or by TRL's
+kernels on Triton devices.
 
-    CPU, ...          trained positions, by `TrainedLogProbs`
-    Triton devices    trained positions from the host copy, by TRL's kernels; TRL's head if the
-                      labels have no host copy
-
-The gradient of a sum of log-probabilities is known in the forward, so `TrainedLogProbs` computes it
-there, while the logits of a chunk exist. The backward scales it by the incoming gradient. For the
-hidden states this is always exact. For the weight it is exact only where positions get the same
-gradient: those of others (DFT, weights, several documents with a common prefix) are computed again,
+`TrainedLogProbs` computes the gradient of a sum of log-probabilities in the forward, while the
+logits of a chunk exist, and the backward scales it by the incoming gradient. For the weight this is
+exact only where positions get the same gradient: those of others (DFT, weights) are computed again,
 and on accelerators, where the comparison would wait for the device, all of them.
 
 Shape letters: B rows, T tokens, P trained positions, H hidden size, V vocabulary, C positions of a
@@ -46,12 +41,9 @@ _CHUNK_ELEMENTS = 2**26
 def add_trained_positions_head(model: Any) -> None:
     """Make ``model(..., labels=labels, fused_lm_head=True)`` score trained positions only.
 
-    The output is TRL's `FusedCausalLMOutput` with `loss`, `log_probs`, `entropy`, `is_top1` and
-    `label_mask` ``(B, T - 1)``, zero where the label is −100, and `aux_loss` for mixtures of
-    experts. Other calls keep their forward.
-
-    Args:
-        model: a transformers model after TRL's `add_fused_lm_head`.
+    `model` is one after TRL's `add_fused_lm_head`. The output is TRL's `FusedCausalLMOutput` with
+    `loss`, `log_probs`, `entropy`, `is_top1` and `label_mask` ``(B, T - 1)``, zero where the label
+    is −100, and `aux_loss` for mixtures of experts. Other calls keep their forward.
     """
     config = text_config(model)
     scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)
@@ -81,7 +73,7 @@ def add_trained_positions_head(model: Any) -> None:
 def use_native_head(model: Any) -> None:
     """Make ``model(..., labels=labels, fused_lm_head=True)`` score the model's native logits.
 
-    For models whose head is more than a matrix. The output is that of `add_trained_positions_head`.
+    For heads that are more than a matrix. The output is that of `add_trained_positions_head`.
     """
 
     def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -151,13 +143,10 @@ def _score(
             scored = (hidden.to(weight.device).flatten(0, 1)[at], *of_head, targets)
             if not _has_triton(weight):
                 return TrainedLogProbs.apply(*scored, scale, softcap)
-            names, chunk = (
-                ("log_probs", "entropy", "is_top1"),
-                trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE,
-            )
-            by_trl = trl_utils._ChunkedLogProbFunction.apply
-            found = by_trl(*scored, 1.0, chunk, softcap, scale, names)  # at a temperature of 1
-            return found[0], found[1], found[4]
+            by_trl, chunk = trl_utils._ChunkedLogProbFunction, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
+            options = (1.0, chunk, softcap, scale, ("log_probs", "entropy", "is_top1"))
+            log_probs, entropy, _, _, is_top1, *_ = by_trl.apply(*scored, *options)
+            return log_probs, entropy, is_top1
 
     return _output(labels, weight.device, num_items, score)
 
@@ -165,13 +154,9 @@ def _score(
 def _output(
     labels: Tensor, device: torch.device, num_items: Any, score: Callable[..., Any]
 ) -> FusedCausalLMOutput:
-    """Return log-probabilities, entropies and hits of trained positions as rows, with the loss.
+    """Return what `score` says of trained positions as rows, with the loss.
 
-    Args:
-        labels: ``(B, T)``.
-        device: of the output.
-        num_items: divisor of the summed loss; None: the number of trained targets.
-        score: of flat indices into ``(B, T)`` and their targets, both ``(P,)``.
+    `score` takes flat indices into labels ``(B, T)`` and their targets, both ``(P,)``.
     """
     # A boolean index would make the host wait for the device, to learn the number P.
     slots = np.flatnonzero(is_trained(labels)[:, 1:])
@@ -275,10 +260,7 @@ class TrainedLogProbs(torch.autograd.Function):
 def _weight_grads(ctx, grad, of_ones):
     """Return the gradients of weight ``(V, H)`` and bias ``(V,)``, float32, or None if not needed.
 
-    Args:
-        ctx: context of `TrainedLogProbs`.
-        grad: gradients of the log-probabilities, ``(P,)``.
-        of_ones: the same if all gradients were 1; None on accelerators.
+    `grad` ``(P,)`` is that of the log-probabilities; `of_ones` are the results if all were 1.
     """
     if is_cpu(grad) and len(grad):
         most = grad.median()
@@ -318,11 +300,7 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
 
 
 def _logits(hidden, weight, bias, dtype, scale, softcap):
-    """Return logits ``(C, V)`` float32 and their slope against ``hidden @ weight.T + bias``.
-
-    `hidden` is ``(C, H)``; products run in `dtype`. The slope is a number without a soft-cap, and
-    ``(C, V)`` with one.
-    """
+    """Return logits ``(C, V)`` float32 and their slope against ``hidden @ weight.T + bias``."""
     logits = hidden.to(dtype) @ weight.to(dtype).t()
     if bias is not None:
         logits = logits + bias.to(dtype)
@@ -338,8 +316,7 @@ def _logits(hidden, weight, bias, dtype, scale, softcap):
 def _statistics(logits, targets, probabilities):
     """Return log-probability, entropy and is_top1, ``(C,)`` each.
 
-    Fills `probabilities` ``(C, V)`` and overwrites `logits` ``(C, V)``; a pass over such a tensor
-    is expensive.
+    Fills `probabilities` and overwrites `logits`, both ``(C, V)``, because passes are expensive.
     """
     highest, first = logits.max(-1, keepdim=True)
     logits.sub_(highest)
@@ -354,10 +331,7 @@ def _statistics(logits, targets, probabilities):
 
 
 def _d_logits(probabilities, target, slope):
-    """Return the gradient ``(C, V)`` of the targets' log-probability; overwrites `probabilities`.
-
-    `target` is ``(C, 1)``.
-    """
+    """Return the gradient of the targets' log-probability, in place of `probabilities`."""
     gradient = probabilities.neg_()
     gradient.scatter_add_(-1, target, torch.ones_like(target, dtype=gradient.dtype))
     return gradient if isinstance(slope, float) and slope == 1.0 else gradient.mul_(slope)

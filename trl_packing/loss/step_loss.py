@@ -1,11 +1,8 @@
 """The loss of an optimizer step: one weighted mean over all micro-batches and ranks.
 
-    measure       before the first micro-batch: Σ w and the number of tokens of the whole step
-    compute       one micro-batch: its share of the loss, and of the balance of experts
-    evaluating    a whole evaluation set: the same mean, from `LossSums`
-
-The token weights already hold the weight of each document. Loss and metrics come from the same
-numbers, which stay on the device until they are logged.
+measure       before the first micro-batch: Σ w and the number of tokens of the whole step
+compute       one micro-batch: its share of the loss, and of the balance of experts
+evaluating    a whole evaluation set: the same mean, from `LossSums`
 """
 
 import math
@@ -49,13 +46,9 @@ _FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS, SOURCE_PLACES, SOURCE_WEIGHTS, TARGE
 
 
 class StepLoss:
-    """Computes the share of a micro-batch in the loss of its step.
+    """Computes the share of a micro-batch in the loss of a step of `trainer`.
 
-    Args:
-        trainer: its settings are read.
-
-    Attributes:
-        trained: sums of the micro-batches trained since they were last taken.
+    `trained` holds the sums of the micro-batches trained since they were last taken.
     """
 
     def __init__(self, trainer: SFTTrainer):
@@ -67,8 +60,6 @@ class StepLoss:
         self._was_computed = False  # the loss of the micro-batch that is trained
         self._evaluated: LossSums | None = None
 
-    # --- a step -------------------------------------------------------------------------------
-
     def measure(
         self, batches: Sequence[Mapping[str, Any]], num_items: Any, device: Any, *, weighted: bool
     ) -> None:
@@ -78,8 +69,7 @@ class StepLoss:
             batches: micro-batches of this rank.
             num_items: trained tokens of the step; None where TRL does not count them.
             device: holds the sums.
-            weighted: whether the training set has weights. Ranks must agree on it, since a rank
-                without documents has no weights in its batch.
+            weighted: whether the training set has weights; a rank's batches may have none.
         """
         self.forget()
         weighted = weighted or any(TOKEN_WEIGHTS in batch for batch in batches)
@@ -101,9 +91,8 @@ class StepLoss:
         was_computed, self._was_computed = self._was_computed, False
         if not was_computed and "key_index" in batch:
             raise RuntimeError(
-                f"training_step of {type(trainer).__name__} computes the loss of a row with shared "
-                "prefixes, in which a shared token counts once; set prefix_sharing='off', or take "
-                "the loss from compute_loss"
+                f"training_step of {type(trainer).__name__} counts the tokens of shared prefixes "
+                "once; set prefix_sharing='off', or take the loss from compute_loss"
             )
 
     def forget(self) -> None:
@@ -119,8 +108,7 @@ class StepLoss:
     def hide_num_items(self, num_items: Any, *, hide: bool) -> Iterator[Any]:
         """Yield the number of items for `training_step`: None if it is to be hidden.
 
-        TRL passes None to a user's `compute_loss` if the model class takes no number of items, and
-        divides the loss by the micro-batches of the step; a loss that is a mean relies on that.
+        As in TRL, for a user's `compute_loss` where the model class takes none: means rely on it.
         """
         with temporarily(self, _hidden_num_items=num_items if hide else None):
             yield None if hide else num_items
@@ -136,20 +124,13 @@ class StepLoss:
     ) -> Any:
         """Return the loss of a micro-batch, and with `return_outputs` the model's outputs.
 
-        Args:
-            model: as `SFTTrainer.compute_loss` takes it, and so are the other arguments.
-            batch: the micro-batch.
-            return_outputs: see above.
-            num_items: trained tokens of the step; None for a mean over this batch.
-            padded: whether an evaluation on padded rows runs.
+        Arguments as of `SFTTrainer.compute_loss`; `padded` says that an evaluation on padded rows
+        runs.
         """
         trainer, args, undo = self.trainer, self.trainer.args, 1
         of_user, training = trainer.compute_loss_func, trainer.model.training
         if args.loss_type not in ("nll", "dft"):
-            raise ValueError(
-                f"loss_type={args.loss_type!r} is newer than this version of trl_packing; set "
-                "loss_type='nll' or 'dft', or use TRL's SFTTrainer"
-            )
+            raise ValueError(f"loss_type={args.loss_type!r} is unknown here; set 'nll' or 'dft'")
         self._was_computed = True
         if num_items is None and self._hidden_num_items is not None and training:
             # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
@@ -215,8 +196,8 @@ class StepLoss:
             scale = _ratio(num_items, _sum(weights))
         elif scale is None and TOKEN_WEIGHTS in batch:
             raise ValueError(
-                f"num_items_in_batch={int(num_items)}, but the weights of a step are summed up "
-                "only inside trainer.train(); leave num_items_in_batch out of compute_loss"
+                f"num_items_in_batch={int(num_items)}, but the weights of a step are known only "
+                "inside trainer.train(); leave num_items_in_batch out of compute_loss"
             )
         if scale is not None:
             # Weights and scale may each be beyond float32 where their product is around 1.
@@ -232,8 +213,6 @@ class StepLoss:
             kept = state.remainder - self.trainer.args.process_index * len(labels)
             labels[max(kept, 0) :] = IGNORE_INDEX
 
-    # --- an evaluation ------------------------------------------------------------------------
-
     @contextmanager
     def evaluating(self, sources: Sources | None = None) -> Iterator[LossSums]:
         """Add all losses that are computed inside the block to the sums that it yields."""
@@ -243,15 +222,9 @@ class StepLoss:
     def write_metrics(
         self, evaluated: LossSums, sources: Sources | None, metrics: dict[str, float], prefix: str
     ) -> None:
-        """Replace the mean of micro-batch means by the mean over all trained tokens.
+        """Replace the mean of micro-batch means in `metrics` by that over all trained tokens.
 
-        Best-model selection, early stopping and the log then read the replaced one.
-
-        Args:
-            evaluated: sums of this rank.
-            sources: of the set, where its losses are told apart.
-            metrics: of transformers' evaluation loop.
-            prefix: of the names of metrics.
+        `evaluated` are the sums of this rank, `sources` those of the set, if they are told apart.
         """
         trainer, name, means = self.trainer, f"{prefix}_loss", self.trainer._metrics["eval"]
         device, taken = trainer.args.device, evaluated.take()
@@ -292,8 +265,8 @@ def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
     """
     if TOKEN_WEIGHTS in batch:
         raise ValueError(
-            "documents have weights, but a class between PackedSFTTrainer and SFTTrainer computes "
-            "the loss without them; put PackedSFTTrainer behind it, or drop the weights"
+            "a class between PackedSFTTrainer and SFTTrainer computes the loss without them, and "
+            "documents have weights; put PackedSFTTrainer behind it, or drop the weights"
         )
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
 
@@ -303,8 +276,8 @@ def _of_targets(scored: Any, labels: Tensor) -> SimpleNamespace:
     (rows, length), found = labels.shape, tuple(scored.log_probs.shape)
     if found[0] != rows or found[1] < length - 1:
         raise RuntimeError(
-            f"the model scored {found} targets where labels have {(rows, length - 1)}; train this "
-            "model with TRL's SFTTrainer"
+            f"the model scored {found} targets where labels have {(rows, length - 1)}; use "
+            "TRL's SFTTrainer"
         )
     names, first = ("log_probs", "entropy", "is_top1"), found[1] - (length - 1)
     values = {name: getattr(scored, name)[:, first:] for name in names}
@@ -312,13 +285,9 @@ def _of_targets(scored: Any, labels: Tensor) -> SimpleNamespace:
 
 
 def _ratio(num_trained: Any, total: Tensor) -> Tensor:
-    """Return ``num_trained / total``, the factor of all weights; 0 if they are all 0.
-
-    It has the dtype of `total`: for very large or small weights float32 cannot hold it.
-    """
+    """Return the factor of all weights, in the dtype of `total`; 0 if they are all 0."""
     return torch.where(total > 0, num_trained / total, 0.0)
 
 
 def _sum(weights: Tensor) -> Tensor:
-    """Return Σ w, in a dtype that is wide enough for large weights."""
     return weights.sum(dtype=sums_dtype(weights.device))

@@ -4,20 +4,13 @@
     loss_weights     0  1.0  0.5    0  2.0     weight of each; 1 without the column
     source_ids       1    1    1    0    0     names code, web of a column, in order
 
-    micro-batch           Σ of each name in `SUMS`, and by source        on the device
-        │  add
-    interval, or set      the same sums of one rank
-        │  added over ranks
     loss of a step        Σ w · loss / Σ w, and so is eval_loss
     entropy               Σ entropy / trained tokens
     mean_token_accuracy   hits / trained tokens
 
 The loss of a step is divided by N, the number of its trained tokens, and each weight is multiplied
-by N / Σ w: weights of 1 then change no bit.
-
-TRL logs a mean of the means of micro-batches: a micro-batch without trained tokens counts as 0,
-and one of three tokens as much as one of three thousand. `aux_loss`, the balance of experts, is
-weighted by the tokens of micro-batches, as in the loss.
+by N / Σ w: weights of 1 then change no bit. TRL logs means of the means of micro-batches, however
+few of their tokens are trained. `aux_loss`, the balance of experts, is weighted by tokens.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -55,9 +48,9 @@ OF_SOURCE = 3  # Σ w · loss, Σ w and trained tokens of a source
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
-    """Return the weight of every target ``labels[:, 1:]``, ``(rows, T - 1)`` float32.
+    """Return the weight of every target ``labels[:, 1:]``, ``(rows, T - 1)`` float32; 0: untrained.
 
-    Untrained targets have 0. Trained ones have 1 if the batch has no `loss_weights`.
+    Trained ones have 1 if the batch has no `loss_weights`.
     """
     is_trained = batch["labels"][..., 1:] != IGNORE_INDEX
     weights = batch.get(TOKEN_WEIGHTS)
@@ -73,11 +66,9 @@ def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) ->
     """Raise ValueError if `columns` hold weights that `compute_loss_func` would ignore."""
     for column in WEIGHT_COLUMNS:
         if compute_loss_func is not None and column in columns:
-            each = "token" if column == TOKEN_WEIGHTS else "document"
             raise ValueError(
-                f"{column} says what each {each} counts, but compute_loss_func computes the loss "
-                f"without it; leave compute_loss_func out, or drop the column: "
-                f"dataset.remove_columns({column!r})"
+                f"compute_loss_func computes the loss without {column}; leave it out, or drop the "
+                f"column: dataset.remove_columns({column!r})"
             )
 
 
@@ -110,33 +101,24 @@ class Sources:
         Raises:
             ValueError: the column is missing or names no sources, or `dataset` is a stream.
         """
+        wrong, way_out = None, "name another column, or leave source_column out"
         if isinstance(dataset, datasets.IterableDataset):
-            raise ValueError(
-                f"source_column={column!r}, but {which} is a stream: a stream tells them only by "
-                "being read; load it as a Dataset, or leave source_column out"
-            )
-        if column not in dataset.column_names:
-            raise ValueError(
-                f"source_column={column!r}, but {which} has no such column: it has "
-                f"{dataset.column_names}; name one of them, or leave source_column out"
-            )
-        values = dataset.data.column(column).take(pa.array(stored_rows(dataset)))
-        kind, is_null = values.type, values.is_null()
-        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        if not (is_text or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-            raise ValueError(
-                f"source_column={column!r} of {which} holds {kind}, but sources are texts or whole "
-                "numbers; name another column, or leave source_column out"
-            )
-        if values.null_count:
-            row = is_null.index(True).as_py()
-            raise ValueError(f"row {row} of {which} has no {column!r} (it is null); fill it in")
-        encoded = values.dictionary_encode().combine_chunks()
-        if len(encoded.dictionary) > MOST_SOURCES:
-            raise ValueError(
-                f"source_column={column!r} has {len(encoded.dictionary):,} different values in "
-                f"{which}; name a column of at most {MOST_SOURCES:,}: each becomes a metric"
-            )
+            wrong = f"{which} is a stream: a stream tells them only by being read"
+        elif column not in dataset.column_names:
+            wrong = f"{which} has no such column: it has {dataset.column_names}"
+        else:
+            values = dataset.data.column(column).take(pa.array(stored_rows(dataset)))
+            if pa.types.is_floating(values.type) or pa.types.is_nested(values.type):
+                wrong = f"in {which} it holds {values.type}, not texts or whole numbers"
+            elif values.null_count:
+                row = values.is_null().index(True).as_py()
+                wrong, way_out = f"row {row} of {which} has none (it is null)", "fill it in"
+            else:
+                encoded = values.dictionary_encode().combine_chunks()
+                if len(encoded.dictionary) > MOST_SOURCES:
+                    wrong = f"it has {len(encoded.dictionary):,} different values in {which}"
+        if wrong:
+            raise ValueError(f"source_column={column!r}, but {wrong}; {way_out}")
         names, feature = encoded.dictionary.to_pylist(), dataset.features[column]
         if isinstance(feature, datasets.ClassLabel):
             names = feature.int2str(names)
@@ -153,8 +135,7 @@ class Sources:
 class LossSums:
     """The sums of the micro-batches of one rank; they stay on the device until they are taken.
 
-    Attributes:
-        num_sources: sources whose losses are told apart.
+    Losses of `num_sources` sources are told apart.
     """
 
     def __init__(self, num_sources: int = 0):
@@ -167,10 +148,10 @@ class LossSums:
         return NUM_SUMS + (OF_SOURCE * (1 + self.num_sources) if self.num_sources else 0)
 
     def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
-        """Add a micro-batch.
+        """Add a packed or padded micro-batch.
 
         Args:
-            batch: packed or padded.
+            batch: the micro-batch.
             losses: of all targets, without weights, ``(rows, T - 1)``.
             scored: has `entropy` and `is_top1` of the same targets, and `aux_loss` or None.
         """
@@ -224,14 +205,10 @@ def _add_by_source(
 def write_means(
     metrics: MutableMapping[str, list[float]], sums: Sequence[float], *, balances: bool
 ) -> None:
-    """Make TRL log the means of `sums`; a mean over no tokens is left out.
+    """Write the means of `SUMS` into TRL's `_metrics` of a mode; one over no tokens is left out.
 
     Without scored micro-batches the lists stay: a user's `compute_loss` may have written them.
-
-    Args:
-        metrics: TRL's `_metrics` of a mode: a list for every name, of which TRL logs the mean.
-        sums: `SUMS`.
-        balances: whether the loss has a term for the balance of experts.
+    `balances` says whether the loss has a term for the balance of experts.
     """
     entropy, hits, trained, aux_loss, tokens, micro_batches, *_ = sums
     if not micro_batches:

@@ -1,8 +1,6 @@
 """Plain trainer: packing for `transformers.Trainer` or your training loop, without TRL's.
 
-Belongs here: `enable_packing` and the data sets that go with it. Does not: anything of `training`,
-which serves `PackedSFTTrainer` only.
-
+Belongs here: `enable_packing` and the data sets that go with it. Does not: anything of `training`.
 Read `enable.py` first.
 """
 

@@ -8,18 +8,15 @@
     row 1  input_ids        5   6   7                       nothing is padded
            attention_mask   2   2   2                       one document: not 1, as in any mask
 
-A micro-batch is one flat row. A data loader that requests several rows gets them joined, with
-document numbers that continue, so any collator that stacks its input works. Only a model prepared
-with `enable_packing` understands these numbers, so rows are refused until one exists.
-`make_supervised_dset` makes such a data set from files of queries and responses, in one call.
+A micro-batch is one flat row: a data loader that requests several rows gets them joined, with
+numbers that continue. Only a model prepared with `enable_packing` understands them, so rows are
+refused until one exists.
 """
 
-import json
 import logging
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +57,19 @@ enabled_models: "weakref.WeakSet[Any]" = weakref.WeakSet()
 class PackedDataset(torch.utils.data.Dataset):
     """Packed rows of tokenized documents, each a mapping of three tensors ``(T,)`` int64.
 
-    Rows are the same in every epoch, and the trainer draws their order. `RepackEveryEpoch` draws
-    new rows. Any collator works that stacks or pads all columns (Trainer's default does), and so
-    does `PackedCollator`. A collator that drops `attention_mask` does not work: transformers'
-    `DataCollatorWithFlattening` would turn the row into one document.
+    Rows are the same in every epoch (`RepackEveryEpoch` draws new ones); the trainer draws their
+    order. Any collator works that stacks or pads all columns, and so does `PackedCollator`.
 
     Args:
-        dataset: a `datasets.Dataset`, or any sequence of rows, with `input_ids`. Optional columns
-            are `labels`, or masks as in `PackedCollator` (without either, every token is trained),
-            and `attention_mask`, 0 on padding, which is removed.
+        dataset: a `datasets.Dataset`, or any sequence of rows, with `input_ids`, perhaps `labels`
+            or masks as in `PackedCollator`, and `attention_mask`, 0 on padding, which is removed.
         tokenizer: its padding token fills empty rows (`rows_multiple_of`); may be None.
         pack_len: most tokens of a row.
         shuffle_seed: draws which documents share a row. If None or negative, none are shuffled.
         strategy: as in `pack`.
-        rows_multiple_of: the number of rows becomes a multiple of this: rows are split, then empty
-            ones are added. On several ranks, accelerate fills the last batches with the first rows,
-            which are then trained twice. With `per_device_train_batch_size` × ranks here, there is
-            nothing to fill.
+        rows_multiple_of: the number of rows becomes a multiple of this. accelerate fills the last
+            batches of several ranks with the first rows, which are then trained twice: with
+            `per_device_train_batch_size` × ranks here, there is nothing to fill.
 
     Attributes:
         lengths: tokens of each document, ``(N,)`` int64.
@@ -121,8 +114,7 @@ class PackedDataset(torch.utils.data.Dataset):
             at = int(np.argmax(self.lengths > pack_len))
             raise ValueError(
                 f"document {at} has {self.lengths[at]} tokens but pack_len is {pack_len}; raise "
-                "pack_len, or cut the document before (make_supervised_dset does, and logs what is "
-                "lost)"
+                "pack_len, or cut the document, as make_supervised_dset does"
             )
         ModelLimits().check_documents(self.documents, "of the data set")
         self._enabled_where_pickled = False
@@ -153,10 +145,7 @@ class PackedDataset(torch.utils.data.Dataset):
             RuntimeError: `enable_packing` was called on no model.
         """
         if not (enabled_models or self._enabled_where_pickled):
-            raise RuntimeError(
-                "packed rows need a model that isolates their documents, and there is none: call "
-                "enable_packing(model) before training"
-            )
+            raise RuntimeError("no model isolates documents: call enable_packing(model) first")
         return [self._joined([self._rows[index] for index in indices])]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,10 +172,6 @@ class PackedDataset(torch.utils.data.Dataset):
         row = self.documents[index]
         ids = row["input_ids"].astype(np.int64)
         return ids, document_labels(row, ids)
-
-    def token_ids(self, document: int) -> np.ndarray:
-        """Return the `input_ids` ``(T,)`` int64 of a document."""
-        return self._document(document)[0]
 
     def stat(self) -> None:
         """Print the number of documents and rows, their mean tokens, and the utilization."""
@@ -215,11 +200,8 @@ def _without_padding(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
 class RepackEveryEpoch(TrainerCallback):
     """Draw new rows of a `PackedDataset` before every epoch, the same ones on all ranks.
 
-    Persistent data loader workers (`dataloader_persistent_workers`) keep the rows of their first
-    epoch.
-
     Args:
-        dataset: the training set. Its number of rows does not change.
+        dataset: the training set. Persistent loader workers keep the rows of their first epoch.
     """
 
     def __init__(self, dataset: PackedDataset):
@@ -241,7 +223,7 @@ def make_supervised_dset(
     tokenized_cache_home: str | None = None,
     shuffle_seed: int | None = 42,
     pack_len: int | None = None,
-    prompt_template: Any = "alpaca",
+    prompt_template: str = "alpaca",
     *,
     overflow: str = "truncate",
     rows_multiple_of: int = 1,
@@ -258,12 +240,9 @@ def make_supervised_dset(
         shuffle_seed: as in `PackedDataset`.
         pack_len: most tokens of a row. If None or not positive, the documents are returned
             unpacked, as a `datasets.Dataset` with `input_ids`, `labels` and `attention_mask`.
-        prompt_template: "alpaca", "qa", a file, a text with columns in braces, a `PromptTemplate`,
-            or a mapping (or .json file) of DART-Math's parts: sys_prompt, query_prompt,
-            prompt_after_query, resp_prompt, prompt_before_resp.
+        prompt_template: "alpaca", "qa", a file, or a text with columns in braces.
         overflow: the policy for documents longer than `pack_len` or the tokenizer's
-            `model_max_length`: "truncate", "truncate_prompt", "drop", "split" or "error". Losses
-            are logged.
+            `model_max_length`: "truncate", "truncate_prompt", "drop", "split" or "error".
         rows_multiple_of: as in `PackedDataset`.
 
     Raises:
@@ -275,26 +254,25 @@ def make_supervised_dset(
         names = [given] * len(paths) if isinstance(given, str) else list(given)
         if len(names) != len(paths):
             raise ValueError(
-                f"{len(names)} fields {names} were given for {len(paths)} data paths; give one "
-                "name, or one for each path"
+                f"{len(names)} fields {names} were given for {len(paths)} data paths; give one name"
             )
         fields.append(names)
     packs = pack_len is not None and pack_len > 0
     limits = [n for n in (pack_len if packs else None, tokenizer.model_max_length) if n]
-    capacity = min(limits, default=_NO_LIMIT)
+    capacity = min((n for n in limits if n < _NO_LIMIT), default=None)
     parts = []
     for path, query, response in zip(paths, *fields, strict=True):
         name = Path(path).name
         row_format = RowFormat(
             ChatTemplate(tokenizer),
             tokenizer.eos_token,
-            prompt_template=_prompt_template(prompt_template, query),
+            prompt_template=PromptTemplate.from_setting(prompt_template, query),
             response_field=response,
         )
         rows = load_rows(os.fspath(path), cache_dir=tokenized_cache_home or None)
         fitted, counts = fit_and_count(
             documents_from_rows(rows, row_format, name=name),
-            Overflow(overflow, capacity if capacity < _NO_LIMIT else None),
+            Overflow(overflow, capacity),
             stop_ids=stop_token_ids(tokenizer, None, None),
             name=name,
         )
@@ -311,31 +289,3 @@ def make_supervised_dset(
 
 def _with_mask(batch: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
     return {"attention_mask": [[1] * len(ids) for ids in batch["input_ids"]]}
-
-
-def _prompt_template(given: Any, query_field: str) -> PromptTemplate:
-    if isinstance(given, PromptTemplate):
-        return replace(given, query_field=query_field)
-    if isinstance(given, str):
-        if not (given.endswith(".json") and os.path.isfile(given)):
-            return PromptTemplate.from_setting(given, query_field)
-        given = json.loads(Path(given).read_text(encoding="utf-8"))
-    parts = given if isinstance(given, Mapping) else vars(given)
-    if "query_prompt" not in parts:
-        raise ValueError(
-            f"prompt_template has {sorted(parts)}; a mapping must have query_prompt, and may have "
-            "sys_prompt, prompt_after_query, resp_prompt and prompt_before_resp"
-        )
-    names = (
-        "sys_prompt",
-        "query_prompt",
-        "prompt_after_query",
-        "resp_prompt",
-        "prompt_before_resp",
-    )
-    system, before, *after = (
-        parts.get(name, "").replace("{", "{{").replace("}", "}}") for name in names
-    )
-    # As in DART-Math, no space or line break separates the prompt from the response.
-    prompt = f"{before}{{query}}{''.join(after)}".rstrip()
-    return PromptTemplate(system + prompt, None, query_field)

@@ -1,21 +1,14 @@
 """Packing for plain `transformers.Trainer`: teaches a model to recognize packed rows.
 
-    enable_packing(model)                                      this module
-    dataset = make_supervised_dset(tokenizer, data_path, ...)  dataset.py
-    trainer = Trainer(model, args, train_dataset=dataset)
-    trainer.train()
-
 The forward of an enabled model finds the documents of a single row by one of these:
 
     attention_mask   1 1 1 2 2        rows of `PackedDataset`, stacked by Trainer's own collators
     cu_seq_lens_q    0 3 5            batches of `PackedCollator`
     position_ids     0 1 2 0 1        batches of transformers' `DataCollatorWithFlattening`
 
-In training, the model takes calls with boundaries only. A call on a packed row runs without a mask
-and without a cache, by the fastest attention backend that isolates documents on this model
-(`IsolationGuard`). Its loss is the mean over the trained tokens of the step, also if the model's
-class ignores `num_items_in_batch`. Other calls are unchanged: evaluation of padded rows,
-`generate`, and those inside `other_rows`.
+In training, the model takes calls with boundaries only. Their loss is the mean over the trained
+tokens of the step, also if the model's class ignores `num_items_in_batch`. Other calls are
+unchanged: evaluation of padded rows, `generate`, and those inside `other_rows`.
 """
 
 import inspect
@@ -57,8 +50,8 @@ warn_of_untested_versions()
 logger = logging.getLogger(__name__)
 
 _VIRTUAL_TOKENS = (
-    "a packed row has several documents, but virtual tokens (prompt and prefix tuning), a cache or "
-    "inputs_embeds belong to one document; train such a model with PackedSFTTrainer"
+    "virtual tokens (prompt and prefix tuning), a cache or inputs_embeds belong to one document, "
+    "and a packed row has several; use PackedSFTTrainer"
 )
 _TOLERANCE = 1e-3  # between the two losses: the model's dtype may round its native loss
 _NUM_TOKENS = 17
@@ -73,22 +66,17 @@ def enable_packing(
 ) -> AttentionChoice:
     """Make `model` isolate the documents of packed rows in any trainer; return the backend.
 
-    Call it before `Trainer` is created, on the model that `Trainer` is given (PEFT's, if it is
-    wrapped). The model is saved as if packing had not been enabled.
-
-    Plain Trainer's `eval_loss` remains a mean of the means of micro-batches. `PackedSFTTrainer`
-    reports the mean over all tokens.
+    Call it before `Trainer` is created, on the model that `Trainer` is given. The model is saved as
+    if packing had not been enabled. `eval_loss` remains a mean of the means of micro-batches.
 
     Args:
         model: a decoder of transformers, which PEFT may wrap.
         dataset: the data that it will train on: a `PackedDataset`, or token ids of some documents.
-            The check is then as long as the longest document. Without a data set, the check covers
-            1,024 tokens, and a document beyond a length at which the model changes is checked when
-            it is first used.
+            Without one, the check covers 1,024 tokens, and a document beyond a length at which the
+            model changes is checked when it is first used.
         attention: as in `PackedSFTConfig`.
-        isolation_check: as in `PackedSFTConfig`. The check runs here. It is repeated in the first
-            packed call on another device, in another precision or in another mode, since Trainer
-            sets these later.
+        isolation_check: as in `PackedSFTConfig`. The check runs here, and again in the first packed
+            call on another device, in another precision or in another mode.
 
     Raises:
         TypeError: `model` is not a transformers model.
@@ -99,16 +87,15 @@ def enable_packing(
     base = unwrap_peft(model)
     _check_model(model, base)
     if isolation_check not in ISOLATION_CHECKS:
-        raise ValueError(
-            f"isolation_check={isolation_check!r} is not known; choose one of "
-            f"{', '.join(ISOLATION_CHECKS)}"
-        )
+        choices = ", ".join(ISOLATION_CHECKS)
+        raise ValueError(f"isolation_check={isolation_check!r} is unknown; choose one of {choices}")
     if isolation_check != "off":
         _check_loss(model, base)  # before the model is changed: if refused, it stays as it was
     limits = limits_of(base)
     if isinstance(dataset, PackedDataset):
         limits.check_documents(dataset.documents, "of the data set")
-        documents = [dataset.token_ids(i) for i in representative_documents(dataset.lengths)]
+        chosen = representative_documents(dataset.lengths)
+        documents = [dataset.documents[i]["input_ids"] for i in chosen]
     else:
         documents = [np.asarray(document, np.int64) for document in dataset or ()]
         for number, document in enumerate(documents):
@@ -142,10 +129,7 @@ def _check_model(model: Any, base: Any) -> None:
     """Raise an error for a model that is not packed exactly; `base` is the model inside PEFT's."""
     config: Any = getattr(base, "config", None)
     if not isinstance(base, nn.Module) or config is None:
-        raise TypeError(
-            f"enable_packing takes a transformers model, got {type(base).__name__}; load it first, "
-            "and call enable_packing(model) before Trainer(model, ...)"
-        )
+        raise TypeError(f"enable_packing takes a transformers model, got {type(base).__name__}")
     adapter = getattr(model, "active_peft_config", None)
     takes_mask = "attention_mask" in inspect.signature(base.forward).parameters
     for fault, why in (
@@ -153,19 +137,14 @@ def _check_model(model: Any, base: Any) -> None:
         (not takes_mask, "it takes no attention_mask, in which Trainer passes documents on"),
         (
             getattr(text_config(base), "output_router_logits", False),
-            "output_router_logits=True adds the balance of experts to the loss, which depends on "
-            "the documents of a micro-batch",
+            "output_router_logits=True adds the balance of a micro-batch to the loss",
         ),
         (getattr(adapter, "is_prompt_learning", False), "virtual tokens belong to one document"),
-        (
-            invokes_adapter(model),
-            "alora_invocation_tokens activate the adapter once in each row, and a packed row has "
-            "several documents",
-        ),
+        (invokes_adapter(model), "alora_invocation_tokens activate the adapter once in each row"),
     ):
         if fault:
             raise ValueError(
-                f"{type(base).__name__} cannot be enabled: {why}; train it with PackedSFTTrainer"
+                f"{type(base).__name__} cannot be enabled: {why}; use PackedSFTTrainer"
             )
 
 
@@ -181,22 +160,17 @@ def _check_loss(model: Any, base: Any) -> None:
     with preserve_state(model, training=True):
         output = model(**batch, labels=batch["input_ids"], return_dict=True)
         packed = float(next_token_loss(output.logits, batch["input_ids"]))
-    if not math.isfinite(packed):
-        return  # not a question of the loss: the isolation check says so
     native = float("nan") if output.loss is None else float(output.loss)
-    if not abs(native - packed) <= _TOLERANCE * max(1.0, packed):
+    # Logits that are not finite are no question of the loss: the isolation check says so.
+    if math.isfinite(packed) and not abs(native - packed) <= _TOLERANCE * max(1.0, packed):
         raise ValueError(
             f"{type(base).__name__} has another loss ({native:.4f}) than that of the next token "
-            f"({packed:.4f}); train it with PackedSFTTrainer, or with a compute_loss_func of your "
-            "own and isolation_check='off'"
+            f"({packed:.4f}); use PackedSFTTrainer, or compute_loss_func with isolation_check='off'"
         )
 
 
 def _divides_by_count(base: Any) -> bool:
-    """Return whether the native loss of `base` is divided by `num_items_in_batch`.
-
-    This is how Trainer finds out.
-    """
+    """Return whether the native loss of `base` is divided by `num_items_in_batch`."""
     accepts = getattr(base, "accepts_loss_kwargs", None)
     if accepts is not None:
         return bool(accepts)
@@ -235,9 +209,8 @@ class EnabledPacking:
         """Run a call of `model` by `forward`, with boundaries and loss if it is on a packed row."""
         if call.get("key_index") is not None:
             raise ValueError(
-                f"{type(model).__name__} was called on a row with shared prefixes (key_index), "
-                "whose tokens count once for each of their documents; train it with "
-                "PackedSFTTrainer, or set shares_prefixes=False in PackedCollator"
+                f"{type(model).__name__} was called on a row with shared prefixes (key_index); use "
+                "PackedSFTTrainer, or shares_prefixes=False in PackedCollator"
             )
         # Without numbers, maybe a row in memory or of our trainer; others are refused in training.
         packed = complete_call(model, _with_boundaries(model, call))
@@ -262,9 +235,8 @@ class EnabledPacking:
         if is_sharded(model):  # other ranks would not send their part of the weights
             if crosses or not guard.passed:
                 raise RuntimeError(
-                    f"no check of this model has passed on documents of {longest:,} tokens, and a "
-                    "sharded model cannot be checked in its forward; call enable_packing(model, "
-                    "dataset) before Trainer, and let it return"
+                    f"no check of this model has passed on documents of {longest:,} tokens, and it "
+                    "is sharded by now; call enable_packing(model, dataset) before Trainer"
                 )
             logger.warning(f"the model is sharded: what was checked before is relied on for {mode}")
             guard.trust(documents, **mode)
@@ -314,8 +286,7 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
     if labels is not None and (labels[0, starts.tolist()] != IGNORE_INDEX).any():
         raise ValueError(
             "the first token of a packed document has a label, which the document before it would "
-            "predict; keep the labels of PackedDataset (a collator for language modeling replaces "
-            "them)"
+            "predict; use a collator that keeps the labels of PackedDataset"
         )
     boundaries = boundaries_of_row(torch.from_numpy(lengths))
     return {k: v for k, v in call.items() if k != "attention_mask"} | {
@@ -340,7 +311,7 @@ def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | 
         if len(mask) > 1:
             raise ValueError(
                 f"a packed batch is one row, got {len(mask)} with numbered documents; pass the "
-                "PackedDataset itself to Trainer, so that each micro-batch is one row"
+                "PackedDataset itself to Trainer"
             )
         return mask[0]
     if mask is not None or not torch.is_tensor(position_ids) or position_ids.dim() != 2:
