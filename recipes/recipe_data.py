@@ -29,7 +29,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias
 
 import numpy as np
 from accelerate import PartialState
@@ -46,12 +46,6 @@ from trl_packing.data.row_format import PromptTemplate, column_among
 
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
 KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
-
-# Names of columns in data sets as people have them, for a refusal that proposes options.
-_QUESTIONS = ("instruction", "question", "query", "problem", "input")
-_ANSWERS = ("output", "answer", "response", "completion", "solution")
-
-_KINDS = {str: "a text", str | None: "a text", bool | None: "true or false"}
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 Sets: TypeAlias = dict[str, AnyDataset]
@@ -91,17 +85,16 @@ class SourceConfig(ColumnArguments, DatasetConfig):
 
     @classmethod
     def of(cls, number: int, given: Any) -> "SourceConfig":
-        """Return an entry of `datasets`, whose keys and values are checked."""
+        """Return an entry of `datasets`, whose keys are checked."""
         if isinstance(given, cls):
             return given
-        where, hints = f"datasets, entry {number}:", get_type_hints(cls)
         try:
             entry = cls(**given)
         except TypeError as error:
-            raise ValueError(f"{where} {error}; its keys are {', '.join(hints)}") from error
-        for name, kind in hints.items():
-            if kind in _KINDS and not isinstance(value := getattr(entry, name), kind):
-                raise ValueError(f"{where} {name}={value!r} must be {_KINDS[kind]}")
+            keys = ", ".join(each.name for each in fields(cls))
+            raise ValueError(f"datasets, entry {number}: {error}; its keys are {keys}") from error
+        if entry.chat not in (None, True, False):
+            raise ValueError(f"datasets, entry {number}: chat={entry.chat!r} must be true or false")
         return entry
 
     def named(self) -> list[str]:
@@ -223,8 +216,7 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
     except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
         cause = error.__cause__ or error
         reason = str(cause).strip().split("\n")[0].rstrip(".") or "it is empty"
-        hint = "; name a split, or hold out a --test_split_size" if "split" in reason else ""
-        raise ValueError(f"cannot load the data set {entry.path}: {reason}{hint}") from error
+        raise ValueError(f"cannot load the data set {entry.path}: {reason}") from error
 
 
 def _load_prepared(args: DataArguments, own: dict[str, Any], needs_test: bool) -> tuple[Any, Any]:
@@ -354,7 +346,11 @@ class RowColumns:
             forms = ("messages", "conversations", self.text_field)
             whole = form = next((name for name in forms if name in columns), "")
             if not form:
-                raise self._no_form(columns)
+                raise self._error(
+                    f"no column to train on among {', '.join(columns)}: name yours with "
+                    "--prompt_column and --completion_column, --messages_column or "
+                    "--dataset_text_field"
+                )
         rows = dataset.select_columns([*kept, whole])
         return rows if whole == form else rows.rename_column(whole, form)
 
@@ -399,18 +395,6 @@ class RowColumns:
         return rewrite
 
     # --- mistakes -------------------------------------------------------------------------------
-
-    def _no_form(self, columns: list[str]) -> ValueError:
-        """Return the refusal of columns that no option names, with options that may fit them."""
-        hint = "name yours with --prompt_column and --completion_column, --messages_column or "
-        hint += "--dataset_text_field"
-        answer = next((name for name in _ANSWERS if name in columns), None)
-        question = next((name for name in _QUESTIONS if name in columns), None)
-        if answer and question:
-            is_alpaca = {"instruction", "input"} <= {*columns}
-            prompt = "--prompt_template alpaca" if is_alpaca else f"--prompt_column {question}"
-            hint = f"these options fit: {prompt} --completion_column {answer}"
-        return self._error(f"no column to train on among {', '.join(columns)}: {hint}")
 
     def _require(self, columns: list[str], column: str, option: str) -> None:
         if column not in columns:

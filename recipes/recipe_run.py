@@ -6,11 +6,10 @@ trainer.train(training_args.resume_from_checkpoint)
 finish(trainer)
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -19,7 +18,7 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, load_rows, show_document
-from trl_packing.tools.options import check_names, read_config, short_usage_errors, with_long_names
+from trl_packing.tools.options import read_config, short_usage_errors, with_long_names
 
 
 @dataclass
@@ -58,12 +57,10 @@ def parse(
             model or the data.
     """
     words = with_long_names(sys.argv[1:] if argv is None else argv)
-    kinds = (arguments, PackedSFTConfig, *more)
-    parser = TrlParser(kinds, usage=f"{Path(sys.argv[0]).name} [--config FILE] [--OPTION VALUE]")
-    known = {word.lstrip("-").replace("-", "_") for word in parser._option_string_actions}
-    check_names(words, {"config", *known})
-    if "--config" in words:
-        _check_config("".join(words[words.index("--config") + 1 :][:1]), known, kinds)
+    usage = f"{Path(sys.argv[0]).name} [--config FILE] [--OPTION VALUE]"
+    parser = TrlParser((arguments, PackedSFTConfig, *more), usage=usage)
+    if "--config" in words:  # TRL reads it, too, and keeps the last of two equal keys
+        read_config(Path("".join(words[words.index("--config") + 1 :][:1])))
     if not torch.accelerator.is_available():
         # TRL's defaults assume a GPU. With use_cpu, accelerate joins the processes of torchrun.
         defaults |= {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
@@ -79,26 +76,6 @@ def parse(
             "name the model and the data: --model_name_or_path NAME --dataset_name NAME"
         )
     return found
-
-
-def _check_config(path: str, known: set[str], kinds: tuple[type, ...]) -> None:
-    """Raise ValueError for a YAML file with a wrong key, or several values where one must be."""
-    config = read_config(Path(path))
-    check_names([f"--{name}" for name in config], {"env", *known})
-    # The parser writes its own types into the fields.
-    types = {name: str(hint) for kind in kinds for name, hint in get_type_hints(kind).items()}
-    for name, value in config.items():
-        is_single = not re.search("list|dict|Any", types.get(name, "Any"))
-        if is_single and isinstance(value, (list, dict)):
-            raise ValueError(f"--config {path}: {name}={value!r} must be one value")
-
-
-def load_part(kind: Any, model: str, **options: Any) -> Any:
-    """Return the tokenizer or processor of a model. Raises ValueError, naming the model."""
-    try:
-        return kind.from_pretrained(model, **options)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"cannot load the model {model}: {error}") from error
 
 
 def show(trainer: Any, number: int = 1) -> None:

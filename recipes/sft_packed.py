@@ -37,7 +37,7 @@ from typing import Any
 
 from trl_packing.recipes import FOLDER
 from trl_packing.recipes.recipe_data import DataArguments, load_data
-from trl_packing.recipes.recipe_run import answers, finish, load_part, prompt_length
+from trl_packing.recipes.recipe_run import answers, finish, prompt_length
 from trl_packing.recipes.recipe_run import parse as parse_run
 
 import numpy as np
@@ -173,7 +173,7 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention), tokenizer
     options = {"revision": model_args.model_revision}
     options["trust_remote_code"] = training_args.trust_remote_code
-    return name, load_part(AutoTokenizer, name, **options)
+    return name, AutoTokenizer.from_pretrained(name, **options)
 
 
 class ShortLines(ProgressCallback):

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_packing.recipes.recipe_data import DataArguments, load_data
-from trl_packing.recipes.recipe_run import finish, load_part, parse
+from trl_packing.recipes.recipe_run import finish, parse
 
 from transformers import AutoProcessor
 from transformers.hf_argparser import HfArg
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         rows, (model, processor) = demo_rows(600), demo_model(training_args.seed)
     else:
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
-        processor = load_part(AutoProcessor, model, **pixels)
+        processor = AutoProcessor.from_pretrained(model, **pixels)
         rows, _ = load_data(arguments, training_args, processor, kept=("images", "image"))
         rows = in_folder(rows, arguments.image_folder)
     adapter, rank = None, arguments.lora_r

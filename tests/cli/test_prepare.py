@@ -124,7 +124,7 @@ def test_a_mixture_that_cannot_be_prepared_is_one_line(place, capsys, out, more,
         ([*RUN], "name the data and the folder to write first"),
         (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
         (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
-        (["chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength is unknown"),
+        (["chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength"),
         (["out", *RUN], "name the model and the data"),
     ],
 )

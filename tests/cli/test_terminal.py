@@ -64,6 +64,7 @@ def test_a_terminal_shows_color_and_progress_but_executes_no_data(folder):
     plain = in_terminal(INSPECT, folder, NO_COLOR="1")
     assert "\x1b[1;32m" not in plain
     assert plain.count("⟦") == len(IN_DATA)
+    assert "\\u27e6" in in_terminal(INSPECT, folder, NO_COLOR="1", PYTHONIOENCODING="ascii")
     # The negative control: the same data, printed without an escape.
     code = "import json; [print(json.loads(row)['text']) for row in open('data.jsonl')]"
     bare = in_terminal(["-c", code], folder)
@@ -76,12 +77,10 @@ def test_names_of_files_columns_and_options_are_shown_as_text(text, folder, caps
     model, data = ["--model", "model"], ["--data", "data.jsonl"]
     for words in (
         ["plan", *model, "--data", f"{text}.jsonl"],
-        ["plan", "--model", f"./{text}", *data],
         ["plan", f"{text}.py"],
         ["plan", *model, *data, f"--{text}", "1"],
         ["plan", *model, *data, "--prompt_column", text],
         ["inspect", *model, *data, "--chat_template_path", f"./{text}.jinja"],
-        ["verify", *model, "--dtype", text],
         ["compare", text, f"{text}2"],
         [text],
     ):

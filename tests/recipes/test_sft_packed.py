@@ -65,23 +65,6 @@ def test_a_folder_has_splits_and_a_file_a_share_to_hold_out(tmp_path):
     assert {*train["prompt"], *test["prompt"]} == {row["question"] for row in ROWS[:7]}
 
 
-@pytest.mark.parametrize(
-    ("row", "options"),
-    [
-        ("question answer", "--prompt_column question --completion_column answer"),
-        ("instruction input output", "--prompt_template alpaca --completion_column output"),
-    ],
-)
-def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path, row, options):
-    name = write(tmp_path / "data.jsonl", [{name: f"the {name}" for name in row.split()}] * 3)
-    with pytest.raises(ValueError, match=f"these options fit: {options}"):
-        load(name)
-    words = options.replace("--", "").split()
-    train, _ = load(name, **dict(zip(words[::2], words[1::2], strict=True)))
-    assert f"the {row.split()[0]}" in train[0]["prompt"]
-    assert train[0]["completion"] == f"the {row.split()[-1]}"
-
-
 def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
     name = write(tmp_path / "data.jsonl", ROWS)
     template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
@@ -99,7 +82,6 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
     assert "--chat false" in capsys.readouterr().out  # decided for the user, so said
     plain, _ = load(name, chat_template="any", chat=False, **NAMED)
     assert plain[0] == {"prompt": "What is 0?", "completion": "A number: 0."}
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -112,10 +94,9 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
         {"prompt": MESSAGES, "completion": [{"role": "assistant", "content": "Because."}]},
     ],
 )
-def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row, capsys):
+def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
     train, _ = load(write(tmp_path / "data.jsonl", [row] * 3))
     assert train[0] == row
-    assert capsys.readouterr().out == ""
 
 
 # --- what it refuses ----------------------------------------------------------------------------
@@ -124,15 +105,13 @@ def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row, capsys):
 @pytest.mark.parametrize(
     ("file", "arguments", "sentence"),
     [
-        ("data.jsonl", {"prompt_column": "query"}, "'query' among question, answer, n: .*--prompt"),
+        ("data.jsonl", {}, "no column to train on among question, answer, n: .*--prompt_column"),
         ("data.jsonl", {"prompt_template": "{q}"}, "'q' among .*--prompt_template"),
         ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
         ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),
         ("data.jsonl", {"test_split_size": 1.5, **NAMED}, "between 0 and 1"),
-        ("data.jsonl", {"dataset_train_split": "dev", **NAMED}, "dev.*train.*; name a split"),
         ("no/such/folder", NAMED, "no folder and no file that ends in .json, .jsonl, .parquet"),
         ("empty.jsonl", NAMED, "it is empty"),
-        ("broken.jsonl", NAMED, "cannot load"),
         ("missing.jsonl", NAMED, "row 1 has no value in the column 'answer'"),
         ("images.jsonl", {}, "'images'.* recipes/vision.py"),
     ],
@@ -142,24 +121,15 @@ def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence
     write(tmp_path / "empty.jsonl", [])
     write(tmp_path / "missing.jsonl", [ROWS[0], ROWS[1] | {"answer": None}])
     write(tmp_path / "images.jsonl", [{"messages": MESSAGES, "images": ["a.png"]}])
-    (tmp_path / "broken.jsonl").write_text('{"question": \n')
     with pytest.raises(ValueError, match=sentence) as refusal:
         load(str(tmp_path / file), **arguments)
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--model_name_or_path", "a/model"], "name the model and the data"),
-        (["--model_name_or_path", "no/model", "--dataset_name", "data.jsonl"], "load the model"),
-        (["--max_length", "4", "--overflow", "drop"], "max_length"),  # no document is left
-    ],
-)
-def test_bad_arguments_write_nothing(tmp_path, monkeypatch, arguments, sentence):
+def test_bad_arguments_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=sentence):
-        sft_packed.main(arguments)
+    with pytest.raises(ValueError, match="max_length"):  # no document is left
+        sft_packed.main(["--max_length", "4", "--overflow", "drop"])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 from datasets import Dataset
 from harness import make_trainer
-from helpers.attacks import ATTACKS, harmful
 from helpers.tiny import CHATML, save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
@@ -14,14 +13,12 @@ from trl_packing.tools import compare_preparations
 from trl_packing.tools.compare_preparations import (
     DIFFERENCES,
     DROPPED,
-    DROPPED_BY_BOTH,
     EQUAL,
     LABELS,
     TOKENS,
     WEIGHTS,
     Side,
     compare,
-    comparison_text,
     documents_by_trl,
 )
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -34,11 +31,11 @@ def run_of(rows, *options, tokenizer=None):
 def compared(rows, first=(), second=(), *, by_trl=False, other=None, tokenizer=None):
     a = run_of(rows, *first, tokenizer=tokenizer)
     b = run_of(rows if other is None else other, *second, tokenizer=tokenizer)
-    return compare(Side("here", a), Side("trl" if by_trl else "there", b, by_trl=by_trl))
+    return compare(Side("here", a), Side("there", b, by_trl=by_trl))
 
 
 def found(comparison):
-    return {kind: number for kind in DIFFERENCES if (number := comparison.counts[kind])}
+    return {kind: number for kind in DIFFERENCES if (number := comparison["counts"][kind])}
 
 
 def chats(number: int = 12) -> Dataset:
@@ -67,10 +64,8 @@ def changed(rows, row, column, at, value):
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        (chats(), ["--max_length", "30"]),
         (chats(), ["--assistant_only_loss", "true", "--shuffle_dataset", "true"]),
-        (chats(), ["--eos_token", "<|other|>"]),
-        (texts(1, 5, 2), ["--max_length", "16"]),
+        (chats(), ["--eos_token", "<|other|>", "--max_length", "30"]),
         (Dataset.from_dict({"prompt": ["Why? ", "Who?"], "completion": ["So.", ""]}), []),
         (tokenized([[7, 8, 9], [-100, 8], [-100, -100]]), []),
     ],
@@ -79,10 +74,9 @@ def test_settings_that_trl_has_prepare_the_same(rows, options):
     options = ["--max_length", "64", *options]
     tokenizer = tiny_tokenizer(chat="generation")
     comparison = compared(rows, options, options, by_trl=True, tokenizer=tokenizer)
-    assert comparison.different == 0
-    assert comparison.counts[EQUAL] + comparison.counts[DROPPED_BY_BOTH] == len(rows)
-    assert comparison.totals[0].tolist() == comparison.totals[1].tolist()
-    assert comparison.totals.all()
+    assert comparison["is_equal"]
+    for name in ("documents", "tokens", "trained_tokens"):
+        assert comparison[name][0] == comparison[name][1] > 0
 
 
 def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
@@ -91,26 +85,19 @@ def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
     shown = documents_by_trl(run_of(chats(), "--max_length", "30"))
     for name in ("input_ids", "labels"):
         assert shown[name][:] == trainer.train_dataset[name][:]
-
-
-def test_rows_that_trl_cannot_prepare_are_refused_with_its_reason():
-    rows = Dataset.from_dict({"question": ["Why?"], "answer": ["So."]})
-    options = ["--prompt_template", "{question}"]
+    own = Dataset.from_dict({"question": ["Why?"], "answer": ["So."]})
     with pytest.raises(ValueError, match="TRL cannot prepare these rows: KeyError: 'text'"):
-        compared(rows, options, options, by_trl=True)
-    with pytest.raises(ValueError, match="here has 2 rows and there has 3"):
-        compared(texts(1, 2), other=texts(1, 2, 3))
+        documents_by_trl(run_of(own, "--prompt_template", "{question}"))
 
 
 def test_one_label_among_many_rows_is_found(monkeypatch):
     """The negative control: everything is equal but for one label of one row."""
     monkeypatch.setattr(compare_preparations, "_CHUNK", 7)
     rows = tokenized([list(range(7, 12))] * 50)
-    assert compared(rows).different == 0
+    assert compared(rows)["is_equal"]
     comparison = compared(rows, other=changed(rows, 33, "labels", 3, -100))
-    assert found(comparison) == {LABELS: 1}
-    assert comparison.counts[EQUAL] == 49
-    (difference,) = comparison.differences
+    assert (found(comparison), comparison["counts"][EQUAL]) == ({LABELS: 1}, 49)
+    (difference,) = comparison["differences"]
     assert (difference["row"], difference["first_token"]) == (33, 3)
 
 
@@ -123,38 +110,11 @@ def test_each_kind_of_difference_is_found():
     assert found(compared(rows, other=weighted)) == {WEIGHTS: 1}
     # A weight without a trained token, and the label of a first token, train nothing.
     untrained = tokenized([[7, -100, 9]] * 3, loss_weights=[[1.0, 1.0, 1.0]] * 3)
-    assert compared(untrained, other=changed(untrained, 2, "loss_weights", 1, 0.5)).different == 0
-    assert compared(rows, other=changed(rows, 1, "labels", 0, -100)).different == 0
+    assert compared(untrained, other=changed(untrained, 2, "loss_weights", 1, 0.5))["is_equal"]
+    assert compared(rows, other=changed(rows, 1, "labels", 0, -100))["is_equal"]
     limit = ["--max_length", "16"]
     comparison = compared(texts(12, 1, 12), [*limit, "--overflow", "drop"], limit)
-    assert found(comparison) == {DROPPED: 2}
-    assert comparison.totals[:, 0].tolist() == [1, 3]
-    assert found(compared(texts(12, 1), limit, [*limit, "--overflow", "split"])) == {TOKENS: 1}
-
-
-def test_shuffled_rows_are_compared_with_themselves():
-    shuffled = ["--shuffle_dataset", "true", "--packing", "false"]
-    assert compared(chats(), [*shuffled, "--seed", "1"], [*shuffled, "--seed", "2"]).different == 0
-
-
-def test_the_text_shows_counts_and_the_lines_that_differ():
-    tokenizer = tiny_tokenizer(chat=True)
-    comparison = compared(chats(2), *[["--train_on", "assistant"]] * 2, by_trl=True)
-    text = comparison_text(comparison, [tokenizer, tokenizer])
-    assert "labels differ 2 rows" in " ".join(text.split())
-    assert "The preparations differ in 2 of 2 rows." in text
-    lines = text.split("\n")
-    start = lines.index("row 0 · labels differ from token 1 on")
-    assert lines[start + 1 : start + 3] == ["--- here", "+++ trl"]
-    assert any(line.startswith("-") and "⟦Because. <|im_end|>⟧" in line for line in lines[start:])
-
-
-def test_hostile_text_does_not_act_in_the_terminal():
-    hostile = [text for name, text in ATTACKS.items() if name != "lone surrogate"]
-    rows = Dataset.from_dict({"prompt": ["Why? "] * len(hostile), "completion": hostile})
-    comparison = compared(rows, [], ["--completion_only_loss", "false"])
-    assert not harmful(comparison_text(comparison, [tiny_tokenizer(chat=True)] * 2))
-    assert harmful("".join(hostile))
+    assert (found(comparison), comparison["documents"]) == ({DROPPED: 2}, [1, 3])
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -181,22 +141,24 @@ def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_
     assert kinds("--against", "trl", status=0) == ({EQUAL: 6}, "TRL")
     assert kinds(*assistant, "--against", "trl", status=1) == ({LABELS: 6}, "TRL")
     names = f"model_name_or_path: {command[2]}\ndataset_name: {command[4]}\n"
-    against = [*assistant, "--against", str(config)]
     config.write_text(f"{names}train_on: last_assistant\n")
+    against = [*assistant, "--against", str(config)]
     assert kinds(*against, status=1) == ({EQUAL: 3, LABELS: 3}, "other.yaml")
-    config.write_text(names)
-    assert kinds(*against, status=1) == ({LABELS: 6}, "other.yaml")  # a run of its own
     template.write_text(CHATML.replace("<|im_start|>' +", "<|im_start|>the ' +"))
     assert kinds("--against", str(template), status=1) == ({TOKENS: 6}, "other.jinja")
-    assert main([*command, "--against", "trl"]) == 0
-    assert "Both preparations make the same documents" in capsys.readouterr().out
+    assert main([*command, *assistant, "--against", "trl"]) == 1
+    text = capsys.readouterr().out
+    assert "The preparations differ in 6 of 6 rows." in text
+    lines = text.split("\n")
+    start = lines.index("row 0 · labels differ from token 1 on")
+    assert lines[start + 1 : start + 3] == ["--- this run", "+++ TRL"]
+    assert any(line.startswith("-") and "⟦Because. <|im_end|>⟧" in line for line in lines[start:])
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--against", "axolotl"], "neither trl nor a .jinja template or a .yaml file in"),
-        (["--against", "none.yaml"], "name one of them"),
+        (["--against", "none.yaml"], "neither trl nor a .jinja or .yaml file"),
         (["--against", "trl", "--all"], "--all has no effect beside --against"),
     ],
 )

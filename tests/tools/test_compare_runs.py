@@ -34,6 +34,7 @@ def made(name, *, documents_per_step, steps=4, losses=None, **changes):
 
 PACKED = made("out/packed", documents_per_step=20)
 PADDED = made("out/padded", documents_per_step=4, steps=10)
+TRL = [{"loss": 5.0 - i, "num_tokens": 1000.0 * i, "step": 5 * i} for i in (1, 2, 3)]
 
 
 def saved(folder, record):
@@ -42,42 +43,30 @@ def saved(folder, record):
     return str(folder)
 
 
-def state(folder, history, name=TRAINER_STATE_NAME, **changes):
+def state(folder, history):
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"log_history": history, "global_step": history[-1]["step"], "max_steps": 9} | changes
-    (folder / name).write_text(json.dumps(content))
+    content = {"log_history": history, "global_step": history[-1]["step"], "max_steps": 9}
+    (folder / TRAINER_STATE_NAME).write_text(json.dumps(content))
     return str(folder)
-
-
-TRL = [{"loss": 5.0 - i, "num_tokens": 1000.0 * i, "step": 5 * i} for i in (1, 2, 3)]
 
 
 def test_losses_are_compared_after_equally_many_documents():
     found = compare([PACKED, PADDED])
-    assert found.runs == ["packed", "padded"]
-    assert (found.over, found.at) == ("documents", 40)
+    assert (found.runs, found.over, found.at) == (["packed", "padded"], "documents", 40)
     # 40 documents are 2 packed steps and 10 padded ones.
     assert found.losses == {"loss": [9.0, 1.0]}
     assert found.figures["loss"] == [7.0, 1.0], "at the end of each run"
-    assert found.figures["documents"] == [80, 40]
     assert found.figures["documents a step"] == [20.0, 4.0]
     assert found.figures["tokens a second"] == [80 * 100 / 12, 40 * 100 / 30]
-    assert found.settings == {"packing": [True, False]}
-    assert found.versions == {}
-
-
-def test_runs_without_a_common_axis_are_compared_nowhere():
-    unknown = made("out/u", documents_per_step=20, totals={})
-    found = compare([PACKED, unknown])
-    assert (found.over, found.losses) == (None, {})
-    assert "No axis is known" in str(found)
+    assert (found.settings, found.versions) == ({"packing": [True, False]}, {})
+    unknown = compare([PACKED, made("out/u", documents_per_step=20, totals={})])
+    assert (unknown.over, unknown.losses) == (None, {})
+    assert "No axis is known" in str(unknown)
 
 
 def test_a_run_of_trl_is_compared_over_its_tokens(tmp_path):
     found = compare([PACKED, load_run(state(tmp_path / "t", TRL))])
-    assert found.over == "tokens"
-    assert found.at == 3000
-    assert found.losses == {"loss": [10.0, 2.0]}
+    assert (found.over, found.at, found.losses) == ("tokens", 3000, {"loss": [10.0, 2.0]})
     assert found.figures["documents"] == [80, None]
     assert found.settings == {}, "those of the other run are not recorded"
     assert "tokens are its num_tokens" in " ".join(str(found).split())
@@ -89,8 +78,7 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
         assert load_run(given).points("loss") == PACKED.points("loss")
     state(tmp_path / "theirs" / "checkpoint-5", TRL[:1])
     state(tmp_path / "theirs" / "checkpoint-15", TRL)
-    (tmp_path / "theirs" / "checkpoint-20").mkdir()
-    for given in ("theirs", "theirs/checkpoint-15", f"theirs/checkpoint-15/{TRAINER_STATE_NAME}"):
+    for given in ("theirs", f"theirs/checkpoint-15/{TRAINER_STATE_NAME}"):
         assert len(load_run(str(tmp_path / given)).points("loss")) == 3
     assert len(load_run(str(tmp_path / "theirs/checkpoint-5")).points("loss")) == 1
 
@@ -98,19 +86,14 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{a}"], "alone has nothing to be compared with; name two runs"),
-        (["{a}", "{empty}"], "holds no run (run.json or trainer_state.json); name the output_dir"),
+        (["{a}"], "has nothing to be compared with; name two runs"),
+        (["{a}", "{a}/none"], "holds no run (run.json or trainer_state.json); name the output_dir"),
         (["{a}", "{broken}"], "cannot be read as a run"),
-        (["{a}", "{a}", "--html", "{empty}/no/c.html"], "in a folder that exists"),
+        (["{a}", "{a}", "--html", "{a}/no/c.html"], "in a folder that exists"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
-    places = {
-        "a": saved(tmp_path / "a", PACKED),
-        "empty": str(tmp_path / "empty"),
-        "broken": str(tmp_path / "broken"),
-    }
-    (tmp_path / "empty").mkdir()
+    places = {"a": saved(tmp_path / "a", PACKED), "broken": str(tmp_path / "broken")}
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / FILE).write_text('{"format": 1, "name"')
     assert main(["compare", *(argument.format(**places) for argument in arguments)]) == 2
@@ -124,17 +107,14 @@ def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
     runs = [saved(tmp_path / "a", PACKED), saved(tmp_path / "n", broken)]
     assert main(["compare", *runs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["runs"] == ["a", "n"]
     assert found["figures"]["loss"] == [7.0, "NaN"]
 
 
 def test_runs_are_told_apart_by_a_difference_however_small():
     near = made("out/near", documents_per_step=20, losses=[10.0, 9.0, 8.0, 7.0 + 2e-6])
     text = str(compare([PACKED, near]))
-    assert text.splitlines()[0].split()[-3:] == ["packed", "near", "difference"]
     (loss, *_) = [line for line in text.splitlines() if line.startswith("loss ")]
     assert loss.split() == ["loss", "7.0000", "7.0000", "+2e-06", "(+0.0%)"]
-    assert str(compare([PACKED, PADDED, near])).splitlines()[0].endswith("last − first")
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -144,7 +124,6 @@ def test_the_page_shows_the_curves_of_all_runs(tmp_path, width):
     hostile = made(text, documents_per_step=20, **changes)
     records = [PACKED, hostile, load_run(state(tmp_path / "t", TRL))]
     assert "\x1b" not in str(compare(records))
-    assert "\\x1b[2Jbackwards" in str(compare(records))
     path = tmp_path / "compare.html"
     path.write_text(compare_page(records, compare(records)))
     with open_page(path, width=width) as opened:

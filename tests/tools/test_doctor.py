@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from trl_packing import versions
 from trl_packing.attention.backends import CHOICES
 from trl_packing.cli import main
 from trl_packing.isolation import guard
@@ -16,7 +15,6 @@ from trl_packing.tools import doctor
 from trl_packing.tools.doctor import PREFIXES, Device, Trial, advice, diagnose, try_backends
 
 CPU = Device("cpu", "2 cores", 16 * 10**9)
-A100 = Device("cuda", "NVIDIA A100-SXM4-80GB", 80 * 10**9, (8, 0))
 T4 = Device("cuda", "Tesla T4", 16 * 10**9, (7, 5))
 
 
@@ -37,7 +35,6 @@ def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
     assert exact == ["documents", "model", "mask", "padded", "equal_lengths", PREFIXES]
     assert trials["varlen"].verdict == "refused"
     assert trials["documents"].is_chosen
-    assert trials[PREFIXES].difference < trials[PREFIXES].leak / 100
     assert found(trials, PREFIXES)[0].startswith("ok exact, by ")
 
 
@@ -75,7 +72,6 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
     monkeypatch.setattr(prefix_tree, "build_prefix_tree", leaking)
     tried = doctor.trial_of_prefixes(doctor.tiny_llama(), "documents", torch.float32)
     assert tried.verdict == "differs"
-    assert tried.difference > tried.leak / 10
     (text,) = found(trials | {PREFIXES: tried}, PREFIXES)
     assert re.match("note .* a run computes them in every document", text)
 
@@ -84,10 +80,9 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
     ("capability", "chosen", "missing", "words"),
     [
         (None, "documents", "", "need an NVIDIA GPU from sm80"),
-        ((8, 0), "varlen", "", "FlashAttention 2 from PyTorch itself"),
+        ((8, 0), "varlen", "", "varlen is the fastest"),
         ((9, 0), "varlen", "", "folder hopper"),
         ((8, 0), "documents", "no sinks", "not possible (no sinks)"),
-        ((9, 0), "flash_attention_3", "", "nothing to install"),
     ],
 )
 def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
@@ -96,28 +91,15 @@ def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
     assert words in advice(trials | {chosen: Trial("exact", is_chosen=True)}, capability)
 
 
-def test_half_precision_versions_and_no_backend_are_judged(monkeypatch, trials):
-    assert "set --fp16 True" in found(trials, "bf16", device=T4)[0]
-    assert found(trials, "bf16", device=A100) == found(trials, "bf16") == []
-    refused = {"documents": Trial("refused", "no kernel")}
-    assert "fail no backend keeps" in found(refused, "attention")[0]
-    for module in (doctor, versions):
-        monkeypatch.setattr(module, "installed_version", lambda name: "99.0")
-    assert found(trials, "trl")[0].startswith("note 99.0 (tested: ")
-
-
 def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials):
-    odd = trials | {"model": Trial("error", "\x1b[2J " + "word " * 40)}
-    for width in (60, 100):
-        text = diagnose([CPU], odd).text(width)
-        assert max(map(len, text.splitlines())) <= width
-        assert "error: \\x1b[2J" in text
+    assert "set --fp16 True" in found(trials, "bf16", device=T4)[0]
+    odd = {"documents": Trial("refused", "no kernel"), "model": Trial("error", "\x1b[2J " * 40)}
+    text = diagnose([CPU], odd).text(60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert "error: \\x1b[2J" in text
+    assert "Training would fail" in text
     monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
     assert main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["trains"] is True
+    assert (shown["trains"], shown["attention"]["chosen"]) == (True, "documents")
     assert re.fullmatch(r"\d+ cores, .*", shown["machine"]["devices"][0]["name"])
-    assert shown["attention"]["chosen"] == "documents"
-    with pytest.raises(SystemExit):
-        main(["doctor", "--model", "m"])
-    assert "doctor has no option --model m" in capsys.readouterr().err

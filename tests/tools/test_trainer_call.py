@@ -86,7 +86,7 @@ LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.
             "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
             "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
         ),
-        ("PackedSFTTrainer(model, PackedSFTConfig(out))", "train_dataset is NoneType"),
+        ("PackedSFTTrainer(model, PackedSFTConfig(out))", "args and a train_dataset"),
         ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
         (
             f"{LOSS}texts = texts.add_column('loss_weight', [0.5] * 6)\n"

@@ -1,15 +1,8 @@
 """The script and the options that a command without its launcher means."""
 
-from dataclasses import fields
-
-from trl_packing.recipes.sft_packed import RecipeArguments
-
 import pytest
 from helpers.recipes import FOLDER, module
-from trl import ModelConfig
 
-from trl_packing import PackedSFTConfig
-from trl_packing.tools.options import check_names, known_names
 from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ("--model", "m", "--data", "d.jsonl")
@@ -38,11 +31,6 @@ def test_a_script_runs_as_it_is_and_without_one_it_is_sft_packed(tmp_path, monke
     assert recipe.options == {"dataset_name": "d"}
 
 
-def test_a_command_that_means_no_script_is_refused():
-    with pytest.raises(ValueError, match=r"did you mean chat_data\.py\?"):
-        TrainingCommand.from_words(["recipes/chat_dta.py"])
-
-
 def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model_init_kwargs:\n  low_cpu_mem_usage: true\nbf16: true\n")
@@ -54,13 +42,3 @@ def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     assert args.model_init_kwargs["low_cpu_mem_usage"] is True
     with pytest.raises(ValueError, match="name the model"):
         TrainingCommand.from_words(["--max_length", "64"]).model_and_settings()
-
-
-def test_typing_errors_are_known_from_the_files_of_libraries():
-    """Every option of a run is in these files, so none is refused that exists."""
-    kinds = (RecipeArguments, PackedSFTConfig, ModelConfig)
-    check_names([f"--{each.name}" for kind in kinds for each in fields(kind)], known_names())
-    abbreviated = ["--max_len", "5", "--no_remove_unused_columns", "--lora_r=3", "--data", "d"]
-    check_names(abbreviated, known_names())
-    with pytest.raises(ValueError, match=r"--max_lenght is unknown; did you mean --max_length\?"):
-        check_names(["--max-lenght=5"], known_names())

@@ -1,14 +1,11 @@
-"""The commands of `trl-packing`: a function for each, which prints its result.
+"""The commands of `trl-packing`: a function for each, which returns the exit status.
 
-Its docstring is the help of the command. It takes the options of the command, with
+Its docstring is the help. It imports libraries inside, so that `--help` is quick. Its options have
 
     words           the training command without its launcher, as the user wrote it
     command_line    the whole command, without the values of secrets
     say             print, or nothing with --json
     notes           sentences that follow the result on stderr
-
-and returns the exit status. Libraries are imported inside, so that `--help` and typing errors are
-quick.
 """
 
 import argparse
@@ -44,7 +41,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     check_can_write("--html", arguments.html)
     if arguments.against:
         return _compare_preparations(arguments)
-    say, reads_all = arguments.say, arguments.all or arguments.html
+    reads_all = arguments.all or arguments.html
     if not reads_all:  # a stream is read no further than needed
         arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = _previewed_run(arguments)
@@ -59,18 +56,17 @@ def inspect(arguments: argparse.Namespace) -> int:
     for preview in preview_rows(run, arguments.rows, color=color):
         rows.append(preview)
         for text in preview.texts:
-            say(text, end="\n\n")
-    shown: dict[str, Any] = {"rows": [row.to_dict() for row in rows], "losses": None}
+            arguments.say(text, end="\n\n")
+    losses = preview_losses(run) if arguments.all else None
+    if losses is not None:
+        arguments.say(losses, end="\n\n")
     if arguments.html:
         title = f"Packed rows · {_name_of_data(arguments.words)}"
         beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
         epoch, command = PackedEpoch.of(run), arguments.command_line
         _write(rows_page(epoch, title=title, note=beside, command=command), arguments)
-    if arguments.all:
-        shown["losses"] = preview_losses(run)
-        say(shown["losses"], end="\n\n")
     if arguments.json:
-        print_json(shown)
+        print_json({"rows": [row.to_dict() for row in rows], "losses": losses})
     return 0 if all(row.documents for row in rows) else 1
 
 
@@ -79,24 +75,21 @@ def _compare_preparations(arguments: argparse.Namespace) -> int:
     for name in ("rows", "all", "html"):
         if getattr(arguments, name):
             raise ValueError(f"--{name} has no effect beside --against, which compares all rows")
-    from trl_packing.tools.compare_preparations import (
-        Side,
-        check_against,
-        compare,
-        comparison_text,
-        other_side,
-    )
+    from trl_packing.tools import compare_preparations as preparations
 
-    check_against(arguments.against)
+    preparations.check_against(arguments.against)
     run = _previewed_run(arguments)
-    sides = Side("this run", run), other_side(arguments.against, run, arguments.words)
-    comparison = compare(*sides)
-    tokenizers = [side.run.preparation.eos.tokenizer for side in sides]
+    sides = (
+        preparations.Side("this run", run),
+        preparations.other_side(arguments.against, run, arguments.words),
+    )
+    comparison = preparations.compare(*sides)
     if arguments.json:
-        print_json(comparison.to_dict())
+        print_json(comparison)
     else:
-        print(comparison_text(comparison, tokenizers))
-    return 1 if comparison.different else 0
+        tokenizers = [side.run.preparation.eos.tokenizer for side in sides]
+        print(preparations.comparison_text(comparison, tokenizers))
+    return 0 if comparison["is_equal"] else 1
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -158,7 +151,7 @@ def prepare(arguments: argparse.Namespace) -> int:
       2  the data cannot be prepared; stderr has the reason in one line
     """
     places = list(takewhile(lambda word: not word.startswith("--"), arguments.words))
-    script = script_of(places)
+    script = [word for word in places[:1] if word.endswith(".py")]
     *data, out = places[len(script) :] or [""]
     if not out or len(data) > 1:
         raise ValueError(
@@ -176,19 +169,13 @@ def prepare(arguments: argparse.Namespace) -> int:
     from trl_packing.tools import prepare as preparing
 
     preparing.check_place(folder)  # before the data are loaded
-    call = command.call
-    made = preparing.prepare_run(call, folder, options=command.options)
+    made = preparing.prepare_run(command.call, folder, options=command.options)
     if not command.is_named:
         arguments.notes.append("prepared as sft_packed.py trains it")
-    arguments.say(preparing.as_text(made, call.args.mixture))
+    arguments.say(preparing.as_text(made, command.call.args.mixture))
     if arguments.json:
         print_json(made)
     return 0
-
-
-def script_of(places: Sequence[str]) -> list[str]:
-    """Return the words that name a script among those before the options of `prepare`."""
-    return [word for word in places[:1] if word.endswith(".py")]
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -206,17 +193,17 @@ def verify(arguments: argparse.Namespace) -> int:
     """
     from trl_packing.tools.training_command import TrainingCommand
 
-    say, command = arguments.say, TrainingCommand.from_words(arguments.words)
+    command = TrainingCommand.from_words(arguments.words)
     quiet_libraries()
     from trl_packing.tools.verify import VerifiedModel
 
     name_or_model, args = command.model_and_settings()
     model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
-    say(f"{model}\n")
+    arguments.say(f"{model}\n")
     results = []
     for result in model.verify(gradients=arguments.gradients):
         results.append(result)
-        say(result)
+        arguments.say(result)
     exact = results[-1].backend if results[-1].is_exact else None
     found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
     text = f"Training on packed documents is exact with attention={exact!r}."
@@ -225,14 +212,14 @@ def verify(arguments: argparse.Namespace) -> int:
     shared = None
     if arguments.prefixes and exact:
         shared = model.verify_prefixes(exact, gradients=arguments.gradients)
-        say(shared)
+        arguments.say(shared)
         verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
         text += f"\nSharing the prefixes of documents {verb}."
     if arguments.prefixes:
         found["prefixes"] = shared and shared.to_dict()
     if model.reads_images:
         text += "\nText was checked; a run checks its own images."
-    say(f"\n{text}")
+    arguments.say(f"\n{text}")
     if arguments.json:
         print_json(model.to_dict() | found)
     return 0 if exact and (shared is None or shared.is_exact) else 1
@@ -278,21 +265,18 @@ def compare(arguments: argparse.Namespace) -> int:
       2  a run cannot be read or compared; stderr has the reason in one line
     """
     if len(arguments.runs) < 2:
-        raise ValueError(
-            f"{arguments.runs[0]} alone has nothing to be compared with; name two runs"
-        )
-    from trl_packing.tools.compare_runs import compare as compare_runs
-    from trl_packing.tools.compare_runs import compare_page, load_run
+        raise ValueError(f"{arguments.runs[0]} has nothing to be compared with; name two runs")
+    from trl_packing.tools import compare_runs
     from trl_packing.training.page import check_can_write
 
     check_can_write("--html", arguments.html)
-    records = [load_run(path) for path in arguments.runs]
-    comparison = compare_runs(records)
+    records = [compare_runs.load_run(path) for path in arguments.runs]
+    comparison = compare_runs.compare(records)
     arguments.say(comparison)
     if arguments.json:
         print_json(json.loads(comparison.to_json()))
     if arguments.html:
-        _write(compare_page(records, comparison), arguments)
+        _write(compare_runs.compare_page(records, comparison), arguments)
     return 0
 
 
@@ -319,8 +303,8 @@ def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
             "shown as sft_packed.py trains it; for another script, name it first"
         )
     if run.is_stream:
-        read = f"only its first {run.num_rows:,} rows are read (--stream_rows)"
-        arguments.notes.append(f"a stream: {read}")
+        read = f"a stream: only its first {run.num_rows:,} rows are read (--stream_rows)"
+        arguments.notes.append(read)
     return run
 
 

@@ -11,23 +11,15 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 
-def uses_color(choice: str, stream: TextIO | None = None) -> bool:
-    """Return whether to print colors.
-
-    Args:
-        choice: the option ``--color``. It overrides the environment variables.
-        stream: where the text goes; None: stdout.
-    """
+def uses_color(choice: str) -> bool:
+    """Return whether to print colors: the option ``--color``, or in a terminal without NO_COLOR."""
     if choice != "auto":
         return choice == "always"
-    if os.environ.get("NO_COLOR"):  # https://no-color.org
-        return False
-    if os.environ.get("FORCE_COLOR", "0") != "0":  # https://force-color.org
-        return True
-    return (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb"
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not is_plain  # https://no-color.org
 
 
 def print_json(value: Any) -> None:
@@ -80,12 +72,9 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def short_log() -> Iterator[None]:
-    """Print each warning of this package once inside the block, and none of bitsandbytes.
-
-    bitsandbytes tells of kernels that no command runs, when it is imported.
-    """
+    """Print each warning of this package once inside the block."""
     handler, log = _Notes(), logging.getLogger("trl_packing")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that no command runs
     log.addHandler(handler)
     try:
         yield
@@ -94,10 +83,7 @@ def short_log() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Turn off log lines and warnings of libraries that a user of the command cannot act on.
-
-    Progress bars stay where stderr is a terminal.
-    """
+    """Turn off what libraries log, and progress bars where stderr is no terminal."""
     import warnings
 
     import datasets
@@ -106,7 +92,6 @@ def quiet_libraries() -> None:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers_logging.disable_progress_bar()
-    # datasets logs the errors that it raises.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    # transformers warns about renamed options that TRL sets; the user cannot change them.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs the errors that it raises
+    # Of renamed options that TRL sets.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -15,14 +15,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 from textwrap import dedent
 from typing import Any, NoReturn
 
 import trl_packing
-from trl_packing.cli.commands import COMMANDS, script_of
+from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import command_line, note, short_log
-from trl_packing.tools.options import check_names, known_names, message_of, suggest, values_of
+from trl_packing.tools.options import message_of
 
 _ROWS = "row numbers (default: 0 1 2)"
 _FLAG: dict[str, Any] = {"action": "store_true"}
@@ -33,7 +32,7 @@ template, or the .yaml file of another run"""
 _RUNS = """at least two: output_dir of a run, one of its checkpoints, its run.json, or the
 trainer_state.json of any Trainer"""
 _RANKS = "data-parallel processes (default: 1)"
-_COLORS = "auto: in a terminal, unless NO_COLOR is set; FORCE_COLOR: anywhere"
+_COLORS = "auto: in a terminal, unless NO_COLOR is set"
 
 # The options of each command.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -97,9 +96,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         from trl_packing.data.printable import escape_hidden
 
-        written = message.partition("invalid choice: '")[2].partition("'")[0]
-        hint = suggest(written, OPTIONS) if "argument COMMAND:" in message else ""
-        self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}{hint}\n")
+        self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}\n")
 
     def format_help(self) -> str:
         if not self.is_of_run:
@@ -139,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         with short_log():
-            _check_typing(arguments)
             status = arguments.run(arguments)
         sys.stdout.flush()
         for sentence in arguments.notes:
@@ -168,16 +164,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.say = (lambda *_, **__: None) if arguments.json else print
     arguments.command_line = command_line("trl-packing", argv)
     return arguments
-
-
-def _check_typing(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an unknown option of sft_packed.py, before anything slow is imported."""
-    places = list(takewhile(lambda word: not word.startswith("--"), arguments.words))
-    options = arguments.words
-    if arguments.command == "prepare" and not script_of(places):
-        places, options = [], options[len(places) :]
-    if not places and options and (known := known_names()):
-        check_names([f"--{name}" for name in values_of(options)], known, vars(arguments).keys())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,12 +6,6 @@
     template.jinja     the same run with this chat template
     run.yaml           the run of that file
 
-    equal             the same tokens, labels and weights
-    dropped by one    one of the two keeps nothing of the row
-    tokens differ     another text, other tokens for it, or another cut
-    labels differ     the same tokens, others of them trained
-    weights differ    the same tokens trained, with other weights
-
 The first token of a document is never a target, so its label is not compared.
 """
 
@@ -19,9 +13,9 @@ import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from difflib import unified_diff
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -38,7 +32,7 @@ from trl_packing.documents.labels import DOCUMENT_WEIGHT, IGNORE_INDEX, TOKEN_CO
 from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.tools.preview.previewed_run import PreviewedRun, numbers_of
 from trl_packing.tools.preview.show import mark_trained, token_texts
-from trl_packing.tools.training_command import TrainerCall, TrainingCommand
+from trl_packing.tools.training_command import TrainingCommand
 
 EQUAL, DROPPED_BY_BOTH = "equal", "dropped by both"
 DROPPED, TOKENS, LABELS = "dropped by one", "tokens differ", "labels differ"
@@ -62,10 +56,10 @@ class Tokens:
     """The documents that one preparation makes of one row, laid end to end.
 
     Attributes:
-        ids: token ids, ``(T,)`` int64.
+        ids: ``(T,)`` int64.
         labels: `IGNORE_INDEX` on the first token of each document, ``(T,)`` int64.
-        weights: weight of each token in the loss, 0 if it is not trained, ``(T,)`` float64.
-        lengths: tokens of each document; none if the row is dropped.
+        weights: of each token in the loss, 0 if it is not trained, ``(T,)`` float64.
+        lengths: of the documents; none if the row is dropped.
     """
 
     ids: np.ndarray
@@ -100,13 +94,13 @@ class Side(NamedTuple):
         """Yield the documents of each row of the data set, reading 1,000 rows at a time."""
         run = self.run.with_row_numbers().with_settings(shuffle_dataset=False)
         if any(is_packed(rows) for rows in run.sets.values()):
-            raise ValueError("the rows are packed already (they have seq_lengths): nothing differs")
+            raise ValueError("the rows are packed already (they have seq_lengths)")
         dataset = documents_by_trl(run) if self.by_trl else run.documents()[0]
-        # TRL knows no weights.
-        columns = [*TOKEN_COLUMNS, *[TOKEN_WEIGHTS] * (not self.by_trl)]
-        scalars = {}
-        if not self.by_trl and DOCUMENT_WEIGHT in dataset.column_names:
-            scalars[DOCUMENT_WEIGHT] = dataset.with_format("numpy")[DOCUMENT_WEIGHT][:]
+        columns, scalars = [*TOKEN_COLUMNS], {}
+        if not self.by_trl:  # TRL knows no weights
+            columns.append(TOKEN_WEIGHTS)
+            if DOCUMENT_WEIGHT in dataset.column_names:
+                scalars[DOCUMENT_WEIGHT] = dataset.with_format("numpy")[DOCUMENT_WEIGHT][:]
         present = [name for name in columns if name in dataset.column_names]
         documents, numbers = ArrowDocuments(dataset, present, scalars), numbers_of(dataset)
         order = np.argsort(numbers, kind="stable")
@@ -126,16 +120,8 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
     Raises:
         ValueError: TRL cannot prepare these rows; the message has its reason.
     """
-    if isinstance(run.dataset, dict):
-        raise ValueError(
-            "TRL's trainer takes one data set, and train_dataset is a dictionary of several; "
-            "compare them one by one"
-        )
-    if run.images.packs:
-        raise ValueError(
-            "TRL tokenizes rows with images when it makes a batch, so there are no documents to "
-            "compare; a few rows are compared with its collator whenever rows are prepared"
-        )
+    if isinstance(run.dataset, dict) or run.images.packs:
+        raise ValueError("TRL prepares one data set without images; compare data sets one by one")
     tokenizer = run.preparation.processing_class
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vocabulary = len(getattr(tokenizer, "tokenizer", tokenizer))
@@ -150,7 +136,7 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
                 SFTConfig(folder, **settings),
                 train_dataset=run.dataset,
                 processing_class=tokenizer,
-                formatting_func=run.formatting_func,
+                formatting_func=run.call.formatting_func,
             )
         except Exception as error:  # a template or TRL may raise anything
             reason = f"{type(error).__name__}: {error}"
@@ -162,34 +148,21 @@ def check_against(against: str) -> None:
     """Raise ValueError if `against` is neither ``"trl"`` nor a template or a .yaml file."""
     is_known = against.endswith((".jinja", ".j2", ".yaml", ".yml")) and Path(against).is_file()
     if against != "trl" and not is_known:
-        raise ValueError(
-            f"--against {against} is neither trl nor a .jinja template or a .yaml file in "
-            f"{Path.cwd()}; name one of them"
-        )
+        raise ValueError(f"--against {against} is neither trl nor a .jinja or .yaml file; name one")
 
 
 def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
-    """Return the preparation that `against` names.
-
-    Args:
-        against: ``"trl"``, a .jinja or .j2 template, or the .yaml file of another run.
-        run: the run that is compared with it.
-        words: the training command of the run, without its launcher.
-    """
-    check_against(against)
+    """Return the preparation that `against` names, compared with `run` of the command `words`."""
     if against == "trl":
         return Side("TRL", run, by_trl=True)
     name = Path(against).name
     if name.endswith((".jinja", ".j2")):
-        args = copy.copy(run.args)
+        args, tokenizer = copy.copy(run.args), run.preparation.processing_class
         args.chat_template_path = against
-        tokenizer = run.preparation.processing_class
-        call = TrainerCall(
-            run.model, args, run.dataset, tokenizer, run.collator, run.formatting_func
-        )
+        given = {"train_dataset": run.dataset, "processing_class": tokenizer}
+        call = replace(run.call, args=args, **given)
     else:
-        options = (i for i, word in enumerate(words) if word.startswith("--"))
-        script = words[: next(options, len(words))]
+        script = takewhile(lambda word: not word.startswith("--"), words)
         call = TrainingCommand.from_words([*script, "--config", against]).call
     return Side(name, PreviewedRun.from_call(call))
 
@@ -197,75 +170,40 @@ def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
 # --- the comparison -------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Comparison:
-    """Two preparations of one data set.
-
-    Attributes:
-        names: of the preparations.
-        rows: rows of the data set.
-        counts: rows by kind: equal, dropped by both, or one of `DIFFERENCES`.
-        totals: documents, tokens and trained tokens of each preparation, ``(2, 3)`` int64.
-        differences: the first rows of each kind of difference: its `row`, `kind`, `first_token`
-            that differs, and `sides`, the `Tokens` of both preparations as lists.
-    """
-
-    names: tuple[str, str]
-    rows: int
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys((EQUAL, DROPPED_BY_BOTH, *DIFFERENCES), 0)
-    )
-    totals: np.ndarray = field(default_factory=lambda: np.zeros((2, 3), np.int64))
-    differences: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def different(self) -> int:
-        """Return the rows that differ."""
-        return sum(self.counts[kind] for kind in DIFFERENCES)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the comparison as values that JSON holds."""
-        documents, tokens, trained = self.totals.T.tolist()
-        return {
-            "names": self.names,
-            "is_equal": not self.different,
-            "rows": self.rows,
-            "counts": self.counts,
-            "documents": documents,
-            "tokens": tokens,
-            "trained_tokens": trained,
-            "differences": self.differences,
-        }
-
-
-def compare(first: Side, second: Side) -> Comparison:
+def compare(first: Side, second: Side) -> dict[str, Any]:
     """Compare two preparations of the same rows.
+
+    `counts` are rows by kind: equal, dropped by both, or one of `DIFFERENCES`. `differences` are
+    the first rows of each kind, with the `Tokens` of both sides as lists.
 
     Raises:
         ValueError: the sides have different rows, or one of them cannot be prepared.
     """
     rows, others = first.run.num_rows, second.run.num_rows
     if rows != others:
-        raise ValueError(
-            f"{first.name} has {rows:,} rows and {second.name} has {others:,}; "
-            "compare preparations of the same rows"
-        )
-    found = Comparison((first.name, second.name), rows)
+        raise ValueError(f"{first.name} has {rows:,} rows and {second.name} has {others:,}")
+    counts = dict.fromkeys((EQUAL, DROPPED_BY_BOTH, *DIFFERENCES), 0)
+    totals, differences = np.zeros((3, 2), np.int64), []
     for row, sides in enumerate(zip(first.rows(), second.rows(), strict=True)):
-        found.totals += [
-            [len(side.lengths), len(side.ids), (side.labels != IGNORE_INDEX).sum()]
-            for side in sides
-        ]
+        for number, side in enumerate(sides):
+            trained = int((side.labels != IGNORE_INDEX).sum())
+            totals[:, number] += (len(side.lengths), len(side.ids), trained)
         kind, at = _difference(*sides)
-        found.counts[kind] += 1
-        if kind in DIFFERENCES and found.counts[kind] <= _EXAMPLES:
-            shown = [
-                {name: np.asarray(values).tolist() for name, values in vars(side).items()}
-                for side in sides
-            ]
-            known = {"row": row, "kind": kind, "first_token": at, "sides": shown}
-            found.differences.append(known)
-    return found
+        counts[kind] += 1
+        if kind in DIFFERENCES and counts[kind] <= _EXAMPLES:
+            shown = [{k: np.asarray(x).tolist() for k, x in vars(side).items()} for side in sides]
+            differences.append({"row": row, "kind": kind, "first_token": at, "sides": shown})
+    documents, tokens, trained_tokens = totals.tolist()
+    return {
+        "names": (first.name, second.name),
+        "is_equal": not any(counts[kind] for kind in DIFFERENCES),
+        "rows": rows,
+        "counts": counts,
+        "documents": documents,
+        "tokens": tokens,
+        "trained_tokens": trained_tokens,
+        "differences": differences,
+    }
 
 
 def _difference(a: Tokens, b: Tokens) -> tuple[str, int]:
@@ -283,7 +221,7 @@ def _difference(a: Tokens, b: Tokens) -> tuple[str, int]:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def comparison_text(comparison: Comparison, tokenizers: Sequence[Any]) -> str:
+def comparison_text(comparison: dict[str, Any], tokenizers: Sequence[Any]) -> str:
     """Return the counts and the first differences, as lines of both that differ.
 
     row 12 · labels differ from token 9 on
@@ -294,20 +232,22 @@ def comparison_text(comparison: Comparison, tokenizers: Sequence[Any]) -> str:
     +⟦Hello.<|im_end|>
     +⟧
     """
-    names = [escape_hidden(name) for name in comparison.names]
+    names, counts = [escape_hidden(name) for name in comparison["names"]], comparison["counts"]
     lines = [f"{'':16}{names[0][:20]:>20}{names[1][:20]:>20}"]
-    totals = zip(("documents", "tokens", "trained tokens"), *comparison.totals, strict=True)
-    lines += [f"{name:16}{first:>20,}{second:>20,}" for name, first, second in totals]
-    lines += [
-        "\n" * (kind == EQUAL) + f"{kind:16}{quantity(number, 'row'):>20}"
-        for kind, number in comparison.counts.items()
-        if number or kind == EQUAL
-    ]
+    for name in ("documents", "tokens", "trained tokens"):
+        first, second = comparison[name.replace(" ", "_")]
+        lines.append(f"{name:16}{first:>20,}{second:>20,}")
+    for kind, number in counts.items():
+        if number or kind == EQUAL:
+            lines.append("\n" * (kind == EQUAL) + f"{kind:16}{quantity(number, 'row'):>20}")
     verdict = "Both preparations make the same documents: tokens, labels and weights."
-    if comparison.different:
-        of = quantity(comparison.rows, "row")
-        verdict = f"The preparations differ in {comparison.different:,} of {of}."
-    shown = [_lines_that_differ(d, names, tokenizers) for d in comparison.differences]
+    if not comparison["is_equal"]:
+        different, rows = (
+            sum(counts[kind] for kind in DIFFERENCES),
+            quantity(comparison["rows"], "row"),
+        )
+        verdict = f"The preparations differ in {different:,} of {rows}."
+    shown = [_lines_that_differ(d, names, tokenizers) for d in comparison["differences"]]
     return "\n\n".join(["\n".join(lines), verdict, *shown])
 
 

@@ -1,12 +1,10 @@
 """Compare runs: what they trained, their losses, and the settings and versions that differ.
 
-    outputs/a, outputs/b  →  load_run  →  compare  →  Comparison    text, JSON, compare_page
-
     run.json              a record of ours: everything is known
     trainer_state.json    of any Trainer: log and steps; tokens where TRL logged num_tokens
 
 A step of a packed run holds more documents than one of a padded run. So runs are compared where
-they have trained equally many documents, or tokens, and not over steps.
+they have trained equally many documents, or tokens.
 """
 
 import json
@@ -70,6 +68,7 @@ def _run_of_state(state: Any) -> RunRecord:
     if not tokens or sorted(tokens.values()) != [tokens[step] for step in sorted(tokens)]:
         # TRL counts from 0 in a resumed run.
         tokens, known = {}, "its num_tokens are missing or restart, so tokens are unknown"
+    lacks = "documents, time, settings and versions are not recorded"
     return RunRecord(
         name="",
         path="another trainer, or a run without run.json",
@@ -78,9 +77,7 @@ def _run_of_state(state: Any) -> RunRecord:
         status="finished" if any("train_runtime" in entry for entry in log[-2:]) else "unknown",
         step=state["global_step"],
         max_steps=state["max_steps"],
-        notes=[
-            f"read from {STATE}: documents, time, settings and versions are not recorded; {known}"
-        ],
+        notes=[f"read from {STATE}: {lacks}; {known}"],
     )
 
 
@@ -93,8 +90,7 @@ class Comparison:
         over: the axis on which the runs are compared; None if there is none for all of them.
         at: the place on `over` up to which all runs were trained.
         losses: by name, the last ones logged up to `at`.
-        settings: that differ, by name.
-        versions: of packages, model and device, that differ.
+        settings: that differ, by name; `versions` also of model and device.
         notes: what is unknown or cannot be compared.
     """
 
@@ -112,10 +108,7 @@ class Comparison:
         return json.dumps(storable(asdict(self)), allow_nan=False)
 
     def tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
-        """Yield the head and the rows of each table in words: a name, and a cell for each run.
-
-        Rows of numbers end with the difference of the last run from the first.
-        """
+        """Yield the head and the rows of each table in words: a name, and a cell for each run."""
         head = [*self.runs, "difference" if len(self.runs) == 2 else "last − first"]
         numbers = {"at the end of each run": self.figures}
         if self.at is not None:
@@ -131,11 +124,12 @@ class Comparison:
     def __str__(self) -> str:
         parts = []
         for head, rows in self.tables():
-            (title, *runs), *lines = [
-                [escape_hidden(cell) for cell in row] for row in (head, *rows)
-            ]
-            cells, names = [line[1:] for line in lines], [line[0] for line in lines]
-            table = pd.DataFrame(cells, names, pd.Index(runs, name=title))
+            (title, *runs), *lines = [[escape_hidden(c) for c in row] for row in (head, *rows)]
+            table = pd.DataFrame(
+                [cells for _, *cells in lines],
+                [name for name, *_ in lines],
+                pd.Index(runs, name=title),
+            )
             parts.append(table.to_string(max_colwidth=_WIDEST_VALUE) if rows else f"{title}: none")
         return "\n\n".join([*parts, *(f"- {escape_hidden(note)}" for note in self.notes)])
 

@@ -1,12 +1,5 @@
 """The doctor: whether this machine can train packed documents, and what to install.
 
-    read_devices    what can train here                                    → Device
-    try_backends    the isolation check of each backend on a tiny Llama    → Trial, by name
-    diagnose        versions, devices, both of these                       → Diagnosis: text, JSON
-
-Verdicts of a trial are "exact" (within rounding), "differs", "refused" (it cannot be exact, and
-says why), "not installed" and "error". Findings are
-
     ok     as it should be
     -      not used here, and why
     note   training works, and this is worth knowing
@@ -107,12 +100,7 @@ class Diagnosis:
 def diagnose(
     devices: Sequence[Device] = (), trials: "Mapping[str, Trial] | None" = None
 ) -> Diagnosis:
-    """Return the diagnosis of this machine.
-
-    Args:
-        devices: of the machine; none reads them.
-        trials: results of the attention backends, by name; None tries them.
-    """
+    """Return the diagnosis of this machine, or of given devices and results of backends."""
     first, *_ = devices = list(devices or read_devices())
     is_half = first.kind == "cuda" and (first.capability or (0, 0)) >= (8, 0)
     trials = trials or try_backends(first.kind, torch.bfloat16 if is_half else torch.float32)
@@ -152,7 +140,7 @@ class Trial:
 
     Attributes:
         verdict: "exact", "differs", "refused", "not installed" or "error".
-        reason: why it was refused, or the error; empty if it ran.
+        reason: why it was refused, or the error.
         difference: the largest difference of a logit between packed and alone.
         leak: the difference if documents see each other.
         is_chosen: a run takes this backend.
@@ -260,25 +248,15 @@ _INSTALL = {
 
 
 def advice(trials: Mapping[str, Trial], capability: tuple[int, int] | None) -> str:
-    """Return what to install to be faster, or why nothing is.
-
-    Args:
-        trials: the results of all backends.
-        capability: CUDA's compute capability; None on other devices.
-    """
+    """Return what to install to be faster on a GPU of CUDA's `capability`, or why nothing is."""
     chosen, oldest = chosen_of(trials), "flash_attention_2"
     if capability is None or capability < (8, 0):
         return (
             "nothing to install: flash-attn and varlen need an NVIDIA GPU from sm80 (A100, RTX 30)"
         )
     best = flash_attn.versions_for(capability)[0]
-    if chosen == best:
+    if chosen == best or (chosen == "varlen" and best == oldest):
         return f"nothing to install: {chosen} is the fastest exact backend here"
-    if chosen == "varlen" and best == oldest:
-        return (
-            "nothing to install: varlen is FlashAttention 2 from PyTorch itself; the flash-attn "
-            "package adds dropout and soft-cap, which this model does not need"
-        )
     for name in (best, oldest) if chosen not in (oldest, "varlen") else (best,):
         if trials[name].verdict == "not installed" and not trials[name].reason:
             return f"{_INSTALL[name]}; {chosen} is used until then"

@@ -1,17 +1,14 @@
 """Options of a training command before anything heavy is imported, and errors as one line.
 
---max_lenght 5                      →  --max_lenght is unknown; did you mean --max_length?
 max_steps: 3 (twice)                →  --config run.yaml gives 'max_steps' twice; keep one
 an error inside a training step     →  a traceback, because no option caused it
 """
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -24,90 +21,24 @@ SHORT = {
     "split": "dataset_train_split",
     "revision": "model_revision",
 }
-
-# An environment variable: any value brings the traceback back.
-TRACEBACK = "TRL_PACKING_TRACEBACK"
+TRACEBACK = "TRL_PACKING_TRACEBACK"  # any value of this variable brings the traceback back
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def suggest(name: str, known: Collection[str], *, mark: str = "") -> str:
-    """Return "; did you mean …?" with the most similar of `known` after `mark`, or "".
-
-    Examples:
-        >>> suggest("max_lenght", ["max_length", "max_steps"], mark="--")
-        '; did you mean --max_length?'
-        >>> suggest("zebra", ["max_length"])
-        ''
-    """
-    from difflib import get_close_matches
-
-    folded = {other.lower().replace("-", "_"): other for other in sorted(known)}
-    found = get_close_matches(name.lower().replace("-", "_"), folded, n=1, cutoff=0.7)
-    return f"; did you mean {mark}{folded[found[0]]}?" if found else ""
-
-
-def check_names(words: Sequence[str], known: Collection[str], alike: Collection[str] = ()) -> None:
-    """Raise ValueError for the first option among `words` that is no beginning of a `known` one.
-
-    Args:
-        words: a command line.
-        known: names of options.
-        alike: further names to suggest.
-    """
-    for word in words:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and not any(other.startswith(name) for other in known):
-            hint = suggest(name, {*known, *alike}, mark="--") or "; --help lists the options"
-            raise ValueError(f"--{name} is unknown{hint}")
-
-
-@cache
-def known_names() -> frozenset[str]:
-    """Return the names of all options of all recipes and more, without importing TRL (10 seconds).
-
-    They are read from the files of the installed libraries. It is empty with versions that are not
-    tested, which may keep them elsewhere.
-    """
-    from importlib import import_module
-    from importlib.util import find_spec
-
-    from trl_packing.versions import TESTED, is_tested
-
-    if not all(map(is_tested, TESTED)):
-        return frozenset()
-    files = [
-        *import_module("trl_packing.recipes").FOLDER.glob("*.py"),
-        Path(__file__).parents[1] / "config.py",
-    ]
-    for library, pattern in (
-        ("transformers", "training_args.py"),
-        ("trl", "trainer/*config*.py"),
-        ("trl", "scripts/utils.py"),
-    ):
-        spec = find_spec(library)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            files += Path(folder).glob(pattern)
-    fields = re.compile(r"^    (\w+): ", re.MULTILINE)
-    names = {name for file in files for name in fields.findall(file.read_text(encoding="utf-8"))}
-    return frozenset({"config", "help", *SHORT, *names, *(f"no_{name}" for name in names)})
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the options of a training command by name: those of its file, then of its line.
 
     Raises:
-        ValueError: a word belongs to no option, or the YAML file cannot be read.
+        ValueError: the YAML file has no options, or gives one twice.
     """
     on_line: dict[str, list[str]] = {}
+    values: list[str] = []
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            values = [value] if equals else []
-            on_line[SHORT.get(name, name.replace("-", "_"))] = values
-        elif not on_line:
-            raise ValueError(f"{word!r} belongs to no option; options are --NAME VALUE")
+            values = on_line[SHORT.get(name, name.replace("-", "_"))] = [value] if equals else []
         else:
             values.append(word)
     files = on_line.pop("config", None)
@@ -128,7 +59,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the keys and values of the YAML file of --config.
 
     Raises:
-        ValueError: it does not exist, or is no mapping from names, each given once, to values.
+        ValueError: it is no mapping, or gives a key twice.
     """
     import yaml
 
@@ -138,51 +69,33 @@ def read_config(path: Path) -> dict[str, Any]:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value if key.value != "<<"]
             if twice := [key for key in keys if keys.count(key) > 1]:
-                raise ValueError(f"it gives {twice[0]!r} twice; keep one")
+                raise ValueError(f"--config {path} gives {twice[0]!r} twice; keep one")
             return super().construct_mapping(node, deep)
 
-    if not path.is_file():
-        raise ValueError(f"--config {path} does not exist (looked from {Path.cwd()})")
-    try:
-        content = Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    with path.open(encoding="utf-8") as file:
+        content = Loader(file).get_single_data()
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must contain lines 'option: value'")
-    if wrong := [key for key in content if not isinstance(key, str)]:
-        raise ValueError(f"--config {path} has the key {wrong[0]!r}, which is no name of an option")
     return content
 
 
 # --- errors as one line ---------------------------------------------------------------------------
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the block, as `unittest.mock.patch`, which is slow to import."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def short_usage_errors() -> Any:
     """Make errors of `argparse` a ValueError, without the usage, which has hundreds of lines."""
+    from unittest.mock import patch
 
     def fail(self: argparse.ArgumentParser, message: str) -> NoReturn:
-        # argparse names both spellings of an option.
-        raise ValueError(re.sub(r"(--\w+)/--[\w-]+", r"\1", message))
+        raise ValueError(message)
 
-    return replaced(argparse.ArgumentParser, "error", fail)
+    return patch.object(argparse.ArgumentParser, "error", fail)
 
 
 def message_of(error: Exception) -> str | None:
     """Return `error` as one line, or None if its traceback should be printed.
 
-    The traceback is printed for errors inside a training step, and for every error if the
-    environment variable TRL_PACKING_TRACEBACK is set.
+    That of an error inside a training step is printed, and of any with TRL_PACKING_TRACEBACK set.
     """
     from traceback import walk_tb
 

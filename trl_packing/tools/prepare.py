@@ -108,7 +108,7 @@ def _write(
 ) -> dict[str, Any]:
     """Prepare all sets of a run, write them and their manifest into `result`; return that."""
     started, sets, run = perf_counter(), _sets_of(call), PreviewedRun.from_call(call)
-    facts = RowFacts.of(sets["train"], run.preparation, run.formatting_func)
+    facts = RowFacts.of(sets["train"], run.preparation, run.call.formatting_func)
     manifest = {
         FORMAT_KEY: FORMAT,
         "versions": {package: version(package) for package in _PACKAGES},
@@ -154,12 +154,12 @@ def _write_set(
     name: str, rows: Dataset, run: PreviewedRun, train: RowFacts, result: Path
 ) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
-    facts = RowFacts.of(rows, run.preparation, run.formatting_func)
+    facts = RowFacts.of(rows, run.preparation, run.call.formatting_func)
     # The training set decides for all sets whether prompts are trained, as in TRL.
     facts = replace(facts, are_completions=train.are_completions)
     rules = DocumentRules.of(run.preparation, facts)
     documents, counts = prepare(
-        rows, run.preparation, formatting_func=run.formatting_func, name=name
+        rows, run.preparation, formatting_func=run.call.formatting_func, name=name
     )
     assert isinstance(documents, Dataset)
     present, named = documents.column_names, PackingOptions.of(run.args).named_columns()

@@ -35,13 +35,9 @@ NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES = (
 
 @dataclass(frozen=True)
 class RowDocument:
-    """One document of a packed row: tokens ``[start, stop)`` of its micro-batch.
-
-    Where documents share prefixes, these are its tokens in the row of the documents apart.
+    """One document of a packed row: tokens ``[start, stop)`` of the micro-batch without prefixes.
 
     Attributes:
-        start: its first token in the micro-batch, a boundary of `cu_seqlens`.
-        stop: the next boundary.
         number: its number among the prepared documents; None for padding.
         row: the row of the user's data set that it comes from; None for padding.
         uncut: its tokens before it was cut to fit.
@@ -67,7 +63,7 @@ class PackedRow:
         index: which row of the micro-batch it is.
         batch: the micro-batch as the data loader yields it.
         documents: in the order of their tokens, padding included.
-        apart: the micro-batch of the documents without shared prefixes; may be `batch`.
+        apart: the micro-batch without shared prefixes; may be `batch`.
         segments: of a row whose documents share prefixes, without padding; else empty.
     """
 
@@ -143,9 +139,8 @@ class PackedEpoch:
     """The packed rows of the epochs of a run.
 
     Attributes:
-        run: the run.
         traced: its documents, and where they come from.
-        sampler: the trainer's, of rank 0.
+        sampler: the trainer's.
         documents: what the collator reads.
         collator: the trainer's.
         with_property: which documents have each of `PROPERTIES`, ``(documents,)`` bool each. A
@@ -161,33 +156,19 @@ class PackedEpoch:
     with_property: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, run: PreviewedRun, *, ranks: int = 1) -> "PackedEpoch":
-        """Return the rows of `run`.
-
-        Args:
-            run: the run.
-            ranks: data-parallel processes.
+    def of(cls, run: PreviewedRun) -> "PackedEpoch":
+        """Return the rows of `run` on one process.
 
         Raises:
             ValueError: preparation refuses the data, or they are a stream, a mixture or packed.
         """
-        if run.is_stream:
-            raise ValueError(
-                "a stream is packed while it is read, so its rows are not known before; only a "
-                "data set with a length has a page of rows"
-            )
         traced = trace_documents(run)
         documents = documents_of(traced.dataset, None)
-        if is_packed(documents):
+        sampler = run.sampling().for_training(documents)
+        if run.is_stream or is_packed(documents) or sampler.draw is not None:
             raise ValueError(
-                "the rows are packed already (they have seq_lengths), so this run packs none that "
-                "could be drawn; inspect them with --rows"
-            )
-        sampler = run.sampling(ranks).for_training(documents)
-        if sampler.draw is not None:
-            raise ValueError(
-                "an epoch of a mixture draws some documents several times, which the page of rows "
-                "cannot show; leave mixture out to see the rows of all documents"
+                "a page shows the rows of documents that an epoch packs once: of no stream, no "
+                "mixture, and no packed rows; leave --html out"
             )
         collator, eos = collator_of(run), run.preparation.eos
         trains = documents.num_trained() > 0
@@ -212,7 +193,7 @@ class PackedEpoch:
 
     @property
     def unit(self) -> str:
-        """Return the word for a row: "bin", or "micro-batch" where nothing is packed."""
+        """Return the word for a row."""
         return "micro-batch" if self.sampler.documents_per_step else "bin"
 
     def bins(self) -> Any:
@@ -223,9 +204,8 @@ class PackedEpoch:
         """Return the tokens of all rows, prefixes once in each; None if none can be shared."""
         if not self.collator.shares_prefixes:
             return None
-        drawn, index = self.sampler.drawn(), PrefixIndex.of(self.documents)
-        offsets = np.append(0, drawn.ends)
-        lengths = self.documents.lengths()
+        drawn, lengths = self.sampler.drawn(), self.documents.lengths()
+        index, offsets = PrefixIndex.of(self.documents), np.append(0, drawn.ends)
         return int(index.computed_tokens(lengths, drawn.documents, offsets).sum())
 
     def group_of_documents(self, groups: Iterable[Any]) -> np.ndarray:
@@ -256,8 +236,9 @@ class PackedEpoch:
             tokens = {k: x[0, : real[-1].stop].numpy() for k, x in apart.items() if x.ndim == 2}
             tree = tree_of_row(tokens, [document.stop - document.start for document in real])
         if tree is not None:
-            in_order = tuple(real[at] for at in tree.order)
-            yield PackedRow(number, 0, self.collator(documents), in_order, apart, segments_of(tree))
+            found = [real[at] for at in tree.order]
+            batch, segments = self.collator(documents), segments_of(tree)
+            yield PackedRow(number, 0, batch, tuple(found), apart, segments)
             return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]

@@ -46,9 +46,9 @@ def rows_page(
         epoch: the rows of a run, in its first epoch.
         title: of the page.
         note: shown beside the title.
-        command: the command line that made it; "" leaves it out.
-        max_rows: rows from the start of the epoch.
-        max_tokens: tokens of all rows shown.
+        command: the command line that made it.
+        max_rows: from the start of the epoch.
+        max_tokens: of all rows.
     """
     texts: dict[str, int] = {}
     drawn: list[dict[str, Any]] = []
@@ -132,14 +132,14 @@ def _row_data(
         name, short = f"{name}, {epoch.unit} {row.index + 1}", f"{short}.{row.index + 1}"
     names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
     names |= {"counts": TARGET_COUNTS} if row.segments else {}
-    data = {key: row.values(column)[:most].tolist() for key, column in names.items()}
+    data: dict[str, Any] = {key: row.values(of)[:most].tolist() for key, of in names.items()}
     weights = None
     if TOKEN_WEIGHTS in row.batch:  # the shortest digits that give the same float32
         weights = [float(str(weight)) for weight in row.values(TOKEN_WEIGHTS)[:most]]
     words = _words(row, data["ids"], tokenizer)
     if row.segments:
-        held = sum(document.stop - document.start for document in row.documents)
-        data |= {"realTokens": held, "segments": row.segments}
+        data["realTokens"] = sum(document.stop - document.start for document in row.documents)
+        data["segments"] = row.segments
     return data | {
         "name": name,
         "short": short,
@@ -171,11 +171,9 @@ def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:
             part = ids[document.start - row.start : document.stop - row.start]
             yield from token_texts(part, tokenizer)
         return
-    batch, every = row.batch, row.values("input_ids")
-    key_index, keys = batch["key_index"].numpy(), batch["cu_seq_lens_k"].tolist()
-    for (first, last), (start, end) in zip(
-        pairwise(batch["cu_seq_lens_q"].tolist()), pairwise(keys), strict=True
-    ):
+    every, key_index = row.values("input_ids"), row.batch["key_index"].numpy()
+    bounds = (pairwise(row.batch[f"cu_seq_lens_{of}"].tolist()) for of in "qk")
+    for (first, last), (start, end) in zip(*bounds, strict=True):
         # Text depends on few tokens before it; the keys of a segment end in its own tokens.
         path = key_index[max(end - (last - first) - CONTEXT, start) : end]
         texts = token_texts(every[path].tolist(), tokenizer)[-(last - first) :]

@@ -4,23 +4,23 @@ train.py --my_option 8                          a script of anyone runs as it is
 recipes/chat_data.py --model M --data D         a recipe, with short names written out
 --model M --data D --prompt_column question     sft_packed.py, likewise
 
-The script runs up to ``PackedSFTTrainer(…)`` and does not train. It loads and converts its data
-itself, so the rows are those that it would train.
+The script runs up to ``PackedSFTTrainer(…)``, so the rows are those that it would train.
 """
 
 import copy
 import inspect
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
-from trl_packing.tools.options import replaced, short_usage_errors, suggest, values_of
+from trl_packing.tools.options import short_usage_errors, values_of
 
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
@@ -104,18 +104,16 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise _Built(f"{type(self).__module__.partition('.')[0]}.{type(self).__name__}")
 
-    with ExitStack() as stack:
-        for context in (
-            fits_any_machine(),
-            redirect_stdout(sys.stderr),
-            replaced(PackedSFTTrainer, "__init__", reach),
-            replaced(SFTTrainer, "__init__", refuse),
-            replaced(Trainer, "__init__", refuse),
-            short_usage_errors(),
-            replaced(sys, "argv", [script, *words]),
-            replaced(sys, "path", [folder, *sys.path]),
-        ):
-            stack.enter_context(context)
+    with (
+        fits_any_machine(),
+        redirect_stdout(sys.stderr),
+        patch.object(PackedSFTTrainer, "__init__", reach),
+        patch.object(SFTTrainer, "__init__", refuse),
+        patch.object(Trainer, "__init__", refuse),
+        short_usage_errors(),
+        patch.object(sys, "argv", [script, *words]),
+        patch.object(sys, "path", [folder, *sys.path]),
+    ):
         try:
             runpy.run_path(script, run_name="__main__")
         except _Built as built:
@@ -129,8 +127,7 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
     raise ValueError(f"{name} builds no PackedSFTTrainer, so there is nothing to show")
 
 
-@contextmanager
-def fits_any_machine() -> Iterator[None]:
+def fits_any_machine() -> Any:
     """Change settings that need a GPU, or write somewhere, inside the block."""
     from transformers import TrainingArguments
 
@@ -142,8 +139,7 @@ def fits_any_machine() -> Iterator[None]:
                 setattr(self, name, value)
         post_init(self)
 
-    with replaced(TrainingArguments, "__post_init__", fit):
-        yield
+    return patch.object(TrainingArguments, "__post_init__", fit)
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -165,10 +161,7 @@ class TrainingCommand:
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> "TrainingCommand":
-        """Return the command that `words` are.
-
-        Args:
-            words: a script and its options, or options alone.
+        """Return the command of a script and its options, or of options alone.
 
         Raises:
             ValueError: the script does not exist.
@@ -178,8 +171,7 @@ class TrainingCommand:
             return cls(str(folder / "sft_packed.py"), tuple(words), is_named=False)
         script, recipe = Path(words[0]), folder / Path(words[0]).name
         if not script.is_file() and not recipe.is_file():
-            hint = suggest(recipe.name, [file.name for file in folder.glob("*.py")])
-            raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()}){hint}")
+            raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()})")
         # A recipe need not be in the current folder.
         return cls(words[0] if script.is_file() else str(recipe), tuple(words[1:]))
 
@@ -190,7 +182,7 @@ class TrainingCommand:
 
     def check(self) -> None:
         """Raise ValueError if nothing names the data."""
-        if "--config" not in self.words and not self.names_data:
+        if not self.names_data:
             raise ValueError(
                 "name the model and the data (--model NAME --data FILE), a file with both "
                 "(--config FILE), or the training script (recipes/sft_packed.py …)"
@@ -200,10 +192,8 @@ class TrainingCommand:
     def options(self) -> dict[str, str]:
         """The options of a recipe as texts, by name; none of another script."""
         folder = import_module(_RECIPES).FOLDER.resolve()
-        if Path(self.script).resolve().parent != folder:
-            return {}
-        given = values_of(self.words).items()
-        return {name: str(value) for name, value in given if name not in _NOT_KEPT}
+        given = values_of(self.words) if Path(self.script).resolve().parent == folder else {}
+        return {name: str(value) for name, value in given.items() if name not in _NOT_KEPT}
 
     @cached_property
     def call(self) -> TrainerCall:
@@ -213,12 +203,7 @@ class TrainingCommand:
             ValueError: the script refuses its options or its data, or builds no trainer.
         """
         self.check()
-        try:
-            return call_of_script(self.script, self.words)
-        except ValueError as error:
-            if self.is_named:
-                raise  # otherwise, the user has not named this script
-            raise ValueError(str(error).removeprefix("sft_packed.py: ")) from error
+        return call_of_script(self.script, self.words)
 
     def model_and_settings(self) -> tuple[Any, Any]:
         """Return the model, or its name, and the settings; only a script that is named loads data.
@@ -256,24 +241,15 @@ def config_from_settings(settings: Sequence[str]) -> "PackedSFTConfig":
     return args
 
 
-def check_path_exists(option: str, name: str) -> None:
-    """Raise ValueError if `name` is a path that does not exist; hub ids pass."""
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if (is_path or name.endswith((".jinja", ".j2"))) and not Path(name).exists():
-        raise ValueError(f"{option} {name} does not exist (looked from {Path.cwd()})")
-
-
 def processing_class_of(model: Any, args: Any) -> Any:
     """Return the tokenizer or processor of `model`, a model or its name, as the trainer loads it.
 
     Raises:
-        OSError: the model has neither.
-        ValueError: `model` is a path that does not exist.
+        OSError: the model has neither, or does not exist.
     """
     from transformers import AutoProcessor
 
     name = model if isinstance(model, str) else model.config.name_or_path
-    check_path_exists("the model", name)
     return AutoProcessor.from_pretrained(name, **loading_options(args))
 
 
@@ -290,10 +266,10 @@ def config_of(model: Any, args: Any) -> Any:
     return AutoConfig.from_pretrained(model, **loading_options(args))
 
 
-def config_value(model: Any, args: Any, name: str) -> int | None:
-    """Return a number of the text model's config, such as "hidden_size"; None if there is none."""
+def hidden_size_of(model: Any, args: Any) -> int | None:
+    """Return the hidden size of a text model; None if it is unknown."""
     try:
-        return getattr(config_of(model, args).get_text_config(), name, None)
+        return getattr(config_of(model, args).get_text_config(), "hidden_size", None)
     except (OSError, ValueError):  # a folder with only a tokenizer
         return None
 
@@ -318,24 +294,16 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
     tokenizer, path = copy.deepcopy(tokenizer), args.chat_template_path
     inner = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer inside a processor
     if args.eos_token is not None:
-        inner.eos_token = _in_vocabulary(inner, "eos_token", args.eos_token)
-    if path is not None:
-        check_path_exists("chat_template_path", path)
-        if Path(path).is_file() and path.endswith((".jinja", ".j2")):
-            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
-        else:  # it also resizes the embeddings of a model
-            sizes = {"hidden_size": 2, "intermediate_size": 2, "num_attention_heads": 1}
-            tiny = LlamaConfig(vocab_size=2, num_hidden_layers=0, num_key_value_heads=1, **sizes)
-            _, tokenizer, _ = clone_chat_template(LlamaForCausalLM(tiny), tokenizer, path)
-    inner.pad_token = inner.pad_token or inner.eos_token
-    if args.pad_token is not None:
-        inner.pad_token = _in_vocabulary(inner, "pad_token", args.pad_token)
+        inner.eos_token = args.eos_token
+    if path is not None and path.endswith((".jinja", ".j2")):
+        tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+    elif path is not None:  # it also resizes the embeddings of a model
+        sizes = {"hidden_size": 2, "intermediate_size": 2, "num_attention_heads": 1}
+        tiny = LlamaConfig(vocab_size=2, num_hidden_layers=0, num_key_value_heads=1, **sizes)
+        _, tokenizer, _ = clone_chat_template(LlamaForCausalLM(tiny), tokenizer, path)
+    inner.pad_token = args.pad_token or inner.pad_token or inner.eos_token
+    for name in ("eos_token", "pad_token"):
+        token = getattr(args, name)
+        if token is not None and token not in inner.get_vocab():
+            raise ValueError(f"{name}={token!r} is not in the vocabulary of the tokenizer")
     return tokenizer
-
-
-def _in_vocabulary(tokenizer: Any, name: str, token: str) -> str:
-    if token not in tokenizer.get_vocab():
-        raise ValueError(
-            f"{name}={token!r} is not in the vocabulary of the tokenizer; name one of its tokens"
-        )
-    return token

@@ -23,20 +23,13 @@ from trl_packing.isolation.check import CheckResult, Refusal, attempt, check_pre
 from trl_packing.isolation.guard import check_backend, with_fallbacks
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.training_command import check_path_exists, config_of, loading_options
+from trl_packing.tools.training_command import config_of, loading_options
 from trl_packing.vision.support import FAMILIES
-
-_LONGEST_PROBE = 1024  # tokens, in a run without a max_length
 
 
 @dataclass(frozen=True)
 class BackendResult:
-    """The result of one attention backend.
-
-    Attributes:
-        backend: its name.
-        result: of the check.
-    """
+    """The result of one attention backend."""
 
     backend: str
     result: CheckResult
@@ -70,7 +63,6 @@ class VerifiedModel:
 
     Attributes:
         model: on its device.
-        name: as the user wrote it.
         attention: the only backend to check; ``"auto"`` checks all that may be exact.
         max_length: the longest probe, in tokens.
     """
@@ -93,33 +85,24 @@ class VerifiedModel:
             device: None uses CUDA if it is available, and the CPU otherwise.
 
         Raises:
-            ValueError: an argument cannot be used. The model is not loaded then.
+            ValueError: `dtype` is no data type of torch.
         """
         dtype = str(dtype or (args.model_init_kwargs or {}).get("dtype") or "float32")
-        longest = args.max_length or _LONGEST_PROBE
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"--device {device} cannot be used: {error}") from error
         name = model if isinstance(model, str) else type(model).__name__
         if isinstance(model, str):
-            check_path_exists("the model", model)
             kind = config_of(model, args).model_type
             is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
             reads_images = not is_text and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
             loader = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
             model = loader.from_pretrained(model, dtype=dtype, **loading_options(args))
-        return cls(model.to(device), name, PackingOptions.of(args).attention, longest)
+        longest = args.max_length or 1024
+        return cls(model.to(place), name, PackingOptions.of(args).attention, longest)
 
     def verify(self, *, gradients: bool = False) -> Iterator[BackendResult]:
-        """Yield the result of each backend, from fast to slow, until one is exact on the model.
-
-        Args:
-            gradients: compare gradients too.
-        """
+        """Yield the result of each backend, from fast to slow, until one is exact on the model."""
         first = resolve_attention(self.model, self.attention)
         choices = with_fallbacks(first) if self.attention == "auto" else [first]
         options: Any = {"max_length": self.max_length, "gradients": gradients, "training": True}
@@ -130,12 +113,7 @@ class VerifiedModel:
                 return
 
     def verify_prefixes(self, attention: str, *, gradients: bool = False) -> BackendResult:
-        """Return whether documents with a common prefix may share it, by an installed backend.
-
-        Args:
-            attention: the backend that `verify` has found to be exact.
-            gradients: compare gradients too.
-        """
+        """Return whether documents may share prefixes, by a backend that `verify` found exact."""
         if reason := take_prefix_keys(self.model, attention):
             return BackendResult("prefixes", Refusal(reason))
         longest = random_tokens(self.model, np.random.default_rng(1))(self.max_length)

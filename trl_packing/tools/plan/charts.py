@@ -27,10 +27,9 @@ def histogram(
         values: finite numbers, at least one.
         label: of the x-axis, which is logarithmic if the largest is far above the median.
         counted: name of the things that are counted, for the text of a bar: "documents".
-        cut: a value marked by a dashed line, such as max_length. Values above it are red.
+        cut: a value marked by a dashed line. Values above it are red.
         color: of the bars, in CSS.
     """
-    values = np.asarray(values)
     is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
     edges = _edges(values, is_log)
     low, high = float(edges[0]), float(edges[-1])

@@ -43,11 +43,6 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         title: of the page.
         note: shown beside the title; "" for the model and max_length.
         command: that makes the page.
-
-    Examples:
-        >>> run = PreviewedRun.from_settings(rows, tokenizer, ["--max_length", "1024"])
-        ... # doctest: +SKIP
-        >>> Path("plan.html").write_text(plan_page(plan_run(run, ranks=8)))  # doctest: +SKIP
     """
     return render(
         Path(__file__).with_name("plan.html"),
@@ -76,12 +71,11 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
 
 def _about(plan: RunPlan) -> str:
     """Return the model and the most important setting."""
-    run, limit = plan.run, plan.run.args.max_length
-    model = run.model if isinstance(run.model, str) else type(run.model).__name__
-    words = [model] * (run.model is not None)
+    run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
+    words = [model if isinstance(model, str) else type(model).__name__ * (model is not None)]
     words += [f"max_length {limit:,}" if limit else "no max_length"]
     words += [f"the first {run.num_rows:,} rows of a stream"] * run.is_stream
-    return " · ".join(words)
+    return " · ".join(filter(None, words))
 
 
 def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -130,7 +124,7 @@ def shares_of_steps(plan: RunPlan) -> np.ndarray:
     """Return the share of each source in the tokens of every full step, ``(steps, sources)``."""
     assert plan.mixture is not None
     epoch, lengths, ids = plan.epoch, plan.documents.lengths(), plan.mixture.sources.ids
-    number, drawn = len(plan.report.sources), np.concatenate(epoch.members)
+    number, drawn = len(plan.report.sources), epoch.drawn.documents
     step = np.repeat(np.arange(len(epoch.members)) // epoch.slots, epoch.documents)
     tokens = np.bincount(step * number + ids[drawn], lengths[drawn], epoch.steps * number)
     full = len(epoch.members) // epoch.slots  # the last step may be smaller
@@ -177,12 +171,10 @@ def _chart(
 
 
 def _said_of_max_lengths(plan: RunPlan) -> str:
-    said = ["Peak tokens are those of the largest micro-batch, which decides the memory."]
-    if plan.grouped:
-        said.append("These plans bring no documents with a common prefix together.")
-    if plan.epoch.patches is not None:
-        said.append("These plans fill bins by tokens alone, not by patches of images.")
-    return " ".join(said)
+    said = "Peak tokens are those of the largest micro-batch, which decides the memory."
+    said += " These plans bring no documents with a common prefix together." * plan.grouped
+    has_images = plan.epoch.patches is not None
+    return said + " These plans fill bins by tokens alone, not by patches of images." * has_images
 
 
 def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:
@@ -201,21 +193,14 @@ def _losses(plan: RunPlan) -> dict[str, Any] | None:
     counts = plan.report.preparation
     if not counts.before.documents:
         return None
-    rows = [("before", counts.before, False)]
-    rows += [
-        (f"{stage.affected:,} {stage.why}", TokenCounts() - stage.lost, True)
-        for stage in counts.stages
-    ]
+    lost = [(f"{s.affected:,} {s.why}", TokenCounts() - s.lost, True) for s in counts.stages]
     kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
-    notes = str(counts).splitlines()[len(counts.stages) :]
-    return {"rows": [*rows, (kept, counts.after, False)], "notes": notes}
+    rows = [("before", counts.before, False), *lost, (kept, counts.after, False)]
+    return {"rows": rows, "notes": str(counts).splitlines()[len(lost) :]}
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """Return the settings on which the plan depends, and all others that are not the default.
-
-    Secrets are replaced by "…".
-    """
+    """Return the settings on which a plan depends, and all others that are not the default."""
     changed = [name for name in changed_settings(args) if name not in _OF_ANY_MACHINE]
     shown = all_settings(args)
     return {name: shown[name] for name in dict.fromkeys((*_SETTINGS, *changed))}
@@ -236,10 +221,8 @@ def _rows(plan: RunPlan) -> dict[str, Any]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
     epoch, args, parts = plan.epoch, plan.run.args, 0
     strips: list[tuple[str, list[Any]]] = []
-    has_room = plan.bins is not None and not plan.grouped
     # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
-    lengths = plan.documents.lengths()
-    shown = epoch.members[:_MOST_STRIPS]
+    lengths, shown = plan.documents.lengths(), epoch.members[:_MOST_STRIPS]
     width = max(int(lengths[members].sum()) for members in shown)
     if plan.bins is not None:
         width = max(width, args.max_length * args.per_device_train_batch_size)
@@ -253,7 +236,7 @@ def _rows(plan: RunPlan) -> dict[str, Any]:
     whole = ", which is drawn whole, also where it shares tokens" * plan.grouped
     return {
         "strips": strips,
-        "has_room": has_room,
+        "has_room": plan.bins is not None and not plan.grouped,
         "note": f"each is one flat row of the model, a color for each document{whole}",
     }
 
@@ -336,15 +319,10 @@ def _document(
         int(places[image.start]): f"[image, {quantity(image.stop - image.start, 'token')}]"
         for image in images
     }
+    note = [quantity(len(ids), "token"), f"{trained:,} trained", *of_images, *words]
     tokenizer, cut_places = plan.run.preparation.eos.tokenizer, places[[*cuts]].tolist()
-    return {
-        "hue": trained % 6,
-        "name": name,
-        "note": ", ".join(
-            [quantity(len(ids), "token"), f"{trained:,} trained", *of_images, *words]
-        ),
-        "parts": list(_parts(ids[shown], kinds[shown], tokenizer, cut_places, texts)),
-    }
+    parts = list(_parts(ids[shown], kinds[shown], tokenizer, cut_places, texts))
+    return {"hue": trained % 6, "name": name, "note": ", ".join(note), "parts": parts}
 
 
 def _parts(

@@ -1,17 +1,11 @@
 """The first epoch of a run, and the same documents under other settings, each really planned.
 
-plan = plan_run(run, ranks=8)
-plan.report               the report that `trl-packing plan` prints
-plan.what_if              documents of any length  →  the overflow policy at another max_length
-plan.ways                 documents that fit       →  padded | packed | documents_per_step
-plan.ranks                documents that fit       →  more ranks
-plan.sharing              documents that fit       →  prefix_sharing off | bin | group
-Path("plan.html").write_text(plan_page(plan))
-
-micro-batch     0    1  |  2    3  |  4        ranks × accumulation of them make a step
-documents       5    4  |  6    5  |  2
-tokens       1020 1019  | 998 1024 | 420
-cost         1104 1150  |1050 1120 | 440       tokens + c · Σ len², by which ranks are balanced
+plan_run(run, ranks=8)
+    .report               the report that `trl-packing plan` prints
+    .what_if              documents of any length  →  the overflow policy at another max_length
+    .ways                 documents that fit       →  padded | packed | documents_per_step
+    .ranks                documents that fit       →  more ranks
+    .sharing              documents that fit       →  prefix_sharing off | bin | group
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,27 +43,25 @@ _LEAST_SHARED = 0.01
 class PlannedEpoch:
     """The micro-batches of all ranks in the epoch of a sampler, in the order of training.
 
-    `members` are the documents of each. `documents`, `tokens`, `costs` (in tokens) and `patches`
-    (None without images) are ``(micro-batches,)``; tokens are those that groups compute.
+    `members` are the documents of each. `documents`, `tokens`, `costs` (tokens + c · Σ len²) and
+    `patches` (None without images) are ``(micro-batches,)``; tokens are those that groups compute.
     """
 
     def __init__(self, sampler: PackedBatchSampler):
-        self.members = sampler.micro_batches()
-        self.documents = np.array([len(batch) for batch in self.members], np.int64)
+        self.drawn, self.members = sampler.drawn(), sampler.micro_batches()
+        self.documents = np.diff(self.drawn.ends, prepend=0)
         squares = sampler.lengths.astype(np.int64) ** 2
         squares = squares if sampler.groups is None else sampler.groups.squares
         self.tokens = sampler.tokens_of(self.members)
         self.costs = self.tokens + sampler.attention_cost * self._sums(squares)
-        loads = sampler.loads
-        self.patches = None if loads is None else self._sums(loads.patches)
-        self.ranks = sampler.num_ranks
-        self.slots = sampler.num_ranks * sampler.accumulation
+        self.patches = None if sampler.loads is None else self._sums(sampler.loads.patches)
+        self.ranks, self.slots = sampler.num_ranks, sampler.num_ranks * sampler.accumulation
         self.steps = -(-len(self.members) // self.slots)
 
     def _sums(self, values: np.ndarray) -> np.ndarray:
         """Return the sums of the values of the documents of each micro-batch."""
-        running = np.concatenate([[0], np.cumsum(values[np.concatenate(self.members)])])
-        return np.diff(running[np.cumsum([0, *self.documents])])
+        running = np.append(0, np.cumsum(values[self.drawn.documents]))
+        return np.diff(running[self.drawn.ends], prepend=0)
 
     def by_step(self, values: np.ndarray) -> np.ndarray:
         """Return sums of values of micro-batches over each step, ``(steps,)``."""
@@ -80,10 +72,7 @@ class PlannedEpoch:
         return self.costs.reshape(-1, self.ranks).sum(axis=0)
 
     def waiting(self) -> float:
-        """Return the share of all ranks' time in which they wait for the costliest one.
-
-        The micro-batches that run at the same moment take as long as the costliest of them.
-        """
+        """Return the share of all ranks' time in which they wait for the costliest one."""
         together = self.costs.reshape(-1, self.ranks)
         return float(1 - together.sum() / (together.max(axis=1).sum() * self.ranks))
 
@@ -96,7 +85,6 @@ class Variant:
         tokens: real ones; with groups, those that their rows compute.
         computed: the same with padding.
         largest: tokens of a micro-batch, padding included.
-        waiting: share of the ranks' time in which they wait for the costliest one.
         bins: None where nothing is packed into bins.
         counts: losses of the overflow policy.
         prefixes_per_step: mean number of groups in a step; None without groups.
@@ -113,7 +101,6 @@ class Variant:
     bins: int | None = None
     refused: str = ""
     max_length: int | None = None
-    ranks: int = 1
     counts: PreparationCounts = field(default_factory=PreparationCounts)
     prefixes_per_step: float | None = None
 
@@ -167,17 +154,16 @@ def variant_of(
     Args:
         sampling: with the settings.
         lengths: of documents, or packed rows.
-        facts: what else is known of them, as `Sampling.facts` returns it.
+        facts: as `Sampling.facts` returns them.
         name: of the settings.
         is_run: the run has these settings.
         shared: the prefixes that documents share within a row; None if they do not.
     """
     sampler = sampling.sampler(lengths, **facts)
     epoch = PlannedEpoch(sampler)
-    tokens = epoch.tokens
+    drawn, tokens = epoch.drawn, epoch.tokens
     if shared is not None:
-        offsets = np.cumsum([0, *epoch.documents])
-        tokens = shared.computed_tokens(lengths, np.concatenate(epoch.members), offsets)
+        tokens = shared.computed_tokens(lengths, drawn.documents, np.append(0, drawn.ends))
     computed = computed_tokens(sampling, tokens)
     return Variant(
         name,
@@ -190,7 +176,6 @@ def variant_of(
         waiting=epoch.waiting(),
         bins=sampler.num_bins,
         max_length=sampling.args.max_length,
-        ranks=sampling.ranks[0],
         prefixes_per_step=sampler.groups_per_step(),
     )
 
@@ -212,10 +197,7 @@ class RunPlan:
         documents: prepared, in the order of the data set.
         bins: None where nothing is packed into bins.
         whole: documents of any length; None if the rows stay as they are.
-        what_if: plans with other values of max_length.
-        ways: plans of padded batches, bins, and a fixed number of documents a step.
-        ranks: plans on other numbers of ranks.
-        sharing: plans with each value of `prefix_sharing`; none where documents share nothing.
+        sharing: none where documents share nothing.
         mixture: the sources of the documents; None if they are not known.
     """
 
@@ -237,7 +219,7 @@ class RunPlan:
         return self.report.prefixes is not None and self.report.prefixes.per_step is not None
 
     def lengths_before(self) -> np.ndarray:
-        """Return the tokens of each document before any was cut, ``(documents,)`` int64."""
+        """Return the tokens of each document before any was cut, ``(documents,)``."""
         if self.whole is not None:
             return token_documents(self.whole.documents).lengths()
         if SEQ_LENGTHS not in self.documents.columns:
@@ -246,11 +228,7 @@ class RunPlan:
 
 
 def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
-    """Return the plan of the first epoch of `run`.
-
-    Args:
-        run: the settings and the data.
-        ranks: data-parallel processes.
+    """Return the plan of the first epoch of `run` on `ranks` data-parallel processes.
 
     Raises:
         ValueError: `ranks` is below 1, or preparation refuses the data.
@@ -268,7 +246,7 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         what_if = other_max_lengths(whole, run.preparation, sampling, limits)
     return RunPlan(
         run=run,
-        report=report_on(run, sampling, documents, sampler, counts),
+        report=report_on(sampling, documents, sampler, counts),
         documents=documents,
         epoch=PlannedEpoch(sampler),
         bins=None if sampler.rows else sampler.plan(),
@@ -359,11 +337,8 @@ def _on_ranks(
 def _ways_to_share(
     documents: ArrowDocuments, sampling: Sampling, facts: Any
 ) -> tuple[Variant, ...]:
-    """Return the epoch with each value; nothing if documents have hardly a prefix in common.
-
-    Nothing either for a mixture, which draws some documents several times, and for images: equal
-    tokens may stand for others.
-    """
+    """Return the epoch with each value; nothing if documents have hardly a prefix in common."""
+    # A mixture draws some documents several times; equal tokens of images may stand for others.
     known = facts["rows"], facts["draw"], facts["loads"]
     if sampling.options.static_shapes or known != (False, None, None):
         return ()

@@ -23,10 +23,7 @@ from trl_packing.training.sampling import Sampling
 
 @dataclass(frozen=True)
 class RowPreview:
-    """One row of a data set as text: its documents, or the reason why none of it is trained.
-
-    `tokens` has `input_ids`, `labels` and weights of each document.
-    """
+    """One row of a data set as text: its documents, or the reason why none of it is trained."""
 
     row: int
     documents: tuple[str, ...]
@@ -50,12 +47,7 @@ class RowPreview:
 def preview_rows(
     run: PreviewedRun, rows: Sequence[int] | None = None, *, color: bool = False
 ) -> Iterator[RowPreview]:
-    """Yield each of `rows` as the run would train it.
-
-    Args:
-        run: the run.
-        rows: row numbers; None shows the first three.
-        color: mark trained tokens by color, for a terminal.
+    """Yield each of `rows` as the run would train it; None: of the first three.
 
     Raises:
         ValueError: a row does not exist. No row is yielded then.
@@ -92,7 +84,7 @@ def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
     sampling = run.sampling(ranks)
     prepared, counts = run.documents()
     documents = token_documents(prepared)
-    return report_on(run, sampling, documents, sampling.for_training(documents), counts)
+    return report_on(sampling, documents, sampling.for_training(documents), counts)
 
 
 def token_documents(prepared: Dataset) -> ArrowDocuments:
@@ -102,7 +94,6 @@ def token_documents(prepared: Dataset) -> ArrowDocuments:
 
 
 def report_on(
-    run: PreviewedRun,
     sampling: Sampling,
     documents: ArrowDocuments,
     sampler: PackedBatchSampler,
@@ -127,15 +118,13 @@ def collator_of(run: PreviewedRun) -> PackedCollator:
         ValueError: `static_shapes` is set.
     """
     args, options = run.args, PackingOptions.of(run.args)
-    multiple = args.pad_to_multiple_of or getattr(run.collator, "pad_to_multiple_of", None)
+    given = run.call.data_collator
+    multiple = args.pad_to_multiple_of or getattr(given, "pad_to_multiple_of", None)
     collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
-    if isinstance(run.collator, PackedCollator):
-        collator = run.collator
+    if isinstance(given, PackedCollator):
+        collator = given
     if options.static_shapes:
-        raise ValueError(
-            "static_shapes=True pads rows when training starts, so they cannot be drawn before; "
-            "leave it out to see their documents"
-        )
+        raise ValueError("static_shapes=True pads rows when training starts; leave it out")
     # As far as it is known without the model.
     is_ours = type(collator).__call__ is PackedCollator.__call__ and not run.images.packs
     may_share = options.prefix_sharing != "off" and options.attention not in NATIVE_ATTENTION

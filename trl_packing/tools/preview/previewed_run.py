@@ -4,16 +4,13 @@
     all rows       →  documents and counts                              →  what preparation loses
     all documents  →  `Sampling`, the trainer's, without its model      →  bins and optimizer steps
 
-The rows of a `train_dataset` that is a dictionary are numbered as one:
-
-    math    rows 0 … 799
-    chat    rows 800 … 1,299
+The rows of a `train_dataset` that is a dictionary are numbered as one.
 """
 
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +37,8 @@ from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.tools.training_command import (
     TrainerCall,
     config_from_settings,
-    config_value,
     configure_tokenizer,
+    hidden_size_of,
     processing_class_of,
 )
 from trl_packing.training.arguments import (
@@ -59,13 +56,8 @@ from trl_packing.vision.support import has_images
 # The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
 _NAME = "inspected"
 
-_BY_TRL = "TRL's own code prepares it; it cannot be shown here"
-
-# Rows of a stream that are read, unless the user names another number.
-STREAM_ROWS = 1000
-
-# Preparation drops, cuts, splits and shuffles. It carries one column along for every document, the
-# `source_column` of evaluation sets: this one, which holds the number of its row.
+# Preparation carries one column along for every document, the `source_column` of evaluation sets:
+# this one, which holds the number of its row.
 ROW = "trl_packing_row"
 
 
@@ -74,28 +66,22 @@ class PreviewedRun:
     """The settings of a run, and its data as the trainer would prepare them.
 
     Attributes:
-        args: a `PackedSFTConfig`, or a plain `SFTConfig`.
+        call: the arguments of the trainer.
+        args: its settings, which may be changed.
         dataset: the rows; of a stream, the first ones; or a dictionary of several data sets.
         preparation: the rules by which rows become documents.
-        model: a name or a model, if it is known.
-        formatting_func: the user's function from a row to its text.
         is_stream: whether `dataset` is only the beginning of a stream.
-        collator: the user's data collator; None for that of the trainer.
-        chat_template: replaces that of the tokenizer, as in the trainer; None leaves it.
-        images: prepares rows with images; does nothing where there are none.
-        compute_loss_func: the user's loss; None for that of the trainer.
+        chat_template: replaces that of the tokenizer, as in the trainer.
+        images: prepares rows with images.
     """
 
+    call: TrainerCall
     args: Any
     dataset: Any
     preparation: Rules
-    model: Any = None
-    formatting_func: Any = None
-    is_stream: bool = False
-    collator: Any = None
-    chat_template: str | None = None
-    images: RunImages = field(default_factory=RunImages)
-    compute_loss_func: Any = None
+    is_stream: bool
+    chat_template: str | None
+    images: RunImages
 
     @classmethod
     def from_settings(
@@ -120,24 +106,16 @@ class PreviewedRun:
         return cls.from_call(TrainerCall(model, config_from_settings(settings), dataset, tokenizer))
 
     @classmethod
-    def from_call(cls, call: TrainerCall, *, stream_rows: int = STREAM_ROWS) -> "PreviewedRun":
-        """Return the run of a trainer with these arguments.
-
-        Args:
-            call: the arguments. The tokenizer is copied.
-            stream_rows: rows to read, if the data set is a stream.
+    def from_call(cls, call: TrainerCall, *, stream_rows: int = 1000) -> "PreviewedRun":
+        """Return the run of a trainer with these arguments, which reads `stream_rows` of a stream.
 
         Raises:
             ValueError: the arguments cannot be used, or TRL's code would prepare the data.
         """
         args, given, collator = call.args, call.train_dataset, call.data_collator
         sets_of_rows = (dict, Dataset, IterableDataset)
-        for name, value, kind in (
-            ("args", args, SFTConfig),
-            ("train_dataset", given, sets_of_rows),
-        ):
-            if not isinstance(value, kind):
-                raise ValueError(f"{name} is {type(value).__name__}, which cannot be shown")
+        if not isinstance(args, SFTConfig) or not isinstance(given, sets_of_rows):
+            raise ValueError("only a run with args and a train_dataset of datasets can be shown")
         options, images, model = PackingOptions.of(args), RunImages(), call.model
         sets = source_sets(given, args, collator) or {"train": given}
         first = next(iter(sets.values()))
@@ -150,7 +128,7 @@ class PreviewedRun:
                 raise ValueError("the data set has images, which some models pack; name the model")
             trl_path = images.why_not_packed(model, given, None, args, call.processing_class)
         if trl_path:
-            raise ValueError(f"{trl_path}: {_BY_TRL}")
+            raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
         labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
         processing_class = call.processing_class or (labeler and labeler.tokenizer)
         if processing_class is None:
@@ -175,18 +153,8 @@ class PreviewedRun:
             by_trl=_refuse,
             labeler=labeler,
         )
-        return cls(
-            args,
-            loaded if isinstance(given, dict) else rows,
-            rules,
-            model,
-            call.formatting_func,
-            isinstance(first, IterableDataset),
-            collator,
-            template,
-            images,
-            call.compute_loss_func,
-        )
+        dataset, is_stream = loaded if isinstance(given, dict) else rows, rows is not first
+        return cls(call, args, dataset, rules, is_stream, template, images)
 
     @property
     def sets(self) -> dict[str, Dataset]:
@@ -198,22 +166,19 @@ class PreviewedRun:
         """Rows of all data sets."""
         return sum(map(len, self.sets.values()))
 
-    def number_of_model(self, name: str) -> int | None:
-        """Return a number of the model's config, such as "hidden_size"; None if unknown."""
-        return None if self.model is None else config_value(self.model, self.args, name)
-
     def sampling(self, ranks: int = 1) -> Sampling:
         """Return what draws the micro-batches of the run on rank 0 of `ranks`."""
         if ranks < 1:
             raise ValueError(f"ranks={ranks} must be at least 1")
         # An image belongs to one document.
         groups = PackingOptions.of(self.args).prefix_sharing == "group" and not self.images.packs
+        model = self.call.model
         return Sampling(
             self.args,
             self.args.packing,
             batch_size=self.args.per_device_train_batch_size,
             ranks=(ranks, 0),
-            hidden_size=self.number_of_model("hidden_size"),
+            hidden_size=None if model is None else hidden_size_of(model, self.args),
             draws_groups=lambda training: groups,
             image_loads=self.images.loads,
         )
@@ -226,11 +191,7 @@ class PreviewedRun:
         return replace(self, args=args, preparation=replace(self.preparation, args=args))
 
     def with_all_images(self) -> "PreviewedRun":
-        """Return the run after the headers of all of its images are read, once for many calls.
-
-        Raises:
-            ValueError: an image cannot be read, naming the row.
-        """
+        """Return the run after the headers of all of its images are read, once for many calls."""
         return replace(self, dataset=self.images.take(self.dataset, "train"))
 
     def with_row_numbers(self) -> "PreviewedRun":
@@ -256,26 +217,23 @@ class PreviewedRun:
         else:
             documents, counts = self._prepare(self.dataset, "train")
         options = PackingOptions.of(self.args)
-        check_weights_and_sources(documents, [], options, self.compute_loss_func)
+        check_weights_and_sources(documents, [], options, self.call.compute_loss_func)
         return documents, counts
 
     def whole_documents(self) -> WholeDocuments | None:
-        """Return the documents before the overflow policy.
-
-        None if the rows stay as they are, and for several data sets, which are prepared one by one.
-        """
+        """Return the documents before the overflow policy; None of several data sets."""
         rows = self.dataset
         if self._skips_preparation or isinstance(rows, dict) or records_of(rows):
             return None
         rows = self.images.tokenize(rows, self.preparation, self.chat_template, "train")
-        whole = whole_documents(rows, self.preparation, formatting_func=self.formatting_func)
+        formatting = self.call.formatting_func
+        whole = whole_documents(rows, self.preparation, formatting_func=formatting)
         return None if whole.are_packed else whole
 
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
         """Return the documents of one row and "", or no documents and the reason.
 
-        The first row is prepared together with it, because the first row decides the format of all
-        rows, and whether the flags of messages decide what is trained.
+        The first row is prepared with it, because it decides the format of all rows.
         """
         for rows in self.sets.values():
             if row < len(rows):
@@ -323,16 +281,13 @@ class PreviewedRun:
         """Return the documents of a data set, whose columns decide whether prompts are trained."""
         if self._skips_preparation:
             if "input_ids" not in rows.column_names:
-                raise ValueError(
-                    "skip_prepare_dataset=True takes rows as they are, and these have no "
-                    f"input_ids: they have {rows.column_names}; leave it out"
-                )
+                raise ValueError("skip_prepare_dataset=True, but the rows have no input_ids")
             return rows, None
         only = trains_completions(rows, self.args.completion_only_loss)
         row_format = replace(self.preparation.row_format, completion_only=only)
         rules = replace(self.preparation, row_format=row_format)
         rows = self.images.tokenize(rows, rules, self.chat_template, name)
-        return prepare(rows, rules, formatting_func=self.formatting_func, name=name)
+        return prepare(rows, rules, formatting_func=self.call.formatting_func, name=name)
 
 
 def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
@@ -345,7 +300,7 @@ def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
     if not is_conversational(first):
         raise ValueError(
             "assistant_only_loss=True needs conversations in a column 'messages', as TRL reads "
-            f"them, but the columns are {sorted(first)}; set train_on='assistant' instead"
+            "them; set train_on='assistant' instead"
         )
     if has_generation_markers(tokenizer.chat_template):
         return None
@@ -370,11 +325,9 @@ def _renumber(message: str, rows: Sequence[int], row: int) -> str:
 
 
 class TracedDocuments(NamedTuple):
-    """The documents of a run, as training reads them, and where they come from.
+    """The documents of a run, what was lost, and where documents come from.
 
     Attributes:
-        dataset: documents.
-        counts: of what was kept and lost; None for rows that were packed before.
         rows: the row of the user's data set that each document comes from, ``(documents,)`` int64.
         uncut: its tokens before it was cut to fit, ``(documents,)`` int64.
     """
@@ -388,8 +341,7 @@ class TracedDocuments(NamedTuple):
 def trace_documents(run: PreviewedRun) -> TracedDocuments:
     """Return the documents of the whole data set with the rows that they come from.
 
-    A row may be several documents (`train_on="every_turn"`), and a document several pieces. So the
-    documents are numbered once more before they are cut.
+    A row may be several documents, and these several pieces, so they are numbered once more.
     """
     numbered = run.with_row_numbers()
     whole = numbered.whole_documents()

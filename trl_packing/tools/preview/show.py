@@ -5,11 +5,6 @@ document · 422 tokens · 1 image · 13 trained (3%) · ends in '<|im_end|>', tr
 <|vision_start|>[image 640×480, 391 tokens]<|vision_end|>Hi<|im_end|>
 <|im_start|>assistant
 ⟦Hello<|im_end|>⟧
-
-The texts of single tokens add up to the document:
-
-ids        [I] [ like] [ na] [ï] [ve]        " na" and not "na": a space may belong to a token
-bytes      [😀: byte 1] [2] [3] [4]           "" "" "" "😀": the last one completes the character
 """
 
 import re
@@ -66,12 +61,7 @@ def show_document(
 
 
 def image_in_words(image: ImageTokens, sizes: Sequence[Sequence[int]] | None) -> str:
-    """Return the words that stand for the tokens of an image.
-
-    Args:
-        image: its tokens in a document.
-        sizes: height and width of each image of the user's row; None if they are not known.
-    """
+    """Return the words for an image; `sizes` are heights and widths of those of the user's row."""
     size = ""
     if sizes is not None:
         height, width = sizes[image.image]
@@ -95,14 +85,7 @@ def _heading(
 
 
 def mark_trained(stretches: Iterable[tuple[float, str]], *, color: bool = False) -> str:
-    """Return text with its trained stretches between ⟦ and ⟧, or in color.
-
-    Characters that a reader does not see are shown as escapes, and so are ⟦ and ⟧.
-
-    Args:
-        stretches: the weight of each stretch of text, 0 if it is not trained, and the text.
-        color: mark by bold green instead of ⟦ and ⟧.
-    """
+    """Return stretches of text, each with its weight, with the trained ones marked."""
     opening, closing = _COLORS if color else MARKS
     parts = []
     for weight, text in stretches:
@@ -120,7 +103,7 @@ def _stretches(
     """Yield consecutive tokens of one weight as text, and those of an image as its words.
 
     `images` ``(T,)`` is equal for the tokens of an image, and 0 on text; `words` has the words of
-    each image, by its first token. Without images, the texts add up to the decoded document.
+    each image, by its first token.
     """
     changes = np.diff(weights, prepend=np.nan) != 0
     starts = np.flatnonzero(changes | (np.diff(images, prepend=0) != 0))
@@ -134,12 +117,7 @@ def _stretches(
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text that each token adds to the document, "" for parts of a character.
-
-    Args:
-        ids: tokens of one document.
-        tokenizer: decodes them.
-    """
+    """Return the text that each token adds to a document, "" for parts of a character."""
     texts: list[str] = []
     done = 0  # tokens whose text is known
     for end in range(1, len(ids) + 1):
