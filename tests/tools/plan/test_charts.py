@@ -16,7 +16,7 @@ def shown(chart):
     return [(float(t[1]), float(t[2] or t[1]), int(t[3])) for t in titles]
 
 
-@pytest.mark.parametrize("high", [3, 31, 32, 700, 40_000])
+@pytest.mark.parametrize("high", [3, 32, 40_000])
 def test_the_bars_of_a_histogram_hold_each_value_once(high):
     values = np.random.default_rng(0).integers(1, high, 5000, endpoint=True)
     found = shown(histogram(values, label="tokens", counted="documents"))

@@ -4,7 +4,6 @@ import html
 import re
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
@@ -102,7 +101,6 @@ def test_a_max_length_that_the_run_refuses_says_why():
     longest = max(map(len, whole.documents["input_ids"]))
     assert refused.refused == f"a document has {longest} tokens"
     assert (fits.refused, fits.steps > 0) == ("", True)
-    assert refused.refused in plan_page(plan_run(run)) or longest <= 512
     drops = previewed(texts(), "--overflow", "drop", limit=512).whole_documents()
     (nothing,) = other_max_lengths(drops, run.preparation, sampling, [1])
     assert nothing.refused == "no trained token is left"
@@ -112,7 +110,6 @@ def test_a_max_length_that_the_run_refuses_says_why():
     ("batch", "options"),
     [
         (1, {}),
-        (4, {}),
         (4, {"pad_to_multiple_of": 8}),
         (3, {"dataloader_drop_last": True, "data_seed": 7}),
         (4, {"train_sampling_strategy": "group_by_length"}),
@@ -164,7 +161,7 @@ def test_ranks_wait_for_the_costliest():
     waiting = 1 - sum(costs) / sum(3 * max(slot) for slot in slots)
     assert plan.epoch.waiting() == pytest.approx(waiting)
     assert plan.epoch.costs_by_rank().tolist() == [sum(costs[r::3]) for r in range(3)]
-    (own,) = [row for row in plan.ranks if row.ranks == 3]
+    (own,) = [row for row in plan.ranks if row.is_run]
     assert (own.steps, own.waiting) == (plan.report.steps_per_epoch, pytest.approx(waiting))
 
 
@@ -220,7 +217,6 @@ def test_rows_that_stay_as_they_are_and_a_run_without_limit_have_a_page():
     skipped = previewed(tokenized(), "--dataset_kwargs", '{"skip_prepare_dataset":true}', limit=99)
     for page in (plan_page(plan), plan_page(plan_run(skipped))):
         assert "trained as they are" in page
-        assert 'class="strip"' in page
     run = previewed(texts(), "--packing", "false")
     run.args.max_length = None
     plan = plan_run(run)
@@ -240,7 +236,6 @@ def test_the_page_opens_without_errors_and_hostile_text_does_nothing(tmp_path, w
         assert page.problems() == []
         assert "window.hostile = 1" in page.text(".documents")
         assert page.evaluate("document.querySelectorAll('svg').length") == 6
-        assert page.evaluate("document.querySelectorAll('.strip').length") == 2
     (tmp_path / "plan.html").write_text(html.unescape(text), encoding="utf-8")
     with open_page(tmp_path / "plan.html") as page:  # the negative control
         assert "hostile text acts" in page.problems()
@@ -249,9 +244,8 @@ def test_the_page_opens_without_errors_and_hostile_text_does_nothing(tmp_path, w
 def test_the_page_of_many_documents_stays_small():
     number = 5_000
     lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, number).astype(int) + 2, 5000)
-    ends = np.append(0, np.cumsum(lengths))
-    column = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(np.arange(ends[-1]) % 55 + 5))
-    plan = plan_run(previewed(Dataset(pa.table({"input_ids": column})), limit=2048), ranks=8)
+    rows = {"input_ids": [[5 + k % 55 for k in range(n)] for n in lengths.tolist()]}
+    plan = plan_run(previewed(Dataset.from_dict(rows), limit=2048), ranks=8)
     assert len(plan_page(plan).encode()) < 600_000
 
 
@@ -259,10 +253,9 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
     tiny_dataset("conversational_language_modeling").to_json(tmp_path / "data.jsonl")
     words = ["plan", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
-    words += ["--max_length", "64", "--ranks", "2"]
-    assert main(words) == 0
-    printed, page = capsys.readouterr().out, tmp_path / "plan.html"
-    assert main([*words, "--html", str(page)]) == 0
+    page = tmp_path / "plan.html"
+    assert main([*words, "--max_length", "64", "--ranks", "2", "--html", str(page)]) == 0
     said = capsys.readouterr()
-    assert (said.out, f"wrote {page}" in said.err) == (printed, True)
+    assert "documents    " in said.out
+    assert f"wrote {page}" in said.err
     assert "Plan · data.jsonl" in page.read_text()

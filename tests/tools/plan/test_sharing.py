@@ -52,36 +52,26 @@ def test_each_way_is_the_plan_of_a_run_with_it(name):
     assert grouped < shared < off
 
 
-def test_the_page_shows_the_ways_and_what_the_run_shares():
-    settings = ["--prefix_sharing", "group"]
-    plan = plan_run(previewed(answers(), *settings))
-    page = plan_page(plan)
+@pytest.mark.parametrize("sharing", ["bin", "group"])
+def test_the_page_shows_the_ways_and_strips_of_whole_documents(sharing):
+    """Bins are filled by tokens that documents share, so those of groups show no free room."""
+    plan = plan_run(previewed(answers(), "--prefix_sharing", sharing))
+    page, is_group = plan_page(plan), sharing == "group"
     part = page[page.index("<h2>Shared prefixes") :]
     body = part[part.index("<tbody>") : part.index("</tbody>")]
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", body, re.S)]
-    assert [row[0] for row in cells] == ["off", "bin", "group"]
-    assert [row[3] for row in cells] == [f"{way.computed:,}" for way in plan.sharing]
-    assert "fewer tokens computed, as documents share prefixes" in page
-    assert plan.report.utilization <= 1
+    assert [(row[0], row[3]) for row in cells] == [
+        (w.name, f"{w.computed:,}") for w in plan.sharing
+    ]
     assert str(plan.report.prefixes) in html.unescape(page)
+    assert ("also where it shares tokens" in page) == is_group == ('class="free"' not in page)
     widths = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)
     assert all(float(left) + float(width) <= 100.01 for left, width in widths)
 
 
-@pytest.mark.parametrize("sharing", ["bin", "group"])
-def test_strips_of_groups_show_no_free_room(sharing):
-    """Documents are drawn whole, and bins are filled by tokens that some of them share."""
-    page = plan_page(plan_run(previewed(answers(), "--prefix_sharing", sharing)))
-    shows_room = sharing == "bin"
-    assert ('<div class="strips">' in page) == ('class="free"' in page) == shows_room
-    assert ("also where it shares tokens" in page) != shows_room
-
-
 def test_where_nothing_can_be_shared_there_is_no_section():
-    apart = [documents_of_lengths([12, 9, 14] * 9)]
     packed = [{"input_ids": list(range(6, 46)) * 2, "seq_lengths": [40, 40]}] * 8
-    for rows in (*apart, packed):
+    for rows in (documents_of_lengths([12, 9, 14] * 9), packed):
         plan = plan_run(previewed(rows))
         assert plan.sharing == ()
         assert "Shared prefixes" not in plan_page(plan)
-    assert plan_run(previewed(answers(), "--static_shapes", "true")).sharing == ()

@@ -52,12 +52,9 @@ def test_rows_are_numbered_through_and_shown_as_of_their_source():
 def test_the_rows_of_an_epoch_come_from_their_data_sets():
     epoch = PackedEpoch.of(run_of(forms()))
     assert sorted(epoch.traced.rows) == list(range(36))
-    with pytest.raises(ValueError, match="draws some documents several times"):
+    with pytest.raises(ValueError, match="that an epoch packs once"):
         PackedEpoch.of(run_of(forms(), mixture=MIXTURE))
-
-
-def test_trl_prepares_one_data_set():
-    with pytest.raises(ValueError, match="compare them one by one"):
+    with pytest.raises(ValueError, match="compare data sets one by one"):
         documents_by_trl(run_of(forms()))
 
 

@@ -26,33 +26,21 @@ def document(tokenizer, *parts: tuple[str, bool]) -> dict:
     return {"input_ids": ids, "labels": labels}
 
 
-def test_trained_tokens_are_marked():
+def test_trained_tokens_are_marked_with_their_weights():
     tokenizer = tiny_tokenizer()
-    shown = show_document(document(tokenizer, ("Why? ", False), ("So.<eos>", True)), tokenizer)
-    heading, text = shown.split("\n")
+    example = document(tokenizer, ("Why? ", False), ("So.<eos>", True))
+    heading, text = show_document(example, tokenizer).split("\n")
     assert text == "Why? ⟦So.<eos>⟧"
     assert "ends in '<eos>', trained" in heading
-
-
-def test_weights_are_written_before_their_tokens():
-    tokenizer = tiny_tokenizer()
-    example = document(tokenizer, ("Why? ", False), ("So.", True))
-    trained = sum(label != -100 for label in example["labels"])
-    example["loss_weights"] = [1.0] * (len(example["labels"]) - trained) + [0.5] * trained
-    assert show_document(example, tokenizer).endswith("Why? ⟦0.5×So.⟧")
-
-
-def test_the_first_token_is_shown_as_what_it_is_no_target():
-    tokenizer = tiny_tokenizer()
+    example["loss_weights"] = [1.0 if label == -100 else 0.5 for label in example["labels"]]
+    assert show_document(example, tokenizer).endswith("Why? ⟦0.5×So.<eos>⟧")
+    # The first token is no target.
     ids = tokenizer("So.")["input_ids"]
     first = tokenizer.decode(ids[:1])
     shown = show_document({"input_ids": ids, "labels": ids}, tokenizer)
     assert shown.endswith(f"{first}⟦{'So.'[len(first) :]}⟧")
-
-
-def test_labels_of_another_length_are_refused():
     with pytest.raises(ValueError, match="labels"):
-        show_document({"input_ids": [5, 6], "labels": [5]}, tiny_tokenizer())
+        show_document({"input_ids": [5, 6], "labels": [5]}, tokenizer)
 
 
 @settings(max_examples=60)
@@ -77,22 +65,20 @@ class TextOf:
         return "".join(self.text[i] for i in ids)
 
 
-def shown(text: str, color: bool, trained: bool = True) -> str:
+def shown(text: str, color: bool) -> str:
     ids = list(range(len(text)))
-    labels = ids if trained else [-100] * len(ids)
-    return show_document({"input_ids": ids, "labels": labels}, TextOf(text), color=color)
+    return show_document({"input_ids": ids, "labels": ids}, TextOf(text), color=color)
 
 
 @pytest.mark.parametrize("color", [True, False])
-@pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_document_cannot_act_on_the_terminal_or_fake_a_mark(attack, trained, color):
+def test_a_document_cannot_act_on_the_terminal_or_fake_a_mark(attack, color):
     text = f"So: {ATTACKS[attack]}."
-    found = shown(text, color, trained)
+    found = shown(text, color)
     if color:
         found = found.replace("\x1b[1;32m", "", 1).replace("\x1b[0m", "", 1)
     else:
-        assert found.count("⟦") == found.count("⟧") == trained
+        assert found.count("⟦") == found.count("⟧") == 1
     assert not harmful(found)
     assert attack == "marks" or harmful(text), "the text holds nothing that could harm"
     _, _, body = found.partition("\n")
@@ -100,12 +86,9 @@ def test_a_document_cannot_act_on_the_terminal_or_fake_a_mark(attack, trained, c
     found.encode()  # a lone surrogate could not be printed
 
 
-def test_text_that_a_reader_sees_stays_as_it_is():
+def test_text_that_a_reader_sees_stays_as_it_is_and_fakes_no_weight():
     text = "Zażółć\t\\frac{1}{2}\n漢字 한글 العربية 🙂 é \\n × 0.5×"
     assert shown(text, color=False).endswith(f"Z⟦{text[1:]}⟧")
-
-
-def test_a_text_cannot_fake_a_weight():
     assert shown("x0.5×y", color=False).endswith("x⟦0.5\\xd7y⟧")
 
 
@@ -161,16 +144,9 @@ def test_rows_are_drawn_a_letter_a_document(rows, options, drawn):
     assert show_rows(rows, **options) == drawn
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "words"),
-    [
-        ([[3, 4]], {"capacity": 6}, "7 tokens is beyond capacity=6"),
-        ([[3]], {"tokens_per_cell": 0}, "tokens_per_cell=0"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(rows, options, words):
-    with pytest.raises(ValueError, match=words):
-        show_rows(rows, **options)
+def test_a_row_beyond_its_capacity_is_refused():
+    with pytest.raises(ValueError, match="7 tokens is beyond capacity=6"):
+        show_rows([[3, 4]], capacity=6)
 
 
 @settings(max_examples=60)
@@ -188,9 +164,5 @@ def test_the_page_of_multipack_is_reproduced():
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         multipack_picture.main()
-    assert "AAAAAAAAAAABBBBB\nBCCCCCCCDDDDEEEE\nEEEEFFFFFGGGHHHH\nIIIJJJJKKKKKLLL·" in (
-        printed.getvalue()
-    )
-    assert "[0, 11, 17, 24, 28, 36, 41, 44, 48, 51, 55, 60, 63]" in printed.getvalue()
     expected = textwrap.indent(printed.getvalue().rstrip(), "    ")
     assert expected in multipack_picture.__doc__
