@@ -22,7 +22,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
     """Return document boundaries ``(N + 1,)`` int32, starting at 0 and ending at T.
 
-    A batch ``(B, N)`` gives ``(B, N + 1)``. Raises ValueError unless lengths are integers ≥ 0.
+    Args:
+        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers of at least 0.
 
     Examples:
         >>> cu_seqlens_from_lengths(torch.tensor([3, 2, 4])).tolist()
@@ -54,7 +55,9 @@ def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
 def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return the index of each token's document: ``(T,)`` or ``(B, T)`` int64, -1 on padding.
 
-    Arguments and errors are those of `position_ids_from_lengths`.
+    Args:
+        seq_lengths: as in `position_ids_from_lengths`, which raises the same errors.
+        num_tokens: T, if rows end with padding.
 
     Examples:
         >>> document_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
