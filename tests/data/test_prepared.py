@@ -175,7 +175,7 @@ def test_every_setting_is_compared_or_known_to_change_no_document(tmp_path):
         call_for(tiny_dataset("language_modeling")),
     ):
         (record,) = records_of(made(tmp_path / str(len(compared)), call))
-        compared |= {*record.rules.settings}
+        compared |= {*record.settings}
     ours, theirs = (
         {field.name for field in dataclasses.fields(cls)}
         for cls in (PackedSFTConfig, TrainingArguments)
@@ -199,7 +199,7 @@ def test_a_selection_is_checked_and_cut_and_counted_anew(tmp_path):
     documents, counts = documents_of(call_for(longer))
     assert max(map(len, documents["input_ids"])) == 64
     assert "longer than max_length=64" in str(counts)
-    with pytest.raises(ValueError, match="held have no 'labels' any more; keep the columns"):
+    with pytest.raises(ValueError, match="out need their columns input_ids and labels"):
         documents_of(call_for(part.remove_columns("labels")))
 
 
@@ -215,13 +215,13 @@ def test_sets_are_found_by_their_name_or_their_split(tmp_path):
     assert len(load_rows(str(tmp_path / "out"), "train[75%:]")) == 5
     assert len(load_prepared(tmp_path / "out")) == 15
     assert len(load_prepared(tmp_path / "out", "eval")) == 5
-    with pytest.raises(ValueError, match=r"holds the prepared sets 'train' \(split 'train\[:75%\]"):
+    with pytest.raises(ValueError, match=r"holds sets of the splits .'train': 'train\[:75%\]"):
         load_rows(str(tmp_path / "out"), "train[:10]")
     made(tmp_path / "several", call_for(chats(), {"a.b": test, "..": test}))
     (tmp_path / "several").rename(tmp_path / "moved")
     assert len(load_prepared(tmp_path / "moved", "..")) == 5
     with pytest.raises(
-        ValueError, match=r"'train\[75%:\]' names none or several of them; name one"
+        ValueError, match=r"'train\[75%:\]' names none or several of them; name a set"
     ):
         load_prepared(tmp_path / "moved", "train[75%:]")
 

@@ -155,8 +155,8 @@ def test_a_stream_trains_and_counts_the_same_documents(tmp_path, caplog):
     ]
     assert set(next(iter(trainer.train_dataset))) == {"input_ids", "labels"}
     trainer.train()
-    found = trainer.packing_report.preparation.conversations
-    assert found.documents == 7 * found.number // 5
+    found = trainer.packing_report.preparation
+    assert found.turns == 7 * found.conversations // 5
 
 
 # --- looking at it before -------------------------------------------------------------------------

@@ -137,14 +137,12 @@ def prepare(arguments: argparse.Namespace) -> int:
       trl-packing prepare chat.jsonl prepared --model M --num_proc 16
       trl-packing prepare prepared --config recipes/lora_8b.yaml
       trl-packing prepare recipes/chat_data.py prepared --config chat.yaml
-      trl-packing prepare prepared --config recipes/sft_mixture.yaml
     Then train, plan or inspect with --dataset_name prepared and the same
     settings.
 
     The words before the options are [SCRIPT] [DATA] OUT: DATA is a hub id, a
     file or a folder, and OUT the folder to write, which appears only when it is
-    complete. The data sets of a mixture become folders in OUT; the command
-    prints the entries of `datasets:` that train them.
+    complete. The data sets of a mixture are prepared one by one.
 
     exit status:
       0  OUT holds the prepared data
@@ -172,7 +170,7 @@ def prepare(arguments: argparse.Namespace) -> int:
     made = preparing.prepare_run(command.call, folder, options=command.options)
     if not command.is_named:
         arguments.notes.append("prepared as sft_packed.py trains it")
-    arguments.say(preparing.as_text(made, command.call.args.mixture))
+    arguments.say(preparing.as_text(made))
     if arguments.json:
         print_json(made)
     return 0

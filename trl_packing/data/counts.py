@@ -1,7 +1,4 @@
-"""Counts of documents and tokens that preparation kept and lost, as numbers and as words.
-
-All classes are values; `str()` returns the words of the report.
-"""
+"""Counts of documents and tokens that preparation kept and lost; `str()` is their words."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
@@ -44,7 +41,6 @@ class Stage:
         lost: counts before the stage minus counts after it. A piece counts as a document, so a
             stage that splits documents loses a negative number of them.
         lost_eos: documents that have fewer trained stop tokens than before.
-        remedy: the setting that avoids the loss.
         repeated: tokens that pieces repeat as context, without training them again.
     """
 
@@ -52,7 +48,6 @@ class Stage:
     why: str
     lost: TokenCounts = field(default_factory=TokenCounts)
     lost_eos: int = 0
-    remedy: str = ""
     repeated: int = 0
 
     def __add__(self, other: "Stage") -> "Stage":
@@ -72,58 +67,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """Conversations that become a document for each turn; zeros without `train_on="every_turn"`.
-
-    Attributes:
-        number: conversations.
-        documents: their trained turns.
-    """
-
-    number: int = 0
-    documents: int = 0
-
-    @classmethod
-    def of(cls, turns: np.ndarray) -> "Conversations":
-        """Return the conversations whose documents have these values of the column `TURN`."""
-        # The first turn of a conversation, or a conversation without one.
-        return cls(int((turns <= 0).sum()), int((turns >= 0).sum()))
-
-    def __add__(self, other: "Conversations") -> "Conversations":
-        return Conversations(self.number + other.number, self.documents + other.documents)
-
-    def __str__(self) -> str:
-        if not self.number:
-            return ""
-        documents = quantity(self.documents, "document")
-        return f"{quantity(self.number, 'conversation')} → {documents}, one for each turn"
-
-
-@dataclass(frozen=True)
 class PreparationCounts:
     """Counts before and after the preparation of one data set, and the losses of each stage.
 
-    `notes` are sentences on documents that concern no loss, `conversations` those that were
-    divided into turns.
+    `notes` are sentences on documents that concern no loss; `turns` the trained turns into which
+    `conversations` were divided by `train_on="every_turn"`.
     """
 
     before: TokenCounts = field(default_factory=TokenCounts)
     after: TokenCounts = field(default_factory=TokenCounts)
     stages: tuple[Stage, ...] = ()
     notes: tuple[str, ...] = ()
-    conversations: Conversations = field(default_factory=Conversations)
+    conversations: int = 0
+    turns: int = 0
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "PreparationCounts":
         """Return the counts that `asdict` has stored."""
-        stages = ({**stage, "lost": TokenCounts(**stage["lost"])} for stage in stored["stages"])
-        return cls(
-            TokenCounts(**stored["before"]),
-            TokenCounts(**stored["after"]),
-            tuple(Stage(**stage) for stage in stages),
-            tuple(stored["notes"]),
-            Conversations(**stored["conversations"]),
-        )
+        counts = {name: TokenCounts(**stored[name]) for name in ("before", "after")}
+        stages = (Stage(**s | {"lost": TokenCounts(**s["lost"])}) for s in stored["stages"])
+        return cls(**{**stored, **counts, "stages": tuple(stages), "notes": tuple(stored["notes"])})
 
     def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
         """Return the counts of two parts of a data set; notes of the first that has any."""
@@ -136,6 +99,7 @@ class PreparationCounts:
             tuple(stages.values()),
             self.notes or other.notes,
             self.conversations + other.conversations,
+            self.turns + other.turns,
         )
 
     def __str__(self) -> str:
@@ -144,8 +108,14 @@ class PreparationCounts:
             lines.append(f"lost in all: {self.before - self.after}")
         return "\n".join(filter(None, [*lines, self._warning(), *self.notes]))
 
+    def turns_in_words(self) -> str:
+        """Return the numbers of conversations and of their turns; "" without any."""
+        documents = quantity(self.turns, "document")
+        words = f"{quantity(self.conversations, 'conversation')} → {documents}, one for each turn"
+        return words * bool(self.conversations)
+
     def _warning(self) -> str:
-        """Return a sentence if more than `WARN_LOST_SHARE` is lost, with the most useful remedy."""
+        """Return a sentence if more than `WARN_LOST_SHARE` is lost; only cutting loses such."""
         before = self.before
         trained = (before.trained - self.after.trained) / max(before.trained, 1)
         stops = sum(stage.lost_eos for stage in self.stages) / max(before.documents, 1)
@@ -154,10 +124,15 @@ class PreparationCounts:
             words.append(f"{trained:.1%} of the trained tokens are lost")
         if stops > WARN_LOST_SHARE:
             words.append(f"{stops:.1%} of the documents lost a stop token")
-        if not words:
-            return ""
-        most = max(self.stages, key=lambda stage: (stage.lost.trained, stage.lost_eos))
-        return f"warning: {' and '.join(words)}{'; ' * bool(most.remedy)}{most.remedy}"
+        remedy = "; raise max_length or choose another overflow"
+        return f"warning: {' and '.join(words)}{remedy}" * bool(words)
+
+
+def turns_of(places: np.ndarray) -> PreparationCounts:
+    """Return the numbers of conversations and turns, given the values of the column `TURN`."""
+    # The first turn of a conversation, or a conversation without one.
+    conversations = int((places <= 0).sum())
+    return PreparationCounts(conversations=conversations, turns=int((places >= 0).sum()))
 
 
 def quantity(number: int, unit: str) -> str:

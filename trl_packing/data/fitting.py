@@ -342,7 +342,6 @@ def fit(
             why,
             before.sums() - cut.sums(),
             lost_eos=int((stops_left < before.stops).sum()),
-            remedy="raise max_length or choose another overflow",
             repeated=int(pieces.contexts[kept].sum()),
         ),
         Stage(len(untrained), "without a trained token: dropped", cut.sums(never)),

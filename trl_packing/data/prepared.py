@@ -2,18 +2,17 @@
 
     OUT/
     ├── manifest.json    sets, rules, counts, options, versions
-    ├── train/           input_ids, labels and other columns of training, as `save_to_disk` writes
-    └── eval/            them
+    ├── train/           columns of training, as `save_to_disk` writes them
+    └── eval/
 
-Files are mapped into memory, so a million documents are there in milliseconds. The data set carries
-a record of how it was made. Preparation compares the record with the run, and then leaves the
-documents as they are.
+The data set carries a record of how it was made. Preparation compares the record with the run, and
+then leaves the documents as they are.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,11 +21,11 @@ from datasets import Dataset, DatasetInfo, IterableDataset, load_dataset, load_f
 from datasets.exceptions import DatasetGenerationError
 
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.rules import DocumentRules, Rules
+from trl_packing.data.rules import RowFacts, Rules, differences
 from trl_packing.documents.labels import TOKEN_COLUMNS
 
 MANIFEST = "manifest.json"
-FORMAT_KEY, FORMAT = "trl_packing_prepared", 2
+FORMAT_KEY, FORMAT = "trl_packing_prepared", 3
 
 _MARK = "trl_packing prepared "  # starts the record in the description of a data set
 
@@ -37,24 +36,17 @@ class PreparedRecord:
 
     Attributes:
         folder: of the prepared data.
-        name: of the set, such as "train".
         fingerprint: of the data set, while it is as it was loaded.
-        rules: that shaped its documents.
+        facts: about its rows.
+        settings: that shaped its documents.
         counts: of what preparation kept and lost; None for rows that were packed before.
     """
 
     folder: str
-    name: str
     fingerprint: str
-    rules: DocumentRules
+    facts: RowFacts
+    settings: Mapping[str, Any]
     counts: PreparationCounts | None
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "PreparedRecord":
-        """Return the record that `asdict` has stored; other values are ignored."""
-        plain = {name: stored[name] for name in ("folder", "name", "fingerprint")}
-        counts = stored["counts"] and PreparationCounts.from_json(stored["counts"])
-        return cls(**plain, rules=DocumentRules.from_json(stored["rules"]), counts=counts)
 
     def is_whole(self, dataset: Any) -> bool:
         """Return whether nothing was selected from `dataset`, or changed, since it was loaded."""
@@ -62,18 +54,15 @@ class PreparedRecord:
 
     def check(self, rules: Rules, dataset: Dataset | IterableDataset) -> None:
         """Raise ValueError if a run makes other documents, or columns of tokens were removed."""
-        differences = "; ".join(self.rules.differences(rules))
-        if differences:
+        differing = "; ".join(differences(self.settings, self.facts, rules))
+        if differing:
             raise ValueError(
-                f"the prepared data in {self.folder} do not fit this run: {differences}; use the "
+                f"the prepared data in {self.folder} do not fit this run: {differing}; use the "
                 "same settings here, or run `trl-packing prepare` again with those of this run"
             )
-        columns = dataset.column_names or TOKEN_COLUMNS
-        missing = [name for name in TOKEN_COLUMNS if name not in columns]
-        if missing:
+        if not {*TOKEN_COLUMNS} <= {*(dataset.column_names or TOKEN_COLUMNS)}:
             raise ValueError(
-                f"the documents that {self.folder} held have no {missing[0]!r} any more; keep the "
-                f"columns {' and '.join(TOKEN_COLUMNS)}"
+                f"the documents of {self.folder} need their columns {' and '.join(TOKEN_COLUMNS)}"
             )
 
 
@@ -83,7 +72,13 @@ def records_of(dataset: Any) -> list[PreparedRecord]:
         return []
     lines = (dataset.info.description or "").split("\n\n")
     texts = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
-    return [PreparedRecord.from_json(json.loads(text)) for text in texts]
+    return [_record(**json.loads(text)) for text in texts]
+
+
+def _record(folder: str, fingerprint: str, rules: Any, counts: Any) -> PreparedRecord:
+    facts = RowFacts(**rules["facts"])
+    counts = counts and PreparationCounts.from_json(counts)
+    return PreparedRecord(folder, fingerprint, facts, rules["settings"], counts)
 
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -94,7 +89,7 @@ def load_rows(
 ) -> Dataset:
     """Return the rows of a .json, .jsonl or .parquet file, a folder of them, or a hub id.
 
-    Of a folder that `trl-packing prepare` wrote, return the prepared documents.
+    A folder that `trl-packing prepare` wrote gives its documents.
 
     Args:
         data: file, folder or hub id.
@@ -126,28 +121,27 @@ def load_rows(
 
 def is_prepared(path: str | Path) -> bool:
     """Return whether `path` is a folder of prepared data."""
-    file = Path(path).expanduser() / MANIFEST
     try:
-        return file.is_file() and FORMAT_KEY in json.loads(file.read_text(encoding="utf-8"))
+        return FORMAT_KEY in _manifest(path)
     except (OSError, ValueError):
         return False
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """Return the manifest of a folder of prepared data.
+def _manifest(folder: str | Path) -> dict[str, Any]:
+    file = Path(folder).expanduser() / MANIFEST
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
 
-    Raises:
-        ValueError: it is not such a folder, or another version wrote it in another form.
-    """
+
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """Return the manifest of a folder of prepared data; ValueError without one of this version."""
     if not is_prepared(folder):
-        raise ValueError(
-            f"{folder} holds no prepared data: it has no {MANIFEST} of `trl-packing prepare`"
-        )
-    manifest = json.loads((Path(folder).expanduser() / MANIFEST).read_text(encoding="utf-8"))
+        raise ValueError(f"{folder} holds no prepared data: it has no {MANIFEST}")
+    manifest = _manifest(folder)
     if manifest[FORMAT_KEY] != FORMAT:
         raise ValueError(
             f"{folder} was prepared by trl_packing {manifest['versions']['trl_packing']}, in a "
-            "form that this version cannot read; use that version, or prepare the data again"
+            "form that this version cannot read; prepare the data again"
         )
     return manifest
 
@@ -162,21 +156,14 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
 
     Raises:
         ValueError: there is no such folder or set, or its files are damaged.
-
-    Examples:
-        >>> load_prepared("prepared")  # doctest: +SKIP
-        Dataset({
-            features: ['input_ids', 'labels'],
-            num_rows: 7473
-        })
     """
     manifest = read_manifest(folder)
     name = _set_named(name, manifest["sets"], folder)
     stored = manifest["sets"][name]
     text = json.dumps([manifest, name], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    place = {"folder": str(folder), "name": name, "fingerprint": fingerprint}
-    record = json.dumps(asdict(PreparedRecord.from_json(stored | place)))
+    record = {"folder": str(folder), "fingerprint": fingerprint}
+    record |= {key: stored[key] for key in ("rules", "counts")}
     path = Path(folder).expanduser() / folder_of(name)
     try:
         documents = load_from_disk(path)
@@ -184,26 +171,23 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
             raise ValueError(f"{len(documents):,} rows instead of {stored['stored_rows']:,}")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} cannot be read ({error}); copy the folder again, or prepare the data again"
+            f"{path} cannot be read ({error}); copy it again, or prepare the data again"
         ) from error
-    info = DatasetInfo(description=f"{_MARK}{record}", features=documents.features)
+    info = DatasetInfo(description=_MARK + json.dumps(record), features=documents.features)
     return Dataset(documents.data, info=info, fingerprint=fingerprint)
 
 
 def folder_of(name: str) -> str:
-    """Return the name of a source or a set as a single name of a folder."""
+    """Return the name of a set as a single name of a folder."""
     return quote(name, safe="").replace(".", "%2E")
 
 
 def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
-    of_split = [other for other, stored in sets.items() if stored["split"] == name]
+    splits = {other: stored["split"] for other, stored in sets.items()}
+    of_split = [other for other, split in splits.items() if split == name]
     if name in sets or len(of_split) == 1:
         return name if name in sets else of_split[0]
-    held = ", ".join(
-        f"{other!r}" + f" (split {stored['split']!r})" * bool(stored["split"])
-        for other, stored in sets.items()
-    )
     raise ValueError(
-        f"{folder} holds the prepared sets {held}, and {name!r} names none or several of them; "
-        "name one: a prepared set is used whole, so to use another split or part, prepare that"
+        f"{folder} holds sets of the splits {splits}, and {name!r} names none or several of them; "
+        "name a set, or prepare that split"
     )

@@ -1,9 +1,6 @@
 """The rules that shape the documents of a run, and as values that can be stored and compared.
 
-    tokenizer    a hash of all of it that makes tokens of text
-    settings     max_length 2048, overflow "truncate", train_on "assistant", a chat template, …
-
-Two runs with equal rules make the same documents of the same rows. Some defaults depend on the
+Two runs with equal settings make the same documents of the same rows. Some defaults depend on the
 rows: `completion_only_loss=None` is True for prompts with completions. A run on prepared documents
 does not have the rows any more, so `RowFacts` keeps what the defaults depend on.
 """
@@ -64,18 +61,10 @@ class Rules:
         by_trl: Callable[[AnyDataset, Any, str], AnyDataset],
         labeler: DataCollatorForCompletionOnlyLM | None,
     ) -> "Rules":
-        """Return the rules of a run: the trainer's, and those of a run that has not started.
+        """Return the rules of a run that has started or not; `tokenizer` is in `processing_class`.
 
-        Args:
-            args: its settings.
-            processing_class: tokenizer or processor.
-            tokenizer: the one inside of it.
-            packing: documents will be packed.
-            chat_template: replaces that of the tokenizer; None leaves it.
-            completion_only: of prompts and completions, only completions are trained.
-            generation_config: of the model; None if there is none.
-            by_trl: TRL's own preparation.
-            labeler: a completion-only collator; None without one.
+        `chat_template` None leaves that of the tokenizer; with `completion_only`, only completions
+        of prompts are trained; `generation_config` is the model's, which may be None.
         """
         row_format = RowFormat.from_args(
             args, tokenizer, chat_template=chat_template, completion_only=completion_only
@@ -128,85 +117,60 @@ class RowFacts:
         return cls(form, completions, has_flags(rows, first), formatting_func is not None)
 
 
-@dataclass(frozen=True)
-class DocumentRules:
-    """The rules that shape the documents of one data set.
+def settings_of(rules: Rules, facts: RowFacts) -> dict[str, Any]:
+    """Return what shapes the documents of rows with these facts, by the names of the settings.
 
-    Attributes:
-        facts: about its rows.
-        settings: values that JSON can hold, by the names of the settings.
+    Defaults are resolved, and the values are those that JSON can hold.
     """
-
-    facts: RowFacts
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, rules: Rules, facts: RowFacts) -> "DocumentRules":
-        """Return the rules of a run on rows with these facts, defaults resolved."""
-        args, options, row_format = rules.args, rules.options, rules.row_format
-        overflow, completion_only = (
-            Overflow.from_args(args, rules.packing),
-            args.completion_only_loss,
-        )
-        prompt, labeler, chat = row_format.prompt_template, rules.labeler, row_format.chat
-        markers = labeler and (labeler.templates.response, labeler.templates.instruction)
-        is_flagged = facts.are_flagged and isinstance(args, PackedSFTConfig)
-        settings = {
-            "tokenizer": hash_of_tokenizer(chat.tokenizer),
-            "chat_template": chat.source
-            if facts.form.endswith("messages") and chat.exists
-            else None,
-            "max_length": overflow.capacity,
-            "overflow": overflow.policy,
-            "packing": rules.packing,
-            "train_on": "assistant"
-            if options.train_on is None and is_flagged
-            else options.train_on,
-            "completion_only_loss": facts.are_completions
-            if completion_only is None
-            else completion_only,
-            "prompt_template": prompt and [prompt.template, prompt.with_input],
-            "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
-            **{name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET},
-        }
-        if args.shuffle_dataset:
-            settings["seed"] = args.seed
-        if facts.form == "text" and not facts.are_formatted:
-            settings["dataset_text_field"] = args.dataset_text_field
-        if options.append_eos:
-            settings["stop tokens"] = sorted(rules.eos.stop_ids)
-        # Lists and tuples are the same once they are stored.
-        return cls(facts, json.loads(json.dumps(settings)))
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> "DocumentRules":
-        """Return the rules that `asdict` has stored."""
-        return cls(RowFacts(**stored["facts"]), stored["settings"])
-
-    def for_any_packing(self) -> "DocumentRules":
-        """Return rules that fit runs with and without packing, which may drop other documents."""
-        settings = {name: value for name, value in self.settings.items() if name != "packing"}
-        return replace(self, settings=settings)
-
-    def differences(self, rules: Rules) -> Iterator[str]:
-        """Yield each difference between these stored rules and those of a run."""
-        now = DocumentRules.of(rules, self.facts).settings
-        for name, stored in self.settings.items():
-            # A setting that is missing here depends on one that differs, too.
-            value = now.get(name, stored)
-            # Documents may have a source that the run does not ask for.
-            if stored == value or (name == "source_column" and value is None):
-                continue
-            words = f"{name}={stored!r} there and {value!r} here"
-            is_long = name in _BY_NAME or max(len(repr(stored)), len(repr(value))) > 60
-            yield f"another {name.replace('_', ' ')}" if is_long else words
+    args, options, row_format = rules.args, rules.options, rules.row_format
+    overflow, train_on = Overflow.from_args(args, rules.packing), options.train_on
+    if train_on is None and facts.are_flagged and isinstance(args, PackedSFTConfig):
+        train_on = "assistant"
+    completions, labeler = args.completion_only_loss, rules.labeler
+    prompt, chat = row_format.prompt_template, row_format.chat
+    is_chat = facts.form.endswith("messages") and chat.exists
+    markers = labeler and (labeler.templates.response, labeler.templates.instruction)
+    settings = {
+        "tokenizer": hash_of_tokenizer(chat.tokenizer),
+        "chat_template": chat.source if is_chat else None,
+        "max_length": overflow.capacity,
+        "overflow": overflow.policy,
+        "packing": rules.packing,
+        "train_on": train_on,
+        "completion_only_loss": facts.are_completions if completions is None else completions,
+        "prompt_template": prompt and [prompt.template, prompt.with_input],
+        "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
+        **{name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET},
+    }
+    if args.shuffle_dataset:
+        settings["seed"] = args.seed
+    if facts.form == "text" and not facts.are_formatted:
+        settings["dataset_text_field"] = args.dataset_text_field
+    if options.append_eos:
+        settings["stop tokens"] = sorted(rules.eos.stop_ids)
+    # Lists and tuples are the same once they are stored.
+    found: dict[str, Any] = json.loads(json.dumps(settings))
+    return found
 
 
-_BY_NAME = ("tokenizer", "chat_template", "data_collator")
 _AS_SET = (
     *("assistant_only_loss", "shuffle_dataset"),
     *("response_template", "instruction_template", "append_eos", "source_column"),
 )
+
+
+def differences(stored: Mapping[str, Any], facts: RowFacts, rules: Rules) -> Iterator[str]:
+    """Yield each difference between stored settings and those of a run on rows with `facts`."""
+    now = settings_of(rules, facts)
+    for name, before in stored.items():
+        # A setting that is missing here depends on one that differs, too.
+        value = now.get(name, before)
+        # Documents may have a source that the run does not ask for.
+        if before == value or (name == "source_column" and value is None):
+            continue
+        is_long = name == "tokenizer" or max(len(repr(before)), len(repr(value))) > 60
+        words = f"{name}={before!r} there and {value!r} here"
+        yield f"another {name.replace('_', ' ')}" if is_long else words
 
 
 def hash_of_tokenizer(tokenizer: Any) -> str:

@@ -8,8 +8,8 @@
         ▼
     documents      each ≤ max_length, each with something to train
 
-A stream passes the same stages; the last two run while it is read (stream). Documents that
-`trl-packing prepare` wrote stay as they are, if the run has the rules that made them (prepared).
+A stream passes the same stages; the last two run while it is read. Prepared documents stay as they
+are, if the run has the rules that made them (prepared).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from trl_packing.data.checks import (
     check_packed_rows,
     check_weights_have_tokens,
 )
-from trl_packing.data.counts import Conversations, PreparationCounts
+from trl_packing.data.counts import PreparationCounts, turns_of
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.messages import has_flags
 from trl_packing.data.prepared import records_of
@@ -62,34 +62,23 @@ class WholeDocuments:
         overflow: the policy of the run.
         name: of the data set, for messages.
         are_packed: rows hold several documents each, and stay as they are.
-        notes: sentences on the documents, for the report.
-        conversations: those of a data set that were divided into turns.
+        found: notes for the report, and the turns of conversations.
     """
 
     documents: AnyDataset
     overflow: Overflow
     name: str
     are_packed: bool
-    notes: tuple[str, ...] = ()
-    conversations: Conversations = field(default_factory=Conversations)
+    found: PreparationCounts = field(default_factory=PreparationCounts)
 
 
 def prepare(
     dataset: AnyDataset, rules: Rules, *, formatting_func: Any = None, name: str = "train"
 ) -> tuple[AnyDataset, PreparationCounts | None]:
-    """Return the documents of `dataset`, and counts of what was kept and lost.
+    """Return the documents of `dataset`, of rows of any form, and counts of what was lost.
 
-    There are no counts of packed rows, which do not change, nor of a stream, which is counted as it
-    is read (`stream.take_counts`).
-
-    Args:
-        dataset: the user's rows, of any form.
-        rules: of the run.
-        formatting_func: the user's function from a row to its text.
-        name: of the data set, for messages.
-
-    Raises:
-        ValueError: in one sentence, for data that cannot be prepared.
+    Packed rows, which do not change, have no counts, nor has a stream, which is counted as it is
+    read (`stream.take_counts`). Raises ValueError, in one sentence, for data that cannot be used.
     """
     records = records_of(dataset)
     if len(records) == 1 and records[0].is_whole(dataset):
@@ -117,41 +106,35 @@ def whole_documents(
         return whole
     _check(dataset, columns, rules, formatting_func, name)
     documents, padding = _tokenize(dataset, columns, rules, formatting_func, name)
-    found = [padding]
+    notes = [padding]
     if isinstance(documents, IterableDataset):
-        return replace(whole, documents=documents, notes=_logged(found))
+        return replace(whole, documents=documents)
     if whole.are_packed:
         rows = ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS))
-        found.append(_note_not_found(rows, rules, name))
-        return replace(whole, documents=documents, notes=_logged(found))
-    conversations = Conversations()
+        _logged([_note_not_found(rows, rules, name)])
+        return replace(whole, documents=documents)
+    found = PreparationCounts()
     if TURN in documents.column_names:
-        turns = documents.data.column(TURN).to_numpy()  # in the order of the rows, also if shuffled
-        documents, conversations = documents.remove_columns(TURN), Conversations.of(turns)
+        found = turns_of(documents.data.column(TURN).to_numpy())
+        documents = documents.remove_columns(TURN)
     if rules.packing:  # only what training reads
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
-    found += [
-        _note_not_found(tokens, rules, name),
-        note_second_bos(tokens, rules.eos.tokenizer, name),
-    ]
+    notes.append(_note_not_found(tokens, rules, name))
+    notes.append(note_second_bos(tokens, rules.eos.tokenizer, name))
     hint = None
-    if formatting_func is None and {"messages", "conversations"} & {*columns} - {"input_ids"}:
-        hint = None if "input_ids" in columns else _hint_at_train_on(tokens, rules)
+    are_messages = {"messages", "conversations"} & {*columns} and "input_ids" not in columns
+    if formatting_func is None and are_messages:
+        hint = _hint_at_train_on(tokens, rules)
     missing = note_missing_eos(tokens, rules.eos)
     if missing is not None and rules.eos.appends:
         tokens = append_eos(tokens, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
         missing = note_missing_eos(tokens, rules.eos)
     if missing is not None:
         logger.warning(f"{name} dataset: {missing}")
-    notes = [missing, *_logged(found), hint]
-    return replace(
-        whole,
-        documents=tokens.dataset,
-        notes=tuple(note for note in notes if note),
-        conversations=conversations,
-    )
+    said = tuple(note for note in (missing, *_logged(notes), hint) if note)
+    return replace(whole, documents=tokens.dataset, found=replace(found, notes=said))
 
 
 def fit_documents(
@@ -164,30 +147,19 @@ def fit_documents(
     if isinstance(documents, IterableDataset):
         documents = fit_stream(documents, overflow, rules.eos)
         return shuffle(documents, rules, fitted=True), None
+    stop_ids, num_proc = rules.eos.stop_ids, rules.args.dataset_num_proc
     documents, counts = fit_and_count(
-        documents,
-        overflow,
-        stop_ids=rules.eos.stop_ids,
-        num_proc=rules.args.dataset_num_proc,
-        name=whole.name,
+        documents, overflow, stop_ids=stop_ids, num_proc=num_proc, name=whole.name
     )
-    counts = replace(counts, notes=whole.notes, conversations=whole.conversations)
-    return shuffle(documents, rules, fitted=True), counts
+    return shuffle(documents, rules, fitted=True), whole.found + counts
 
 
 def shuffle(documents: AnyDataset, rules: Rules, *, fitted: bool) -> AnyDataset:
-    """Return `documents`, shuffled if the config asks for it and TRL would shuffle them here.
-
-    Without packing, TRL drops the documents that do not fit before it shuffles.
-
-    Args:
-        documents: of the run.
-        rules: of the run.
-        fitted: They fit already.
-    """
+    """Return `documents`, shuffled if the config asks for it and TRL would shuffle them here."""
+    # Without packing, TRL drops the documents that do not fit before it shuffles.
     drops_first = not rules.packing and not is_packed(documents)
-    # Without a capacity TRL drops nothing, so its stream has no counterpart of `fit_stream`, and
-    # `datasets` shuffles the results of a function in another order than tables.
+    # Without a capacity TRL drops nothing of a stream, and `datasets` shuffles the results of a
+    # function in another order than tables.
     if isinstance(documents, IterableDataset) and rules.args.max_length is None:
         drops_first = False
     if not rules.args.shuffle_dataset or drops_first != fitted:
@@ -204,7 +176,7 @@ def _check(
     """Raise ValueError for anything that the rows and the settings alone rule out."""
     eos, options = rules.eos, rules.options
     check_weights_have_tokens(columns, name)
-    if formatting_func is None and options.prompt_template is None:
+    if "input_ids" in columns or (formatting_func is None and options.prompt_template is None):
         check_columns(dataset, name, rules.args.dataset_text_field)
     if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in columns:
         document_weights_from_rows(dataset, f"the {name} dataset")
@@ -214,7 +186,7 @@ def _check(
         if template is not None and present:
             raise ValueError(
                 f"the {name} dataset has {present[0]!r} and response_template={template!r} is "
-                "set: both say what is trained; remove one"
+                "set: both say what is trained"
             )
         if SEQ_LENGTHS in columns:
             check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
@@ -223,8 +195,8 @@ def _check(
             _check_options_of_trl(dataset, rules, name)
         if SEQ_LENGTHS in columns and isinstance(dataset, Dataset) and not rules.packing:
             raise ValueError(
-                f"the {name} dataset has {SEQ_LENGTHS!r}, which describes packed rows, but no "
-                f"'input_ids'; drop the column: dataset.remove_columns({SEQ_LENGTHS!r})"
+                f"the {name} dataset has {SEQ_LENGTHS!r} of packed rows, but no 'input_ids'; drop "
+                f"the column: dataset.remove_columns({SEQ_LENGTHS!r})"
             )
     if eos.appends:
         _ = eos.eos_id  # raises without one
@@ -240,8 +212,8 @@ def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str) -> None:
     if ignored:
         raise ValueError(
             f"{ignored[0]} cannot be used on the {name} dataset: "
-            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its "
-            "own, so TRL's code prepares it; leave it out, or pass a plain tokenizer"
+            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its own, "
+            "so TRL's code prepares it"
         )
 
 
@@ -293,10 +265,7 @@ def _logged(notes: Sequence[str | None]) -> tuple[str, ...]:
 
 
 def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str | None:
-    """Return a sentence on documents without the response template, if there are any.
-
-    Raises ValueError if none has it.
-    """
+    """Return a sentence on documents without the response template; ValueError if none has it."""
     template = rules.response_template
     if template is None:
         return None

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.data.counts import Conversations, PreparationCounts
+from trl_packing.data.counts import PreparationCounts, turns_of
 from trl_packing.data.fitting import Overflow, cut_table, documents_of, fit
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.data.stop_tokens import EosRule, append_eos_to_table, eos_ids, note_missing_eos
@@ -80,8 +80,7 @@ class StreamFit:
         if missing is not None:
             counts = replace(counts, notes=(f"of the documents read first, {missing}",))
         if TURN in batch:
-            turns = Conversations.of(np.asarray(batch[TURN]))
-            counts = replace(counts, conversations=turns)
+            counts += turns_of(np.asarray(batch[TURN]))
         self._counts += counts
         self._note_untrained(len(rows), len(pieces.rows))
         found: dict[str, list[Any]] = cut_table(table, pieces, documents.columns).to_pydict()

@@ -1,18 +1,12 @@
 """`prepare_run`: the documents of a run, written once, for any number of runs.
 
-call = TrainerCall(model, PackedSFTConfig(max_length=2048), train_dataset=rows)
-made = prepare_run(call, Path("prepared"))
-print(as_text(made))                            what was kept, lost and written
-load_prepared("prepared")                       the data set for the trainer
-
 The documents are those that the trainer would make, by the trainer's own code. They are written
 beside the folder, which gets its name when everything is there.
 """
 
-import copy
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +14,6 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-import yaml
 from datasets import Dataset
 
 from trl_packing.config import PackingOptions
@@ -28,7 +21,7 @@ from trl_packing.data.checks import check_not_empty
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.prepared import FORMAT, FORMAT_KEY, MANIFEST, folder_of, records_of
 from trl_packing.data.printable import escape_hidden
-from trl_packing.data.rules import DocumentRules, RowFacts
+from trl_packing.data.rules import RowFacts, settings_of
 from trl_packing.data.stages import prepare
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
@@ -49,15 +42,13 @@ def prepare_run(
 ) -> dict[str, Any]:
     """Write the training and evaluation sets of a trainer into the folder `out`.
 
-    Each source of a mixture becomes a folder in `out`, as for a run on it alone.
-
     Args:
         call: the arguments of the trainer.
         out: does not exist, or is empty.
         options: those of a recipe's command line, which the recipe compares later.
 
     Returns:
-        The manifest, its folder, and the seconds that it took; or these of all `sources`, by name.
+        The manifest, its folder, and the seconds that it took.
 
     Raises:
         ValueError: the data cannot be prepared, or `out` cannot be written.
@@ -68,14 +59,11 @@ def prepare_run(
         place.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as beside:
             result = Path(beside) / "result"
-            if isinstance(call.train_dataset, dict):
-                made = {"sources": dict(_write_sources(call, result, out, options or {}))}
-            else:
-                made = _write(call, result, out, options or {})
+            made = _write(call, result, options or {})
             os.rename(result, place)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
-    return made
+    return {"folder": str(out), **made}
 
 
 def check_place(out: Path) -> None:
@@ -84,28 +72,7 @@ def check_place(out: Path) -> None:
         raise ValueError(f"{out} is there already; name a new folder for the prepared data")
 
 
-def _write_sources(
-    call: TrainerCall, result: Path, out: Path, options: Mapping[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    if call.eval_dataset is not None:
-        raise ValueError(
-            "the sources of a mixture are prepared for training, and this run also has rows to "
-            "evaluate: leave out test_split_size and eval_strategy, or the eval_dataset"
-        )
-    args = copy.copy(call.args)
-    for setting in ("mixture", "mixture_unit"):
-        setattr(args, setting, getattr(PackingOptions, setting))
-    for name, rows in call.train_dataset.items():
-        alone, folder = replace(call, args=args, train_dataset=rows), folder_of(name)
-        try:
-            yield name, _write(alone, result / folder, out / folder, options)
-        except ValueError as error:
-            raise ValueError(f"the source {name!r}: {error}") from error
-
-
-def _write(
-    call: TrainerCall, result: Path, out: Path, options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _write(call: TrainerCall, result: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare all sets of a run, write them and their manifest into `result`; return that."""
     started, sets, run = perf_counter(), _sets_of(call), PreviewedRun.from_call(call)
     facts = RowFacts.of(sets["train"], run.preparation, run.call.formatting_func)
@@ -119,19 +86,20 @@ def _write(
     text = json.dumps(manifest, indent=1, default=str)
     (result / MANIFEST).write_text(text, encoding="utf-8")
     size = sum(file.stat().st_size for file in result.rglob("*.arrow"))
-    place = {"folder": str(out), "bytes": size, "seconds": perf_counter() - started}
-    return place | manifest
+    return {"bytes": size, "seconds": perf_counter() - started, **manifest}
 
 
 def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
     """Return the data sets by name: "train", and "eval" or the keys of a dictionary."""
     args, evaluated = call.args, call.eval_dataset
+    if isinstance(call.train_dataset, dict):
+        raise ValueError("the data sets of a mixture are prepared one by one; name one of them")
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         raise ValueError("skip_prepare_dataset=True leaves nothing to prepare; leave it out")
     if getattr(args, "assistant_only_loss", False):
         raise ValueError(
             "assistant_only_loss=True needs conversations when training starts, and prepared data "
-            "are tokens; set train_on='assistant', which trains the same turns by any template"
+            "are tokens; set train_on='assistant', which trains the same turns"
         )
     if not isinstance(evaluated, dict):
         evaluated = {} if evaluated is None else {"eval": evaluated}
@@ -140,10 +108,7 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
     sets = {"train": call.train_dataset, **evaluated}
     for name, rows in sets.items():
         if not isinstance(rows, Dataset) or {*IMAGE_COLUMNS} & {*rows.column_names}:
-            raise ValueError(
-                f"the {name} dataset is a stream, a dictionary or has images: it cannot be "
-                "prepared; only texts of a known number can"
-            )
+            raise ValueError(f"the {name} dataset is a stream or has images: it cannot be prepared")
         check_not_empty(rows, name)
         if records_of(rows):
             raise ValueError(f"the {name} dataset is prepared already; train it as it is")
@@ -154,25 +119,24 @@ def _write_set(
     name: str, rows: Dataset, run: PreviewedRun, train: RowFacts, result: Path
 ) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
-    facts = RowFacts.of(rows, run.preparation, run.call.formatting_func)
+    rules, args, formatting_func = run.preparation, run.args, run.call.formatting_func
     # The training set decides for all sets whether prompts are trained, as in TRL.
+    facts = RowFacts.of(rows, rules, formatting_func)
     facts = replace(facts, are_completions=train.are_completions)
-    rules = DocumentRules.of(run.preparation, facts)
-    documents, counts = prepare(
-        rows, run.preparation, formatting_func=run.call.formatting_func, name=name
-    )
+    settings = settings_of(rules, facts)
+    documents, counts = prepare(rows, rules, formatting_func=formatting_func, name=name)
     assert isinstance(documents, Dataset)
-    present, named = documents.column_names, PackingOptions.of(run.args).named_columns()
+    present, named = documents.column_names, PackingOptions.of(args).named_columns()
     packed = [SEQ_LENGTHS] if SEQ_LENGTHS in present else []
     kept = [*token_columns(present), *document_columns(present, named), *packed]
     documents.select_columns(kept).save_to_disk(result / folder_of(name))
     tokens = ArrowDocuments(documents, [*TOKEN_COLUMNS, *packed])
     trained = tokens.num_trained()
     drops = counts is None or any("trained token" in stage.why for stage in counts.stages)
-    if not drops and trained.all() and not run.args.shuffle_dataset:
+    if not drops and trained.all() and not args.shuffle_dataset:
         # Runs with and without packing differ in the documents that they drop for having nothing
         # to train, and they shuffle before or after that.
-        rules = rules.for_any_packing()
+        del settings["packing"]
     return {
         "hash": documents._fingerprint,  # tells data sets apart whose numbers are equal
         "split": None if rows.split is None else str(rows.split),
@@ -181,7 +145,7 @@ def _write_set(
         "documents": tokens.num_documents,
         "tokens": int(tokens.lengths().sum()),
         "trained": int(trained.sum()),
-        "rules": asdict(rules),
+        "rules": {"facts": asdict(facts), "settings": settings},
         "counts": None if counts is None else asdict(counts),
     }
 
@@ -189,41 +153,26 @@ def _write_set(
 # --- text -----------------------------------------------------------------------------------------
 
 
-def as_text(made: Mapping[str, Any], mixture: Any = None) -> str:
-    """Return the lines to print; `mixture` is the setting, whose shares become those of entries.
+def as_text(made: Mapping[str, Any]) -> str:
+    """Return the lines to print.
 
     train        7,473 rows → 7,473 documents · 1,600,284 tokens · 1,020,118 trained (64%)
     written      prepared · 6.4 MB · 3 s
     train with   --dataset_name prepared and the same settings; others are refused
     """
-    if "sources" not in made:
-        last = f"--dataset_name {made['folder']} and the same settings; others are refused"
-        return "\n".join([*_lines(made), _line("train with", last)])
-    lines: list[str] = []
-    entries = []
-    for name, each in made["sources"].items():
-        lines += _lines(each, name)
-        share = (mixture or {}).get(name, {})
-        entries.append({"path": each["folder"], "source": name, **share})
-    last = "the same settings and, in place of the entries before:"
-    text = yaml.safe_dump({"datasets": entries}, sort_keys=False, allow_unicode=True)
-    return "\n".join([*lines, _line("train with", last), "", text.rstrip()])
-
-
-def _lines(made: Mapping[str, Any], source: str | None = None) -> Iterator[str]:
+    lines = []
     for name, stored in made["sets"].items():
         share = stored["trained"] / stored["tokens"] if stored["tokens"] else 0
-        yield _line(
-            source or name,
+        numbers = (
             f"{quantity(stored['rows'], 'row')} → {quantity(stored['documents'], 'document')} · "
-            f"{stored['tokens']:,} tokens · {stored['trained']:,} trained ({share:.0%})",
+            f"{stored['tokens']:,} tokens · {stored['trained']:,} trained ({share:.0%})"
         )
+        lines.append((name, numbers))
         if stored["counts"] is not None:
-            for sentence in str(PreparationCounts.from_json(stored["counts"])).splitlines():
-                yield _line("", sentence)
+            sentences = str(PreparationCounts.from_json(stored["counts"])).splitlines()
+            lines += [("", sentence) for sentence in sentences]
     where = f"{made['folder']} · {made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
-    yield _line("written", where)
-
-
-def _line(name: str, text: str) -> str:
-    return escape_hidden(f"{name:<12} {text}")
+    lines.append(("written", where))
+    how = f"--dataset_name {made['folder']} and the same settings; others are refused"
+    lines.append(("train with", how))
+    return "\n".join(escape_hidden(f"{name:<12} {text}") for name, text in lines)

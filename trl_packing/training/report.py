@@ -136,7 +136,7 @@ class PackingReport:
     def lines(self) -> list[Line]:
         """Return the report as labels and texts."""
         lines = [
-            ("turns", str(self.preparation.conversations)),
+            ("turns", self.preparation.turns_in_words()),
             ("documents", self._documents()),
             *_source_lines(self.sources),
             ("images", str(self.images or "")),

@@ -263,7 +263,7 @@ def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
     if completion_only is not None:
         return completion_only
     if records := records_of(dataset):
-        return any(record.rules.settings["completion_only_loss"] for record in records)
+        return any(record.settings["completion_only_loss"] for record in records)
     return {"prompt", "completion"} <= set(dataset.column_names or next(iter(dataset), {}))
 
 

@@ -70,9 +70,9 @@ def preview_rows(
 def preview_losses(run: PreviewedRun) -> str:
     """Return a sentence for each thing that preparing the whole data set loses."""
     _, counts = run.documents()
-    turns = str(counts.conversations) if counts else ""
-    lost = (counts and str(counts)) or "Nothing is lost."
-    return "\n".join(filter(None, [f"{run.num_rows:,} rows", turns, lost]))
+    counts = counts or PreparationCounts()
+    lost = str(counts) or "Nothing is lost."
+    return "\n".join(filter(None, [f"{run.num_rows:,} rows", counts.turns_in_words(), lost]))
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
