@@ -248,5 +248,5 @@ def test_a_damaged_folder_is_refused(tmp_path):
     assert not is_prepared(tmp_path / "none")
     file = tmp_path / "out" / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"trl_packing_prepared": 1}))
-    with pytest.raises(ValueError, match=r"in a form that this version cannot read; use"):
+    with pytest.raises(ValueError, match=r"in a form that this version cannot read; prepare"):
         load_prepared(tmp_path / "out")
