@@ -46,7 +46,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "tools": (
         "attention config data documents isolation packing trainer training versions vision",
-        "datasets numpy pandas torch transformers trl yaml",
+        "datasets numpy pandas torch transformers trl",
     ),
     "cli": ("data tools training", ""),
 }
