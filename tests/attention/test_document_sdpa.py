@@ -5,26 +5,29 @@ import torch
 from helpers.dense import (
     LENGTHS,
     NUM_TOKENS,
+    SCALE,
     TOLERANCE,
     assert_equals_dense,
     boundaries,
     inputs,
     outcome,
     probabilities,
-    with_keywords,
+    visible,
+    weighted_sum,
 )
 
 from trl_packing.attention import document_sdpa as tiles
+from trl_packing.attention.document_sdpa import document_attention
+from trl_packing.attention.interface import KernelOptions
 
-document_attention = with_keywords(tiles.document_attention)
-
+SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
 OPTIONS = {
     "plain": {},
     "window of one": {"window": 1},
     "window longer than documents": {"window": 64},
     "softcap, window": {"softcap": 2.0, "window": 4},
-    "sinks": {"sinks": True},
-    "softcap, sinks, window": {"softcap": 2.0, "sinks": True, "window": 7},
+    "sinks": {"sinks": SINKS},
+    "softcap, sinks, window": {"softcap": 2.0, "sinks": SINKS, "window": 7},
 }
 SHAPES = {
     "one key head a query head": {"kv_heads": 4},
@@ -47,8 +50,8 @@ def test_document_attention_equals_dense_attention(options, way, monkeypatch):
     assert_equals_dense(document_attention, tensors, tolerance, **options)
 
 
-def by_sdpa(query, key, value, cu_seqlens, scale):
-    return tiles.sdpa_by_document(query, key, value, [n for n in LENGTHS if n], scale)
+def by_sdpa(query, key, value, cu_seqlens, options, max_length):
+    return tiles.sdpa_by_document(query, key, value, [n for n in LENGTHS if n], options.scale)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -59,8 +62,8 @@ def test_heads_are_grouped_and_values_have_their_own_width(shape):
 
 
 def test_the_comparison_sees_a_missing_boundary():
-    def without_boundaries(query, key, value, cu_seqlens, **options):
-        return document_attention(query, key, value, cu_seqlens[[0, -1]], **options)
+    def without_boundaries(query, key, value, cu_seqlens, *options):
+        return document_attention(query, key, value, cu_seqlens[[0, -1]], *options)
 
     with pytest.raises(AssertionError):
         assert_equals_dense(without_boundaries, inputs())
@@ -69,30 +72,30 @@ def test_the_comparison_sees_a_missing_boundary():
 DROPOUT = 0.25
 
 
-def dropout_attention(query, key, value, cu_seqlens, **options):
-    torch.manual_seed(11)
-    return document_attention(query, key, value, cu_seqlens, dropout=DROPOUT, **options)
-
-
-@pytest.mark.parametrize("options", [{"window": 4}, {"sinks": True}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("options", [{"window": 4}, {"sinks": SINKS}, {"softcap": 2.0}], ids=str)
 def test_dropout_drops_the_same_weights_forward_and_backward(options, monkeypatch):
     monkeypatch.setattr(tiles, "BLOCK", 8)
-    tensors = inputs()
-    query, key = tensors[:2]
-    options = {"scale": 0.4} | options | ({"sinks": torch.randn(4)} if "sinks" in options else {})
+    sinks, softcap = options.get("sinks"), options.get("softcap")
+
+    def attention(query, key, value, sinks=None):
+        torch.manual_seed(11)
+        given = KernelOptions(SCALE, options.get("window"), softcap, sinks, DROPOUT)
+        return document_attention(query, key, value, boundaries(), given)
+
+    query, key, value = tensors = inputs()
+    seen = visible(boundaries(), options.get("window"))
     # Which weights are dropped: values that are one-hot make weights visible.
     one_hot = torch.eye(NUM_TOKENS)[:, None].expand(-1, key.shape[1], -1)
-    weights = dropout_attention(query, key, one_hot, boundaries(), **options).transpose(0, 1)
-    undropped = probabilities(query, key, boundaries(), **options)
+    weights = attention(query, key, one_hot, sinks).transpose(0, 1)
+    undropped = probabilities(query, key, seen, SCALE, softcap, sinks)
     kept = torch.where(undropped > 0, weights / undropped, 0).detach()
 
-    def dense_with_dropout(query, key, value, cu_seqlens, **options):
-        weights = probabilities(query, key, cu_seqlens, **options) * kept
-        return torch.einsum("hqk,khd->hqd", weights, value.repeat_interleave(2, 1)).transpose(0, 1)
+    def dense_with_dropout(query, key, value, sinks=None):
+        return weighted_sum(probabilities(query, key, seen, SCALE, softcap, sinks) * kept, value)
 
-    upstream = torch.randn(NUM_TOKENS, 4, 8)
-    ours = outcome(dropout_attention, tensors, upstream, **options)
-    expected = outcome(dense_with_dropout, [x.double() for x in tensors], upstream, **options)
+    upstream = torch.randn(value.shape[0], 4, 8)
+    ours = outcome(attention, tensors, upstream, sinks)
+    expected = outcome(dense_with_dropout, [x.double() for x in tensors], upstream, sinks)
     for got, reference in zip(ours, expected, strict=True):
         torch.testing.assert_close(got.double(), reference, rtol=0, atol=2 * TOLERANCE)
     # Weights are kept at 1 / (1 - p) or dropped, a share p of them: 3 sigma of 2,000 draws is 0.03.

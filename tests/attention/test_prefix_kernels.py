@@ -10,9 +10,10 @@ import torch
 from architectures.tiny_models import tiny_model as any_model
 from harness import TWO_RUNS, relative_error, run
 from helpers import flash_attn_double, varlen_double
+from helpers.dense import assert_equals_dense, inputs
 from helpers.shared_prefixes import forked_documents
 from helpers.tiny import tiny_model
-from helpers.trees import assert_equals_dense, random_tree, tensors_of
+from helpers.trees import random_tree
 from transformers.modeling_utils import AttentionInterface
 
 from trl_packing import PackedCollator
@@ -64,8 +65,8 @@ def assert_equals_documents_alone(model, reference):
 def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_heads, monkeypatch):
     calls = varlen_double.install(monkeypatch)
     tree = random_tree(np.random.default_rng(3), 9)
-    tensors = tensors_of(tree.starts[-1], kv_heads=kv_heads)
-    assert_equals_dense(varlen_attention, tree, tensors, sinks=sinks, window=window)
+    tensors = inputs(kv_heads, num_tokens=tree.starts[-1])
+    assert_equals_dense(varlen_attention, tensors, tree=tree, sinks=sinks, window=window)
     (cu_q, cu_k, longest_q, longest_k, left, is_causal) = calls[0]
     assert (cu_q, cu_k) == (tree.cu_seqlens.tolist(), tree.keys.cu_seqlens_k.tolist())
     assert (longest_q, longest_k) == (max(tree.lengths), tree.keys.max_length)

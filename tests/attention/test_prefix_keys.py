@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from helpers.trees import Tree, assert_equals_dense, random_tree, tensors_of
+from helpers.dense import assert_equals_dense, inputs
+from helpers.trees import Tree, random_tree
 
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention import prefix_keys
@@ -28,28 +29,28 @@ def test_attention_over_paths_equals_dense_attention(options, block, monkeypatch
     rng = np.random.default_rng(0)
     for _ in range(12):
         tree = random_tree(rng, int(rng.integers(1, 12)))
-        tensors = tensors_of(tree.starts[-1])
-        assert_equals_dense(document_attention, tree, tensors, **options)
+        tensors = inputs(num_tokens=tree.starts[-1])
+        assert_equals_dense(document_attention, tensors, tree=tree, **options)
 
 
 def test_the_comparison_sees_siblings_that_see_each_other():
     family = Tree([3, 2, 2], [-1, 0, 0])
     chain = Tree([3, 2, 2], [-1, 0, 1])
-    tensors = tensors_of(7)
-    assert_equals_dense(document_attention, family, tensors)
+    tensors = inputs(num_tokens=7)
+    assert_equals_dense(document_attention, tensors, tree=family)
     with pytest.raises(AssertionError):
-        assert_equals_dense(document_attention, family, tensors, keys=chain.keys)
+        assert_equals_dense(document_attention, tensors, tree=family, keys=chain.keys)
 
 
 def test_rows_need_not_be_in_depth_first_order():
     """A child may stand behind another subtree."""
     tree = Tree([3, 2, 4, 2, 1], [-1, 0, -1, 0, 2])
-    assert_equals_dense(document_attention, tree, tensors_of(12))
+    assert_equals_dense(document_attention, inputs(num_tokens=12), tree=tree)
 
 
 def test_keys_that_do_not_fit_are_refused():
     row = Tree([3, 2], [-1, 0])
-    q, k, v = tensors_of(5)
+    q, k, v = inputs(num_tokens=5)
     good = row.keys
     swapped = good._replace(key_index=good.key_index.flip(0))
     short = good._replace(cu_seqlens_k=good.cu_seqlens_k[:-1])
@@ -70,7 +71,7 @@ def test_compiled_once_for_any_tree():
         fullgraph=True,
     )
     for tree in (Tree([3, 2, 2], [-1, 0, 0]), Tree([3, 2, 2], [-1, 0, 1])):
-        tensors = tensors_of(7)
+        tensors = inputs(num_tokens=7)
         expected = document_attention(*tensors, tree.cu_seqlens, options, keys=tree.keys)
         got = compiled(*tensors, tree.cu_seqlens, *tree.keys[:2])
         assert torch.equal(got, expected)

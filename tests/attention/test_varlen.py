@@ -1,13 +1,14 @@
 """PyTorch's varlen attention gets the right arguments; doubles stand in for its kernels."""
 
 import pytest
+import torch
 from helpers import varlen_double
-from helpers.dense import assert_equals_dense, boundaries, inputs, with_keywords
+from helpers.dense import assert_equals_dense, boundaries, inputs
 
-from trl_packing.attention import varlen
+from trl_packing.attention.interface import KernelOptions
+from trl_packing.attention.varlen import varlen_attention
 
-varlen_attention = with_keywords(varlen.varlen_attention)
-OPTIONS = [{}, {"window": 1}, {"window": 64}, {"window": 4, "sinks": True}]
+OPTIONS = [{}, {"window": 1}, {"window": 64}, {"window": 4, "sinks": torch.arange(4.0) - 1}]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -23,4 +24,4 @@ def test_varlen_attention_equals_dense_attention(options, kv_heads, monkeypatch)
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"dropout": 0.1}], ids=str)
 def test_varlen_attention_refuses_what_the_kernel_lacks(options):
     with pytest.raises(NotImplementedError, match=r"no soft-cap and no dropout.*'documents'"):
-        varlen_attention(*inputs(), boundaries(), scale=0.4, **options)
+        varlen_attention(*inputs(), boundaries(), KernelOptions(0.4, **options))

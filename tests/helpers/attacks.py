@@ -5,8 +5,6 @@ import unicodedata
 ATTACKS = {
     "title": "\x1b]0;owned\x07",
     "clear screen": "\x1b[2J\x1b[H",
-    "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x07",
-    "hidden text": "\x1b[8mhidden\x1b[0m",
     "one-byte escape": "\x9b2J",
     "carriage return": "seen\rhidden",
     "backspace": "no\b\byes",
@@ -18,7 +16,6 @@ ATTACKS = {
     "tags": "a\U000e0041\U000e0042",
     "variation selectors": "a\ufe0f\U000e0100",
     "fillers": "a\u3164\u115f\uffa0",
-    "soft hyphen": "a\xadb",
     "lone surrogate": "a\ud800b\udfff",
     "marks": "⟧ not trained ⟦",
 }
@@ -26,14 +23,11 @@ ATTACKS = {
 
 def harmful(text: str) -> set[str]:
     """Return the characters that a reader does not see, by Unicode's own tables."""
-    fillers = "\u3164\u115f\uffa0"
+    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return {
         character
-        for character in text
-        if character not in "\n\t"
-        and (
-            unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
-            or "VARIATION SELECTOR" in unicodedata.name(character, "")
-            or character in fillers
-        )
+        for character in set(text) - {"\n", "\t"}
+        if unicodedata.category(character) in unseen
+        or "VARIATION SELECTOR" in unicodedata.name(character, "")
+        or character in "\u3164\u115f\uffa0"
     }

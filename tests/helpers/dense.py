@@ -1,22 +1,19 @@
-"""Dense attention: every score of the row, a block-diagonal mask, a softmax.
+"""Dense attention: every score of the row, a mask, a softmax; the reference of `tests/attention`.
 
-`dense_attention` is the reference of `tests/attention`. Doubles of kernels compute with it too,
-from the boundaries, window and scale that they are given: a wrong one gives wrong gradients.
-`assert_equals_dense` compares a kernel with it on a row of seven documents.
+`assert_equals_dense` compares a kernel with it, on a row of seven documents or on a tree of
+segments. Doubles of kernels compute with it from the boundaries, window and scale that they get.
 
-The tolerance, in float32: the reference runs in float64, so what remains is the rounding of one
-kernel: 2**-24 = 6e-8 of values of size 1 to 10, over sums of at most 40 keys × 16 dimensions, far
-below 1e-5. Whole models need more; see `tests/training/test_exact.py`.
+The reference runs in float64: what remains is the rounding of one kernel, 2**-24 of values of size
+1 to 10, over sums of at most 40 keys × 16 dimensions.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from trl_packing.attention.interface import KernelOptions, PackedKernel
+from trl_packing.attention.interface import KernelOptions
 
 TOLERANCE = 1e-5
+SCALE = 0.4
 
 # Two documents without tokens, one of a single token, and one longer than every window of a test.
 LENGTHS = (5, 1, 0, 30, 2, 0, 3)
@@ -24,18 +21,17 @@ NUM_TOKENS = sum(LENGTHS)
 
 
 def visible(
-    cu_seqlens: Tensor, left: int | None = None, cu_seqlens_k: Tensor | None = None
+    cu_seqlens: Tensor, window: int | None = None, cu_seqlens_k: Tensor | None = None
 ) -> Tensor:
     """Return which query sees which key, ``(Q, K)`` bool.
 
-    `left`: how many keys before itself, None: all.
     Causal masks are aligned at the last key of each document, as FlashAttention aligns them.
     """
     of_query, behind_query = _places(cu_seqlens)
     of_key, behind_key = _places(cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     distance = behind_key[None] - behind_query[:, None]
     seen = (distance >= 0) & (of_query[:, None] == of_key[None])
-    return seen if left is None else seen & (distance <= left)
+    return seen & (distance < window) if window else seen
 
 
 def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,26 +44,12 @@ def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 def probabilities(
     query: Tensor,
     key: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    window: int | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    **options: object,
-) -> Tensor:
-    """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
-    seen = visible(cu_seqlens, None if window is None else window - 1, cu_seqlens_k)
-    return probabilities_of(query, key, seen, **options)
-
-
-def probabilities_of(
-    query: Tensor,
-    key: Tensor,
     seen: Tensor,
-    scale: float,
+    scale: float = SCALE,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the same where `seen` ``(Q, K)`` says which query sees which key."""
+    """Return ``(heads, Q, K)``; rows sum to one, or to less with sinks."""
     group = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * scale
     if softcap:
@@ -79,12 +61,9 @@ def probabilities_of(
     return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
-def dense_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: object
-) -> Tensor:
-    """Return ``(T, heads, value_dim)``; arguments as of `document_attention`."""
-    group = query.shape[1] // value.shape[1]
-    weights = probabilities(query, key, cu_seqlens, **options)
+def weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Return ``(Q, heads, value_dim)`` from ``(heads, Q, K)`` and ``(K, kv_heads, value_dim)``."""
+    group = len(weights) // value.shape[1]
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, 1))
 
 
@@ -92,43 +71,42 @@ def boundaries(lengths=LENGTHS):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
 
 
-def inputs(heads=4, kv_heads=2, head_dim=8, value_dim=8, dtype=torch.float32):
-    return [
-        torch.randn(NUM_TOKENS, h, d).to(dtype).requires_grad_()
-        for h, d in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
-    ]
+def inputs(kv_heads=2, value_dim=8, dtype=torch.float32, num_tokens=NUM_TOKENS):
+    shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
+    return [torch.randn(num_tokens, *shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def outcome(attention, tensors, upstream, **options):
-    """Return the output and the gradient of every tensor in `tensors` and of the sinks."""
+def outcome(attention, tensors, upstream, sinks=None):
+    """Return the output, and the gradients of query, key, value and sinks."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    given = dict(options)
-    if options.get("sinks") is not None:
-        given["sinks"] = options["sinks"].detach().to(tensors[0].dtype).clone().requires_grad_()
-        leaves.append(given["sinks"])
-    output = attention(*leaves[:3], boundaries(), **given)
+    if sinks is not None:
+        leaves.append(sinks.detach().to(tensors[0].dtype).clone().requires_grad_())
+    output = attention(*leaves)
     return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
 
-def assert_equals_dense(attention, tensors, tolerance=TOLERANCE, **options):
-    upstream = torch.randn(NUM_TOKENS, tensors[0].shape[1], tensors[2].shape[2])
-    if options.get("sinks") is True:
-        options["sinks"] = torch.randn(tensors[0].shape[1])
-    ours = outcome(attention, tensors, upstream, scale=0.4, **options)
-    reference = outcome(
-        dense_attention, [x.double() for x in tensors], upstream.double(), scale=0.4, **options
-    )
-    for got, expected in zip(ours, reference, strict=True):
-        size = 1 + expected.abs().max().item()
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance * size)
+def assert_equals_dense(
+    kernel, tensors, tolerance=TOLERANCE, *, tree=None, keys=None, sinks=None, **options
+):
+    """Compare output and gradients of a packed kernel with dense attention in float64.
 
+    `tree` are the segments of a row with shared prefixes, `keys` others than its own.
+    """
+    window, softcap = options.get("window"), options.get("softcap")
+    cu_seqlens = boundaries() if tree is None else tree.cu_seqlens
+    seen = visible(cu_seqlens, window) if tree is None else tree.visible(window)
+    shared = {} if tree is None else {"keys": keys or tree.keys}
 
-def with_keywords(kernel: PackedKernel) -> Callable[..., Tensor]:
-    """Return `kernel` with its options as keyword arguments, as `dense_attention` takes them."""
+    def packed(query, key, value, sinks=None):
+        given = KernelOptions(SCALE, sinks=sinks, **options)
+        return kernel(query, key, value, cu_seqlens, given, None, **shared)
 
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, **options: object
-    ) -> Tensor:
-        return kernel(query, key, value, cu_seqlens, KernelOptions(**options), None)
+    def reference(query, key, value, sinks=None):
+        return weighted_sum(probabilities(query, key, seen, SCALE, softcap, sinks), value)
 
-    return attention
+    upstream = torch.randn(len(tensors[0]), tensors[0].shape[1], tensors[2].shape[2])
+    ours = outcome(packed, tensors, upstream, sinks)
+    expected = outcome(reference, [x.double() for x in tensors], upstream, sinks)
+    for got, wanted in zip(ours, expected, strict=True):
+        size = 1 + wanted.abs().max().item()
+        torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance * size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
 
-from helpers.dense import dense_attention
+from helpers.dense import probabilities, visible, weighted_sum
 
 
 class _BrokenBackward(torch.autograd.Function):
@@ -71,14 +71,10 @@ class FlashAttentionDouble:
         assert len(k) == len(v)
         if self.ignores_boundaries:
             boundaries = [cu_seqlens[[0, -1]] for cu_seqlens in boundaries]
-        return dense_attention(
-            *(_BrokenBackward.apply(x, self.backward) for x in (q, k, v)),
-            boundaries[0],
-            cu_seqlens_k=boundaries[1],
-            scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            window=window_size[0] + 1 if window_size[0] >= 0 else None,
-            softcap=softcap or None,
-        )
+        q, k, v = (_BrokenBackward.apply(x, self.backward) for x in (q, k, v))
+        seen = visible(boundaries[0], window_size[0] + 1, boundaries[1])
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        return weighted_sum(probabilities(q, k, seen, scale, softcap), v)
 
     def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         rows, length = q.shape[:2]

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from helpers.dense import visible
+from helpers.dense import visible, weighted_sum
 
 
 def install(monkeypatch) -> list[tuple]:
@@ -16,7 +16,7 @@ def install(monkeypatch) -> list[tuple]:
 
     def scores(query, key, cu_q, cu_k, scale, left, right):
         assert right == 0
-        seen = visible(cu_q, None if left < 0 else left, cu_k)
+        seen = visible(cu_q, None if left < 0 else left + 1, cu_k)
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         return (torch.einsum("qhd,khd->hqk", query, keys) * scale).masked_fill(~seen, -math.inf)
 
@@ -28,8 +28,7 @@ def install(monkeypatch) -> list[tuple]:
         assert is_causal == (window_size_left < 0)
         assert len(k) == len(v) == int(cu_k[-1])
         s = scores(q, k, cu_q, cu_k, scale, window_size_left, window_size_right)
-        values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        out = torch.einsum("hqk,khd->qhd", s.softmax(-1), values)
+        out = weighted_sum(s.softmax(-1), v)
         return out, s.logsumexp(-1), torch.zeros(2), torch.zeros(0), torch.zeros(0)
 
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
@@ -45,27 +44,6 @@ def install(monkeypatch) -> list[tuple]:
         d_value = torch.einsum("hqk,qhd->khd", p, grad).unflatten(1, (kv_heads, group)).sum(2)
         return torch.einsum("hqk,khd->qhd", d_scores, keys), d_key, d_value
 
-    class Differentiable(torch.autograd.Function):
-        """As the op is, by its own backward."""
-
-        @staticmethod
-        def forward(ctx, q, k, v, *options):
-            out, lse, *states = forward(q, k, v, *options[:-1], **options[-1])
-            ctx.save_for_backward(q, k, v, out, lse, *states[:2])
-            ctx.options = options
-            return out, lse, *states
-
-        @staticmethod
-        def backward(ctx, grad, *_):
-            *tensors, rng_state, unused = ctx.saved_tensors
-            *spans, dropout_p, is_causal, _, named = ctx.options
-            given = (*spans, dropout_p, is_causal, rng_state, unused)
-            found = backward(grad.contiguous(), *tensors, *given, **named)
-            return *found, *[None] * len(ctx.options)
-
-    def differentiable(*args, **named):
-        return Differentiable.apply(*args, named)
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", differentiable)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     return calls
