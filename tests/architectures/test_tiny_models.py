@@ -1,8 +1,5 @@
 """The tiny models are small in every length, hold every kind of layer, and learn on every path."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,31 +9,20 @@ from architectures.tiny_tables import VOCAB_SIZE
 
 SOME = [
     "bert",  # an encoder made to look back only
-    "deepseek_v3",  # latent attention, grouped experts
-    "gemma3",  # a composite, windows
+    "gpt_oss",  # sinks, which start at zero
     "jamba",  # attention, recurrence and experts by period
-    "llama",
     "llama4",  # the text model of a composite, chunked attention
     "llava",  # a vision-language model: the text model is chosen by another configuration
-    "mamba2",  # no attention at all
     "mimo_v2_flash",  # sinks, a kind of layer and a kind of MLP that vary apart
-    "qwen2_vl",  # positions in time, height and width
     "qwen3_next",  # linear attention
 ]
-
-
-def fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        yield str(name), value
-        if isinstance(value, dict):
-            yield from fields(value)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_row_runs_forward_and_backward_and_every_loss_moves_weights(name):
     model = tiny_model(name)
-    assert model.training
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.any(), f"{parameter_name}: a path behind a closed gate cannot leak"
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(DOCUMENT_IDS.start, DOCUMENT_IDS.stop, (1, 60), generator=generator)
     logits = model(input_ids=input_ids, use_cache=False).logits
@@ -44,21 +30,17 @@ def test_a_row_runs_forward_and_backward_and_every_loss_moves_weights(name):
     assert 1 < logits.abs().max() < 50
     torch.nn.functional.cross_entropy(logits[0], input_ids[0]).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    assert all(gradient.any() for gradient in gradients)
-    again = model(input_ids=input_ids, use_cache=False).logits
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+    again = tiny_model(name)(input_ids=input_ids, use_cache=False).logits
     torch.testing.assert_close(again, logits, rtol=0, atol=0)  # nothing is drawn by chance
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_window_and_chunk_is_shorter_than_a_short_document(name):
-    config = tiny_config(name).get_text_config().to_dict()
     words = ("window", "chunk_", "block_size", "local_attention", "topk", "original_max")
-    lengths = {
-        field: value
-        for field, value in fields(config)
-        if any(word in field for word in words) and type(value) is int
-    }
+    fields = tiny_config(name).get_text_config().to_dict()
+    fields |= fields.get("rope_parameters") or {}
+    lengths = {k: v for k, v in fields.items() if any(w in k for w in words) and type(v) is int}
     assert all(length <= 32 for length in lengths.values()), lengths
 
 
@@ -70,21 +52,3 @@ def test_nearly_every_architecture_has_a_tiny_configuration():
         except NotBuilt as reason:
             refused[name] = str(reason)
     assert len(refused) <= len(tiny_models.names()) - 165, refused
-    assert all("not built:" in reason for reason in refused.values())
-
-
-def test_a_seed_gives_the_same_weights_and_leaves_the_callers_chance_alone():
-    expected = torch.Generator().manual_seed(1)
-    torch.manual_seed(1)
-    first, second, other = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
-    assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
-    torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
-    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-
-
-def test_no_parameter_is_zero():
-    """Gates and sinks start at zero in some models, and a path behind a closed gate cannot leak."""
-    for name in ("gemma2", "gpt_oss", "granite_swa"):
-        if name in tiny_models.names():
-            for parameter_name, parameter in tiny_model(name).named_parameters():
-                assert parameter.any(), (name, parameter_name)

@@ -73,12 +73,6 @@ def test_bf16_models_are_not_refused_and_their_leaks_show(name, implementation):
         assert report.verdict == "leaks", str(report)
 
 
-def test_documents_on_one_side_of_a_threshold_are_isolated():
-    for lengths in ((10, 20, 60), (100, 200, 210)):
-        assert check_isolation(longrope(), documents(*lengths)), lengths
-    assert check_isolation(dynamic_ntk(), documents(10, 20, 60))
-
-
 def test_the_longest_document_may_fill_all_learned_positions():
     assert check_isolation(packed_model("gpt2"), documents(512, 512))
     assert check_isolation(packed_model("gpt2"), max_length=4096), "no probe runs past them"
@@ -115,10 +109,11 @@ def test_a_leak_much_weaker_than_attention_s_shows():
 @pytest.mark.parametrize("lengths", [(10, 20, 210), (10, 200, 210), (10, 210)], ids=str)
 @pytest.mark.parametrize("model", [longrope, dynamic_ntk])
 def test_a_threshold_between_the_documents_leaks(model, lengths):
-    """However the documents lie around it; a probe of short documents passes."""
+    """However the documents lie around it; documents on one side of it pass."""
     report = assert_leaks(model(), documents(*lengths))
     assert report.probe == "after 210 tokens"
     assert check_isolation(model(), max_length=64)
+    assert check_isolation(model(), documents(10, 20, 60))
 
 
 def test_a_leak_in_training_only_shows_in_training():

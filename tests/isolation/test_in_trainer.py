@@ -1,6 +1,7 @@
 """`PackedSFTTrainer` checks isolation on its own documents before the first step."""
 
 import copy
+import json
 import logging
 from contextlib import nullcontext
 
@@ -8,35 +9,44 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import make_trainer
-from helpers.leaks import AddRowMean, OneDocument, longrope, packed_model, with_layer
+from helpers.leaks import AddRowMean, longrope, packed_model, with_layer
 from helpers.tiny import documents_of_lengths
 
+from trl_packing.isolation.guard import brief
 
-def trainer(model, folder, lengths=(5, 9, 30, 12, 7, 20, 3, 16), collator=None, **options):
+
+def trainer(model, folder, lengths=(5, 9, 30, 12, 7, 20, 3, 16), **options):
     settings = {"max_length": 256, "max_steps": 1, "logging_steps": 1, "attention": "documents"}
     rows = Dataset.from_list(documents_of_lengths(lengths))
-    return make_trainer(folder, rows, model, collator=collator, **settings | options)
+    return make_trainer(folder, rows, model, **settings | options)
 
 
-LEAKING = {
-    "row mean": (lambda: with_layer(AddRowMean), {}),
-    "in training only": (lambda: with_layer(AddRowMean, only_in_training=True), {}),
-    "longrope": (longrope, {"lengths": (10, 12, 80, 100)}),
-    "boundaries lost": (lambda: packed_model("llama"), {"collator": OneDocument()}),
-}
-
-
-@pytest.mark.parametrize(("build", "options"), LEAKING.values(), ids=LEAKING)
-def test_training_stops_before_the_first_step(build, options, tmp_path):
-    model = build()
-    way = r"document-wise SDPA \(attention='documents'\)"
-    expected = rf"LEAK.*{type(model).__name__}, {way}, training mode"
-    run = trainer(model, tmp_path, **options)
+def test_training_stops_before_the_first_step(tmp_path):
+    run = trainer(with_layer(AddRowMean, only_in_training=True), tmp_path)
     before = copy.deepcopy(run.model.state_dict())
-    with pytest.raises(RuntimeError, match=expected):
+    with pytest.raises(
+        RuntimeError, match=r"LEAK.*Llama.*\(attention='documents'\), training mode"
+    ):
         run.train()
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, before[name])
+    torch.testing.assert_close(run.model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_report_has_the_numbers_of_the_check(tmp_path, capsys):
+    run = trainer(packed_model("llama"), tmp_path)
+
+    def line():
+        return dict(line for line in run.packing_report.lines() if line[0])["checked"]
+
+    assert line() == "nothing (train() checks before its first step)"
+    run.train()
+    before, _, after = capsys.readouterr().out.partition("checking that no document of a packed")
+    assert line() not in " ".join(before.split())
+    assert line() in " ".join(after.split()), "printed after the check"
+    evidence = run.packing_report.checked.evidence
+    assert (evidence.mode, evidence.verdict) == ("training", "isolated")
+    assert evidence.leak > 100 * evidence.difference
+    assert f"differs by {brief(evidence.difference)}" in line()
+    assert json.loads(run.packing_report.to_json())["checked"]["evidence"]["leak"] == evidence.leak
 
 
 def test_rows_that_came_packed_are_probed_by_their_documents(tmp_path):
