@@ -10,14 +10,12 @@ import contextlib
 import copy
 import io
 import multiprocessing
-import signal
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,22 +77,18 @@ class Verdict:
         return self.outcome in ("differs", "error") or "differs" in others
 
 
-def judge_architecture(
-    name: str, *, shares: bool = True, images: bool = True, **options: Any
-) -> Verdict:
+def judge_architecture(name: str, *, shares: bool = True, **options: Any) -> Verdict:
     """Train one packed step of a tiny model of architecture `name`; compare it with the reference.
 
     Args:
         name: one of `names()` or `vision_names()` of `tiny_models.py`.
         shares: train a step on documents with common prefixes too.
-        images: train a step on documents with images too, if the architecture takes images.
         options: options of `PackedSFTConfig`. ``isolation_check="off"`` shows what would go wrong
             without the check.
     """
     began = time.perf_counter()
-    verdict = _judge_text(name, shares, options)
-    found = judge_images(name, **options) if images else NOT_MEASURED
-    return replace(verdict, images=found, seconds=time.perf_counter() - began)
+    verdict, images = _judge_text(name, shares, options), judge_images(name, **options)
+    return replace(verdict, images=images, seconds=time.perf_counter() - began)
 
 
 def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
@@ -130,32 +124,19 @@ def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
     )
 
 
-def judge_all(
-    names: Sequence[str], *, processes: int = 2, seconds_each: int = 600
-) -> Iterator[Verdict]:
+def judge_all(names: Sequence[str], *, processes: int = 2) -> Iterator[Verdict]:
     """Yield the verdict on each architecture, in order, from `processes` worker processes."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_quiet_worker) as pool:
-        yield from pool.map(partial(_judge_in_time, seconds_each), names)
+        yield from pool.map(_judge, names)
 
 
-def _judge_in_time(seconds: int, name: str) -> Verdict:
-    """Judge an architecture, or report that it took too long."""
-    signal.signal(signal.SIGALRM, _raise_timeout)
-    signal.alarm(seconds)
+def _judge(name: str) -> Verdict:
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             return judge_architecture(name)
-    except TimeoutError:
-        return Verdict(name, "not built", reason=f"took longer than {seconds} s")
     except Exception as error:
         return Verdict(name, "error", reason=f"{type(error).__name__}: {error}"[:300])
-    finally:
-        signal.alarm(0)
-
-
-def _raise_timeout(*_: Any) -> None:
-    raise TimeoutError
 
 
 def _quiet_worker() -> None:

@@ -49,17 +49,11 @@ Documents = Sequence[dict[str, Any]]
 
 
 class StepResult(NamedTuple):
-    """The results of one optimizer step.
+    """The results of one optimizer step."""
 
-    Attributes:
-        logits: all tokens of all documents, in data-set order, ``(T, vocabulary)`` float32.
-        loss: the loss of the step.
-        gradients: by the name of the parameter.
-    """
-
-    logits: Tensor
+    logits: Tensor  # all tokens of all documents, in data-set order, ``(T, vocabulary)`` float32
     loss: float
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # by the name of the parameter
 
     def distance(self, other: "StepResult") -> tuple[float, float, float]:
         """Return the largest relative differences of logits, loss and gradients."""
@@ -69,10 +63,7 @@ class StepResult(NamedTuple):
     def distance_of_step(
         self, other: "StepResult", parts: Iterable[Iterable[str]] = ()
     ) -> tuple[float, float]:
-        """Return the relative differences of the loss and, the largest, of gradients.
-
-        Gradients of each of the `parts`, names of parameters, are related to their own largest.
-        """
+        """Return the relative differences of the loss and of gradients, within each of `parts`."""
         if missing := self.gradients.keys() ^ other.gradients.keys():
             raise RuntimeError(f"only one of two runs has gradients of {sorted(missing)[:3]}")
         errors = []
@@ -166,8 +157,7 @@ def rounding_tolerance(
 ) -> float:
     """Return the largest relative difference from `reference` that rounding explains.
 
-    It is `NOISE_FACTOR` times the difference that the reference itself shows when each module
-    rounds differently, and at least 1e-5. `again` computes the reference of a model.
+    It follows from the reference of a model whose modules round differently, by `again`.
     """
     rounded = copy.deepcopy(model)
     with round_differently(rounded):
@@ -192,7 +182,7 @@ def judge_one_row(
         options: options of `PackedSFTConfig` and `processing_class`.
 
     Returns:
-        The trainer, and the result; None where the run is refused.
+        The trainer (None where the run is refused) and the result.
     """
     reference = one_at_a_time(model, documents, collate)
 
@@ -226,17 +216,7 @@ def judge_one_row(
 def packed_step(
     model: Any, documents: Documents, folder: str, **options: Any
 ) -> tuple[Any, StepResult]:
-    """Train `documents` in one optimizer step of packed micro-batches.
-
-    Args:
-        model: is trained; copy it to keep it.
-        documents: as `tiny_documents` makes them.
-        folder: the trainer's `output_dir`.
-        options: options of `PackedSFTConfig`.
-
-    Returns:
-        The attention backend that the trainer chose (`PackedSFTTrainer.attention`), and the step.
-    """
+    """Return the attention backend and the step of `documents`, on which `model` is trained."""
     trainer, loss, gradients = train_step(model, documents, folder, **options)
     batch = PackedCollator()(documents)
     batch.pop("labels")
@@ -253,10 +233,7 @@ def train_step(
     processing_class: Any = None,
     **options: Any,
 ) -> tuple[PackedSFTTrainer, float, dict[str, Tensor]]:
-    """Return the trainer of `packed_step`, which has trained, with its loss and gradients.
-
-    A `processing_class` takes the place of the tokenizer without words.
-    """
+    """Return a trainer that has taken a step of packed micro-batches, its loss and gradients."""
     kept = Keep()
     settings = {"max_length": MAX_LENGTH, "router_aux_loss_coef": None, **ONE_STEP}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **options}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from architectures import tiny_processors, tiny_vision
 from harness import TWO_RUNS
-from helpers.vision import noise, tiny_processor, tiny_vision_model
+from helpers.vision import noise, tiny_vlm
 
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
@@ -80,9 +80,7 @@ def test_rows_without_images_train_the_same_and_give_the_tower_zeros(name):
     assert seen == {name for name in trained if trained[name] is not None and plain[name] is None}
 
 
-def test_the_blank_image_is_padding_of_its_row():
-    processor = tiny_processor("qwen2_5_vl")
-    model = tiny_vision_model("qwen2_5_vl", processor)
+def test_the_blank_image_is_padding_of_its_row(model, processor):
     blank = blank_document(processor)["input_ids"]
     assert len(blank) == 16
     collate = collator(model, processor, fills_rows=True)
@@ -92,18 +90,15 @@ def test_the_blank_image_is_padding_of_its_row():
     assert batch["input_ids"][0, end : end + 16].tolist() == blank.tolist()
     assert (batch["labels"][0, end:] == -100).all()
     assert batch["input_ids"].shape[1] % 8 == 0
-    assert batch.host.lengths.tolist() == [25, 12]
-    assert batch.host.num_images == 0
+    assert (batch.host.lengths.tolist(), batch.host.num_images) == ([25, 12], 0)
+    assert collate([])["input_ids"][0, :16].tolist() == blank.tolist()
     image = {"input_ids": blank, "images": [[noise(32, 32, 0)]]}
-    assert collate([image, *TEXTS]).host.num_images == 1
-    assert collate([image, TEXTS[0]]).host.padding == 7  # no blank image
-    empty = collate([])
-    assert empty["input_ids"][0, :16].tolist() == blank.tolist()
+    host = collate([image, TEXTS[0]]).host
+    assert (host.num_images, host.padding) == (1, 7), "no blank image"
 
 
 def test_a_step_without_images_leaves_the_tower_without_gradients():
-    processor = tiny_processor("llava")
-    model = tiny_vision_model("llava", processor)
+    model, processor = tiny_vlm()
     collate = collator(model, processor, fills_rows=True)
     with_image = collate([blank_document(processor), *TEXTS])
     still = StillTower()
@@ -118,25 +113,19 @@ def test_a_step_without_images_leaves_the_tower_without_gradients():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fsdp", "deepspeed", "find_unused", "expected"),
+    ("world_size", "sharded", "find_unused", "expected"),
     [
-        (1, False, True, None, False),
-        (2, False, False, True, False),
-        (2, False, False, False, True),
-        (2, True, False, True, True),
-        (2, False, True, True, True),
+        (1, True, None, False),
+        (2, False, True, False),
+        (2, False, False, True),
+        (2, True, True, True),
     ],
 )
-@pytest.mark.parametrize("balances", [False, True])
-def test_ranks_wait_where_all_of_them_gather_or_reduce(
-    world_size, fsdp, deepspeed, find_unused, expected, balances
-):
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(world_size=world_size, ddp_find_unused_parameters=find_unused),
-        is_fsdp_enabled=fsdp,
-        is_deepspeed_enabled=deepspeed,
-        aux_loss_enabled=balances,
-    )
-    refused = pytest.raises(ValueError, match="set router_aux_loss_coef")
-    with refused if balances and expected else nullcontext():
-        assert ranks_wait_for_tower(trainer) == expected
+def test_ranks_wait_where_all_of_them_gather_or_reduce(world_size, sharded, find_unused, expected):
+    args = SimpleNamespace(world_size=world_size, ddp_find_unused_parameters=find_unused)
+    trainer = SimpleNamespace(args=args, is_deepspeed_enabled=False, is_fsdp_enabled=sharded)
+    trainer.aux_loss_enabled = False
+    assert ranks_wait_for_tower(trainer) == expected
+    trainer.aux_loss_enabled = True
+    with pytest.raises(ValueError, match="router_aux") if expected else nullcontext():
+        ranks_wait_for_tower(trainer)

@@ -23,7 +23,6 @@ WEIGHTED = {
 MIXTURE = {"pictures": {"epochs": 1.5}, "texts": {"epochs": 0.5}}
 MIXED = {"texts": 9, "options": RANDOM | {"mixture": MIXTURE, "max_length": 200, "max_steps": 4}}
 LORA = {"r": 2, "target_modules": ["q_proj", "qkv", "proj"]}
-TILES = {"family": "llava_next"}
 RUNS: dict[str, dict[str, dict]] = {
     "DDP": {
         "plain": {"options": CHECKED},
@@ -34,8 +33,7 @@ RUNS: dict[str, dict[str, dict]] = {
     },
     "fsdp2": {
         "checked": {"options": CHECKED},
-        "tiles": TILES,
-        "features in several layers": {"family": "qwen3_vl"},
+        "tiles": {"family": "llava_next"},
         "a mask": {"family": "gemma3", "options": CHECKED},
         "accumulated": ACCUMULATED,
         "weighted documents": WEIGHTED,
@@ -46,7 +44,6 @@ RUNS: dict[str, dict[str, dict]] = {
     "zero2": {"plain": {"options": NO_DECAY}},
     "zero3": {
         "checked": {"options": NO_DECAY | CHECKED},
-        "tiles": TILES | {"options": NO_DECAY},
     },
 }
 SAVED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 4}

@@ -6,7 +6,7 @@ from datasets import Dataset
 from harness import assert_exact
 from helpers.tiny import documents_of_lengths
 from helpers.vision import image_dataset
-from vision.test_exact import batches_of, packed, trained_alone
+from vision.test_exact import batches_of, packed, sized, trained_alone
 
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -15,12 +15,6 @@ from trl_packing.training.columns import documents_of
 from trl_packing.vision import support
 
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
-
-#: All 8 + 2 × 6 + 4 documents in one step.
-LAYOUTS = {
-    "one micro-batch": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
-    "bins": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
-}
 
 
 def texts(rows: int = 6) -> Dataset:
@@ -52,12 +46,14 @@ def alone(model, processor, copies):
     return trained_alone(model, batches)
 
 
+#: All 8 + 2 × 6 + 4 documents are in one step.
 @pytest.mark.parametrize(
-    "layout",
-    ["one micro-batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LAYOUTS][1:])],
+    ("size", "accumulated"), [(16, 1), pytest.param(2, 8, marks=pytest.mark.slow)]
 )
-def test_a_mixture_equals_its_documents_one_at_a_time(layout, model, processor, tmp_path):
-    options = LAYOUTS[layout] | {"mixture": MIXTURE}
+def test_a_mixture_equals_its_documents_one_at_a_time(
+    size, accumulated, model, processor, tmp_path
+):
+    options = sized(size, accumulated, mixture=MIXTURE)
     found = packed(model, processor, sets(), tmp_path, **options)
     assert found[2]._trl_path is None
     assert_exact(found, alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1}))
@@ -91,19 +87,13 @@ def test_answers_alone_are_trained_with_images_and_without(processor, trainer_of
         assert processor.tokenizer.decode(trained) == words + "<|im_end|>"
 
 
-def test_the_report_counts_images_as_often_as_they_are_drawn(model, processor, trainer_of):
+def test_the_report_counts_images_as_often_as_they_are_drawn(trainer_of):
     given = {"pictures": image_dataset(), "chats": chats(40)}
     once = trainer_of(given).packing_report.images
     mixture = {"pictures": {"epochs": 3}, "chats": {"epochs": 0.1}}
-    trainer = trainer_of(given, mixture=mixture)
-    report = trainer.packing_report
-    assert once.images == 8
-    assert (report.images.images, report.images.documents) == (24, 18)
-    assert report.images.tokens == 3 * once.tokens
-    assert report.images.patches == 3 * once.patches
-    assert report.images.share == pytest.approx(3 * once.tokens / report.tokens)
-    call = TrainerCall(model, trainer.args, given, processor)
-    assert str(preview_epoch(PreviewedRun.from_call(call)).images) == str(report.images)
+    drawn = trainer_of(given, mixture=mixture).packing_report.images
+    assert (once.images, drawn.images, drawn.documents) == (8, 24, 18)
+    assert (drawn.tokens, drawn.patches) == (3 * once.tokens, 3 * once.patches)
 
 
 def test_images_are_checked_although_a_thousand_texts_are_shorter(trainer_of):
