@@ -41,7 +41,6 @@ HOSTILE = (
 )
 
 _BAD = ("error", "warning", "assert")  # kinds of messages
-
 _FLAGS = (
     *("--headless", "--no-sandbox", "--no-first-run", "--hide-scrollbars"),
     *("--disable-gpu", "--disable-quic", "--disable-sync", "--disable-dev-shm-usage"),
@@ -70,12 +69,7 @@ def open_page(path: str | Path, *, width: int = 1280, dark: bool = False) -> Ite
 
 
 class Page:
-    """An open page.
-
-    Attributes:
-        errors: uncaught exceptions, console errors and warnings, refusals of the page's policy.
-        requests: addresses that the page asked for, itself left out; those refused are among them.
-    """
+    """An open page, with its errors and warnings, and the addresses that it asked for."""
 
     def __init__(self, browser: "_Chromium", path: Path, *, width: int, dark: bool):
         self.errors: list[str] = []
@@ -138,10 +132,7 @@ class Page:
         self._mouse("mouseReleased", selector)
 
     def problems(self) -> list[str]:
-        """Return all that no page may have: errors, requests, a sideways scroll bar, hostile text.
-
-        Text is hostile if it became an element or a script; put `HOSTILE` into the page's data.
-        """
+        """Return all that no page may have: errors, requests, a scroll bar, text that acts."""
         self.settle()
         found = [f"error: {error}" for error in self.errors]
         found += [f"request: {address}" for address in self.requests]

@@ -28,10 +28,8 @@ def batched(batch):
 SOURCES = {
     "a list": lambda: documents(LENGTHS),
     "shards": lambda: sharded(LENGTHS, 3),
-    "batched map": lambda: sharded(LENGTHS, 3).map(batched, batched=True, batch_size=7),
     "generator": lambda: IterableDataset.from_generator(lambda: iter(documents(LENGTHS))),
     "shuffled": lambda: sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20),
-    "skip": lambda: sharded(LENGTHS, 3).skip(5),
     "shuffled, then mapped": lambda: (
         sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20).map(batched, batched=True, batch_size=7)
     ),

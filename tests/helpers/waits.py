@@ -95,12 +95,9 @@ def _owner() -> tuple[str | None, str]:
             return None, ""
         if owner is None and frame.f_code.co_name == "_engine_run_backward":
             owner, site = "autograd", "the backward of a built-in function"
-        package = next(
-            (p for p in (_OURS, "trl", "transformers", "peft") if f"/{p}/" in path), None
-        )
-        is_other = not any(f"/{p}/" in path for p in _PASSED_OVER) and path != __file__
-        if owner is None and (package or is_other):
-            owner, site = package or path, f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        if owner is None and path != __file__ and not any(f"/{p}/" in path for p in _PASSED_OVER):
+            owner = _OURS if f"/{_OURS}/" in path else path
+            site = f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return owner, site
 

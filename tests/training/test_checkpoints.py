@@ -18,7 +18,6 @@ from trl_packing import PackedSFTTrainer
 from trl_packing.training.checkpoints import (
     MARK,
     check_optimizer,
-    check_readable,
     last_whole_checkpoint,
 )
 from trl_packing.training.resuming import FILE
@@ -38,30 +37,25 @@ def steps_saved(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("each_node", [False, True])
-def test_a_checkpoint_is_marked_while_it_is_written_and_not_after(tmp_path, monkeypatch, each_node):
+def test_a_checkpoint_is_marked_while_it_is_written_and_uploaded_when_it_is_whole(
+    tmp_path, monkeypatch, each_node
+):
     """With `save_on_each_node`, the first rank of another node marks its own."""
-    trainer = trainer_for(tmp_path, save_on_each_node=each_node)
-    if each_node:
-        monkeypatch.setattr(type(trainer.accelerator), "is_main_process", property(lambda _: False))
-    seen, save = [], trainer._save_rng_state
-    trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
-    trainer.train()
-    assert seen
-    assert all(MARK in files for files in seen)
-    assert not list(tmp_path.glob(f"*/{MARK}"))
-
-
-def test_a_checkpoint_is_uploaded_when_it_is_whole(tmp_path, monkeypatch):
-    """``hub_strategy="checkpoint"`` uploads its folder, which is resumed elsewhere."""
-    uploaded = []
+    uploaded, seen = [], []
     monkeypatch.setattr(
         PackedSFTTrainer,
         "_push_from_checkpoint",
         lambda self, folder: uploaded.append((Path(folder).name, os.listdir(folder))),
     )
-    trainer = trainer_for(tmp_path, hub_strategy="checkpoint")
+    trainer = trainer_for(tmp_path, hub_strategy="checkpoint", save_on_each_node=each_node)
+    if each_node:
+        monkeypatch.setattr(type(trainer.accelerator), "is_main_process", property(lambda _: False))
     trainer.args.push_to_hub, trainer.push_in_progress = True, None
+    save = trainer._save_rng_state
+    trainer._save_rng_state = lambda folder: (seen.append(os.listdir(folder)), save(folder))
     trainer.train()
+    assert all(MARK in files for files in seen)
+    assert len(seen) == 6
     assert [name for name, _ in uploaded] == [f"checkpoint-{n}" for n in range(2, 13, 2)]
     assert all("trainer_state.json" in files and MARK not in files for _, files in uploaded)
 
@@ -149,13 +143,6 @@ def test_a_checkpoint_that_lacks_something_is_refused(case, finished, tmp_path):
         path.unlink() if share is None else path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match=rf"{words}.*resume from another checkpoint"):
         trainer_for(tmp_path).train(resume_from_checkpoint=True)
-
-
-def test_what_is_whole_is_not_called_damaged(finished):
-    """Control: nor does a file matter that nobody reads."""
-    for checkpoint in finished.glob("checkpoint-*"):
-        (checkpoint / "notes.txt").write_text("{half")
-        check_readable(checkpoint)
 
 
 def test_save_only_model_is_said_when_it_is_resumed(tmp_path, caplog):

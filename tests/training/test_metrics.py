@@ -5,18 +5,18 @@ Time is a counted clock: a second a micro-batch, a hundred an evaluation, a thou
 
 import itertools
 from contextlib import nullcontext
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
-import torch
 from harness import make_trainer
-from helpers.distributed.train import Scenario, run
+from helpers.distributed.train import Scenario, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_tokenizer
+from helpers.waits import counted_waits
 
 from trl_packing import PackedCollator, PackedSFTTrainer
 from trl_packing.loss.sums import LossSums
 from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.run_page import FILE, RunRecord
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
@@ -37,47 +37,51 @@ def counted(batch):
     return int(documents), int(real.sum()), int((labels != -100).sum()), len(ids)
 
 
-def by_hand(ranks, steps, room):
-    """Return the metrics of `steps` (numbers from 0), from what every rank has trained."""
-    micro_batches = [
-        [
-            counted(batch)
-            for step, batch in zip(rank["trained_in"], rank["inputs"], strict=True)
-            if step in steps
-        ]
+def counts_by_hand(ranks, steps):
+    """Return the number of micro-batches of `steps` (from 0) of all ranks, and their counts."""
+    rows = [
+        counted(batch)
         for rank in ranks
+        for step, batch in zip(rank["trained_in"], rank["inputs"], strict=True)
+        if step in steps
     ]
-    documents, tokens, trained, cells = map(sum, zip(*itertools.chain(*micro_batches), strict=True))
-    seconds = len(micro_batches[0])
-    places = sum(map(len, micro_batches)) * room if room else cells
+    return len(rows), [sum(column) for column in zip((0, 0, 0, 0), *rows, strict=True)]
+
+
+def by_hand(ranks, steps, room):
+    """Return the metrics of `steps` from what every rank has trained."""
+    number, (documents, tokens, trained, cells) = counts_by_hand(ranks, steps)
+    seconds = number / len(ranks)
     return {
         "tokens_per_second": tokens / seconds,
         "trained_tokens_per_second": trained / seconds,
         "documents_per_second": documents / seconds,
-        "utilization": tokens / places,
+        "utilization": tokens / (number * room if room else cells),
         "documents_per_step": documents / len(steps),
     }
 
 
-def assert_logged(ranks, *, room, every=1):
-    """Hold each logged interval, and the totals, to `by_hand`."""
-    logged = [entry for entry in ranks[0]["history"] if "tokens_per_second" in entry]
-    assert [entry["step"] for entry in logged] == list(range(every, ranks[0]["steps"] + 1, every))
-    so_far = 0
+def assert_logged(ranks, folder, *, room, every=1):
+    """Hold each logged interval, the totals, and the record of the run to `by_hand`."""
+    history, totals, num_steps = (ranks[0][name] for name in ("history", "totals", "steps"))
+    logged = [entry for entry in history if "tokens_per_second" in entry]
+    assert [entry["step"] for entry in logged] == list(range(every, num_steps + 1, every))
     for entry in logged:
-        steps = range(entry["step"] - every, entry["step"])
-        expected = by_hand(ranks, steps, room)
+        expected = by_hand(ranks, range(entry["step"] - every, entry["step"]), room)
         assert {name: entry[name] for name in expected} == pytest.approx(expected)
-        so_far += expected["tokens_per_second"] * sum(s in steps for s in ranks[0]["trained_in"])
-        assert entry["num_tokens"] == pytest.approx(so_far)
-    totals, seconds = ranks[0]["totals"], len(ranks[0]["inputs"])
-    expected = by_hand(ranks, range(ranks[0]["steps"]), room)
+        assert entry["num_tokens"] == counts_by_hand(ranks, range(entry["step"]))[1][1]
+    expected = by_hand(ranks, range(num_steps), room)
     assert {n: totals[f"train_{n}"] for n in expected} == pytest.approx(expected)
-    assert totals["train_seconds"] == seconds
-    assert totals["train_tokens"] == pytest.approx(expected["tokens_per_second"] * seconds)
+    record = RunRecord.load(folder / FILE)
+    assert (record.log, record.step, record.facts["ranks"]) == (history, num_steps, str(len(ranks)))
+    for entry in record.log:
+        number, counts = counts_by_hand(ranks, range(entry["step"]))
+        assert record.totals[entry["step"]] == (*counts, number / len(ranks))
+    names = ("documents", "tokens", "trained_tokens", "seconds")
+    assert [totals[f"train_{n}"] for n in names] == [getattr(record.total, n) for n in names]
     samples = totals["train_samples_per_second"] * totals["train_runtime"]
     assert samples == pytest.approx(totals["train_documents"], rel=0.01)  # both are rounded
-    assert ranks[0]["history"][-1].items() >= totals.items()
+    assert history[-1].items() >= totals.items()
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -104,7 +108,8 @@ RUNS = {
 def test_what_is_logged_is_what_was_trained(name, tmp_path):
     arguments, room = RUNS[name]
     result = run(scenario(tmp_path, **arguments))
-    assert_logged([result], room=room, every=arguments.get("options", {}).get("logging_steps", 1))
+    every = arguments.get("options", {}).get("logging_steps", 1)
+    assert_logged([result], tmp_path, room=room, every=every)
     if "pad_to" in name:  # the control: with the padding it is another number
         padded = sum(len(batch) for batch in result["batches"])
         assert padded > result["totals"]["train_tokens"]
@@ -120,25 +125,10 @@ def test_a_clock_that_never_stops_gives_another_number(tmp_path):
 
 
 def test_num_tokens_are_those_of_training_also_at_an_evaluation(tmp_path):
-    options = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 2}
-    options |= {"pad_to_multiple_of": 16}
+    options = {"eval_strategy": "steps", "eval_steps": 1, "pad_to_multiple_of": 16}
     result = run(scenario(tmp_path, eval_lengths=LENGTHS, max_steps=3, options=options))
     seen = [entry["eval_num_tokens"] for entry in result["history"] if "eval_num_tokens" in entry]
     assert seen == [*itertools.accumulate(counted(batch)[1] for batch in result["inputs"])]
-
-
-def test_a_resumed_run_counts_what_it_trains_itself(tmp_path):
-    whole = scenario(tmp_path, epochs=2, save_steps=4)
-    run(whole)
-    result = run(replace(whole, resume=str(tmp_path / "checkpoint-4")))
-    trained = [counted(batch) for batch in result["inputs"]]
-    assert len(trained) == result["steps"] - 4
-    names = ("train_documents", "train_tokens", "train_trained_tokens")
-    sums = [sum(each) for each in zip(*trained, strict=True)]
-    assert [result["totals"][name] for name in names] == sums[:3]
-    # One interval begins where the resumed run does.
-    first = next(e for e in result["history"] if e["step"] == 5 and "tokens_per_second" in e)
-    assert first["tokens_per_second"] == trained[0][1]
 
 
 def trainer_of(folder, rows=None, **options):
@@ -209,8 +199,8 @@ def test_a_shared_prefix_counts_for_each_document_and_is_computed_once(tmp_path)
     assert "train_computed_tokens" not in expected
     assert found["train_computed_tokens"] == sum(computed) < 0.8 * found["train_tokens"]
     assert found["train_utilization"] == sum(computed) / (len(computed) * 128)
-    seconds = found["train_seconds"]
-    assert found["train_computed_tokens_per_second"] == pytest.approx(sum(computed) / seconds)
+    rate = sum(computed) / found["train_seconds"]
+    assert found["train_computed_tokens_per_second"] == pytest.approx(rate)
     assert f"<b>{sum(computed):,}</b>" in (tmp_path / "b" / "run.html").read_text()
 
 
@@ -234,18 +224,37 @@ def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_p
 
 
 @pytest.mark.parametrize(("tensor_parallel", "tokens"), [(1, 10), (2, 5)])
-def test_the_sums_of_two_ranks(tensor_parallel, tokens, tmp_path, monkeypatch):
+def test_the_sums_of_two_ranks_need_one_wait(tensor_parallel, tokens, tmp_path, monkeypatch):
     """The other rank has counted the same row of 5 tokens, in the same second."""
     trainer, now = trainer_of(tmp_path), [0.0]
     monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: torch.cat([tensor, tensor]))
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: tensor.repeat(2, 1))
     monkeypatch.setattr(trainer, "get_tp_size", lambda: tensor_parallel)
     meter = ThroughputMeter(trainer, LossSums())
     meter.start_run(tokens_before=1000)
     row = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     meter.count([row], room=8)
     now[0], trainer.state.global_step = 1.0, 1
-    meter.share(log=True)
+    with counted_waits(monkeypatch) as waits:
+        waits.step = 1
+        meter.share(log=True)
+        with meter.pause():  # an evaluation after the log, in the same step
+            pass
+    assert waits.of("trl_packing") == [1]
     assert trainer._total_train_tokens == 1000 + tokens
     assert meter.take_logs()[1]["tokens_per_second"] == tokens
+
+
+RANKS = {
+    "packed": {"epochs": 2},
+    "idle rank": {"lengths": [32, 32, 32]},  # one of them ends with an empty micro-batch
+    "stream": {"stream": True, "max_steps": 4},
+}
+
+
+@pytest.mark.slow
+def test_two_ranks_log_what_both_trained(tmp_path):
+    scenarios = {name: scenario(tmp_path / name, **each) for name, each in RANKS.items()}
+    for name, ranks in run_on_ranks(scenarios, tmp_path / "results").items():
+        assert_logged(ranks, tmp_path / name, room=CAPACITY)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from harness import make_trainer
-from helpers.combinations import fast
 from helpers.distributed.train import Scenario, run
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
@@ -168,11 +167,6 @@ REFUSED_SETS = [
     (lambda sets: sets | streams({"b": sets["b"]}), {}, "streams beside data sets"),
     (lambda sets: sets | {"b": sets["b"].select([])}, {}, "the train dataset is empty"),
     (
-        lambda sets: sets | {"b": Dataset.from_dict({"images": [[]], "prompt": ["a"]})},
-        {},
-        "which only packed runs train, .* has images, .* llama",
-    ),
-    (
         lambda sets: sets | {"b": Dataset.from_list([{"input_ids": [1], "labels": [-100]}])},
         {},
         "of the 'b' dataset has a trained token",
@@ -228,7 +222,6 @@ def test_a_mixture_resumes_to_the_bit(kind, tmp_path):
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
-# Bins of all epochs follow the fullest of them, so more epochs are other steps: five, or six.
 SAVED = {
     "sets": SETS,
     "options": {"mixture": {"math": {"epochs": 0.375}, "chat": {"epochs": 0.35}}},
@@ -241,11 +234,6 @@ OTHERWISE = {
         {"options": {"mixture": MIXTURE}},
         "'math': 16}.* instead of .*'math': 15}",
     ),
-    "a number of epochs": (
-        SAVED | {"epochs": 2},
-        {"epochs": 6},
-        "a mixture of another number of epochs",
-    ),
     "weights of streams": (
         STREAMED,
         {"options": {"mixture": {"math": {"weight": 1}, "chat": {"weight": 1}}}},
@@ -254,35 +242,13 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", fast(OTHERWISE, ("a mixture", "weights of streams")))
+@pytest.mark.parametrize("name", OTHERWISE)
 def test_another_setting_does_not_continue_an_epoch(name, tmp_path):
     arguments, change, sentence = OTHERWISE[name]
     run(scenario(tmp_path, **arguments))
     resume = str(tmp_path / "checkpoint-2")
     resumed = run(scenario(tmp_path / "more", resume=resume, **arguments | change))
     assert re.search(sentence, resumed["error"]), resumed["error"]
-
-
-def tokens_trained(*results, before: int = 10**9) -> Counter:
-    """Return how often each token is trained; a rank without documents runs a single masked one."""
-    return Counter(
-        token
-        for result in results
-        for batch, step in zip(result["batches"], result["trained_in"], strict=True)
-        if len(batch) > 1 and step < before
-        for token in batch
-    )
-
-
-@pytest.mark.slow
-def test_a_mixture_resumed_between_epochs_trains_each_of_them_once(tmp_path):
-    short, whole = (run(scenario(tmp_path / str(n), epochs=n, **SAVED)) for n in (2, 6))
-    assert (short["steps"], whole["steps"]) == (2 * 5, 6 * 6)
-    checkpoint = str(tmp_path / "2" / "checkpoint-5")
-    resumed = run(scenario(tmp_path / "more", epochs=6, resume=checkpoint, **SAVED))
-    assert tokens_trained(short, before=5) + tokens_trained(resumed) == tokens_trained(whole)
-    # The control: two epochs, thrice, are other documents.
-    assert tokens_trained(short, short, short) != tokens_trained(whole)
 
 
 def test_streams_are_drawn_by_their_weights(tmp_path):

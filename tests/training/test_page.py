@@ -52,11 +52,10 @@ def test_hostile_text_is_shown_and_does_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("<script>missing()</script>", "error: ReferenceError: missing is not defined"),
         ("<script>setTimeout(() => missing())</script>", "error: ReferenceError: missing"),
         ("<script>fetch('http://localhost:9/x')</script>", "request: http://localhost:9/x"),
         ("<div style='width: 3000px'>wide</div>", "the page is 30"),
-        *[(text, "hostile text acts") for text in (*HOSTILE[:1], *HOSTILE[2:4], HOSTILE[6])],
+        *((text, "hostile text acts") for text in (HOSTILE[0], HOSTILE[6])),
     ],
 )
 def test_a_bad_page_is_caught(tmp_path, text, problem):
@@ -74,16 +73,9 @@ def test_what_a_page_loads_is_refused_and_data_that_end_their_script_are_caught(
 
 
 def test_a_page_replaces_an_older_page_and_nothing_else(tmp_path):
-    older, empty, data = (tmp_path / name for name in ("a.html", "b", "c.jsonl"))
-    older.write_text(good_page(tmp_path))
-    empty.touch()
-    for file in (older, empty, tmp_path / "new.html"):
-        check_can_write("--html", str(file))
+    check_can_write("--html", str(written(tmp_path, good_page(tmp_path))))
+    data = tmp_path / "c.jsonl"
     data.write_text('{"text": "a"}\n')
-    for path, problem in (
-        (data, r"c\.jsonl exists and is no page"),
-        (tmp_path, "must name a file"),
-        (tmp_path / "none" / "a.html", "in a folder that exists"),
-    ):
+    for path, problem in ((data, "exists and is no page"), (tmp_path, "must name a file")):
         with pytest.raises(ValueError, match=f"^--html .*{problem}"):
             check_can_write("--html", str(path))

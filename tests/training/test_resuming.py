@@ -134,7 +134,6 @@ def test_between_epochs_anything_may_change(saved, tmp_path, caplog):
 BY_LENGTH = {"packing": False, "train_sampling_strategy": "group_by_length"}
 REFUSED = {  # settings then, settings now, words of the refusal
     "accumulation": ({}, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
-    "greedy": ({}, {"packing_strategy": "greedy"}, "packing_strategy=greedy instead of bfd"),
     "by length": ({"packing": False}, BY_LENGTH, "group_by_length instead of random"),
     "seed": ({}, {"seed": 7}, "seed=7 instead of 42"),
     "shorter": ({}, {"documents": rows()[:50]}, "60 documents then, 50 others now"),

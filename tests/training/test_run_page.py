@@ -176,7 +176,7 @@ def test_odd_runs_have_a_page(tmp_path, made):
         assert opened.problems() == []
 
 
-def test_hostile_texts_are_shown_and_do_nothing(tmp_path, monkeypatch):
+def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
     log = [{"loss": 1.0, f"eval_loss_{TEXT}": 2.0, "eval_loss": 1.0, TEXT: 1.0, "step": 10}]
     texts = dict.fromkeys(("name", "path", "status", "written"), TEXT)
     tables = {"settings": {TEXT: {TEXT: TEXT}}, "versions": {TEXT: TEXT}, "facts": {TEXT: TEXT}}
@@ -187,10 +187,6 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path, monkeypatch):
         opened.hover("[data-chart='1'] > svg")
         assert "<img src=x" in opened.text("[data-chart='1'] .tip")
         assert opened.problems() == []
-    # The control: they act where they are not escaped.
-    monkeypatch.setattr("trl_packing.training.report.escape", str)
-    with open_page(written(tmp_path, record(report=[["", TEXT]]))) as opened:
-        assert "hostile text acts" in opened.problems()
 
 
 # --- the controls of its curves -------------------------------------------------------------------

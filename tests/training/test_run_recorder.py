@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from harness import make_trainer
-from helpers.distributed.train import Scenario, run, run_on_ranks
+from helpers.distributed.train import Scenario, run
 from helpers.padded import Padded
 from helpers.tiny import documents_of_lengths
 from transformers import TrainerCallback
@@ -16,60 +16,19 @@ from trl_packing.training.run_page import FILE, NOTHING, UNKNOWN, RunRecord, Tot
 from trl_packing.training.run_recorder import RunRecorder, all_settings, changed_settings
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
-SOURCES = ["math", "code"] * 3
-EVALUATED = {"eval_lengths": [7, 9, 4, 12, 8, 6], "sources": SOURCES}
-
-
-def counted(ranks, steps):
-    """Return documents, tokens, trained and computed tokens of the first `steps` steps, by hand."""
-    sums = [0, 0, 0, 0]
-    for rank in ranks:
-        for step, batch in zip(rank["trained_in"], rank["inputs"], strict=True):
-            if step < steps:
-                real = batch["input_ids"].flatten() != 0
-                starts = (batch["position_ids"].flatten() == 0) & real
-                trained = batch["labels"].flatten() != -100
-                row = (starts.sum(), real.sum(), trained.sum(), len(real))
-                sums = [a + int(b) for a, b in zip(sums, row, strict=True)]
-    return sums
-
-
-def assert_totals(record, ranks):
-    """The totals of every logged step are those of the batches of all ranks."""
-    assert record.log
-    for entry in record.log:
-        found = record.totals[entry["step"]]
-        assert list(found[:4]) == counted(ranks, entry["step"])
-        micro_batches = sum(step < entry["step"] for step in ranks[0]["trained_in"])
-        assert found.seconds == micro_batches  # the clock counts a second a micro-batch
-    assert record.total == record.totals[record.step]
-    assert record.total.documents > 0
-
-
-def assert_same_points(found, expected, *, but):
-    """The same points; transformers logs the loss of step `but` without the steps before it."""
-    points, others = found.points("loss"), expected.points("loss")
-    assert [point[:4] for point in points] == [point[:4] for point in others]
-    values, expected_values = ({p.step: p.value for p in s} for s in (points, others))
-    assert values.pop(but) != expected_values.pop(but)
-    assert values == expected_values
+EVALUATED = {"eval_lengths": [7, 9, 4, 12, 8, 6], "sources": ["math", "code"] * 3}
 
 
 def scenario(folder, **changes):
-    return Scenario(str(folder), **{"lengths": LENGTHS, "counted_clock": True, **changes})
+    return Scenario(str(folder), LENGTHS, counted_clock=True, **changes)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
-def test_the_record_holds_the_log_and_what_was_trained_at_each_entry(tmp_path, packing):
-    options = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3}
-    options |= {"source_column": "source"}
-    rank = run(scenario(tmp_path, packing=packing, epochs=2, options=options, **EVALUATED))
+def test_the_record_holds_report_versions_and_losses_of_sources(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "source_column": "source"}
+    run(scenario(tmp_path, packing=False, options=options, **EVALUATED))
     record = RunRecord.load(tmp_path / FILE)
-    assert record.log == rank["history"]
-    assert_totals(record, [rank])
     assert (record.status, record.verdict) == ("finished", "not checked")
-    assert record.path == ("packed" if packing else "padding-free")
-    assert record.report[0][0] == "documents"
+    assert (record.path, record.report[0][0]) == ("padding-free", "documents")
     assert "eval_loss_code" in (tmp_path / "run.html").read_text()
     assert {"python", "torch", "trl"} <= record.versions.keys()
 
@@ -83,37 +42,25 @@ def test_a_resumed_run_continues_the_record(tmp_path):
     resumed = run(scenario(tmp_path / "again", resume=str(checkpoint), **common))
     found = RunRecord.load(tmp_path / "again" / FILE)
     assert found.log == resumed["history"]
-    assert_same_points(found, expected, but=4)
+    # transformers logs the loss of step 4 without the step before the checkpoint.
+    points, others = ([p for p in each.points("loss") if p.step != 4] for each in (found, expected))
+    assert points == others
     assert found.total == expected.total
     assert (found.resumed, found.notes) == ([3], [])
     assert "resumed at step 3" in (tmp_path / "again" / "run.html").read_text()
 
 
-@pytest.mark.parametrize("broken", [None, '{"format": 1}'])
-def test_a_run_resumed_without_a_record_shows_what_it_knows(tmp_path, broken):
+def test_a_run_resumed_without_a_record_shows_what_it_knows(tmp_path):
     common = {"epochs": 2, "options": {"logging_steps": 1}}
     run(scenario(tmp_path, save_steps=3, **common))
     checkpoint = tmp_path / "checkpoint-3"
-    (checkpoint / FILE).unlink() if broken is None else (checkpoint / FILE).write_text(broken)
+    (checkpoint / FILE).write_text('{"format": 1}')
     run(scenario(tmp_path, resume=str(checkpoint), **common))
     found = RunRecord.load(tmp_path / FILE)
     assert [point.step for point in found.points("loss")] == list(range(1, found.step + 1))
     assert {point[1:4] for point in found.points("loss")} == {(None, None, None)}
     assert found.total == UNKNOWN
     assert any("shown over steps alone" in note for note in found.notes)
-
-
-@pytest.mark.slow
-def test_two_ranks_write_one_record_of_both(tmp_path):
-    made = {"run": {"epochs": 2}, "idle": {"lengths": [32] * 3}, "stream": {"stream": True}}
-    made["stream"]["max_steps"] = 4
-    scenarios = {name: scenario(tmp_path / name, **each) for name, each in made.items()}
-    for name, ranks in run_on_ranks(scenarios, tmp_path / "results").items():
-        record = RunRecord.load(tmp_path / name / FILE)
-        assert_totals(record, ranks)
-        assert record.facts["ranks"] == "2"
-        tokens = ranks[0]["totals"]["train_tokens_per_second"] * len(ranks[0]["inputs"])
-        assert tokens == pytest.approx(record.total.tokens)
 
 
 # --- one trainer ------------------------------------------------------------------------------
@@ -133,19 +80,10 @@ def files(folder):
 PAGE = ["run.html", "run.json"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"save_strategy": "steps", "save_steps": 2}, ["README.md", *PAGE]),
-        ({}, PAGE),
-        ({"run_page": False}, []),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [({}, PAGE), ({"run_page": False}, [])])
 def test_files_are_written_where_trl_writes(tmp_path, changes, expected):
     trainer(tmp_path, **changes).train()
     assert files(tmp_path) == expected
-    for checkpoint in tmp_path.glob("checkpoint-*"):
-        assert "run.json" in files(checkpoint)
 
 
 def test_no_fault_of_the_page_stops_a_run(tmp_path, monkeypatch, caplog):

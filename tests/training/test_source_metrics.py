@@ -12,7 +12,6 @@ from datasets import Dataset
 from harness import alone, run
 from helpers.by_hand import LOSSES, TOLERANCE, weighted
 from helpers.distributed.train import Scenario, run_on_ranks
-from helpers.distributed.train import run as run_scenario
 from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
 from helpers.tiny import documents_of_lengths, tiny_model
 
@@ -143,38 +142,27 @@ def test_streams_of_a_dictionary_are_sources(tmp_path):
     assert_reports(trainer.state.log_history[0], by_source(drawn))
 
 
-# --- two ranks, and resumed runs ------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
-WEIGHTED = {"packing": False, "batch_size": 2, "options": {"loss_weighting": "document"}}
-
-
-def scenario(folder, **arguments):
-    options = {"source_column": "source", "learning_rate": 0.0, **arguments.pop("options", {})}
-    sources = [SOURCES[i % 8] for i in range(len(LENGTHS))]
-    return Scenario(str(folder), LENGTHS, options=options, trained_sources=sources, **arguments)
 
 
 @pytest.mark.slow
 def test_two_ranks_report_the_sources_of_both(tmp_path):
-    found = run_on_ranks({"run": scenario(tmp_path, **WEIGHTED)}, tmp_path / "results")["run"]
+    options = {"source_column": "source", "learning_rate": 0.0, "loss_weighting": "document"}
+    sources = [SOURCES[i % 8] for i in range(len(LENGTHS))]
+    scenario = Scenario(
+        str(tmp_path),
+        LENGTHS,
+        options=options,
+        trained_sources=sources,
+        packing=False,
+        batch_size=2,
+    )
+    found = run_on_ranks({"run": scenario}, tmp_path / "results")["run"]
     documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
     expected = by_source(documents, weighting="document")
     assert_reports(found[0]["totals"], {f"train_{n}": v for n, v in expected.items()})
     steps = [entry for entry in found[0]["history"] if "step" in entry and "loss" in entry]
     for count in ("num_documents_web", "num_tokens_code", "num_trained_tokens_books"):
         assert sum(entry.get(count, 0) for entry in steps) == expected[count]
-
-
-def test_a_resumed_run_goes_on_with_the_log_of_its_sources(tmp_path):
-    arguments = {"epochs": 2, "save_steps": 2, "options": {"learning_rate": 0.02}}
-
-    def by_step(**more):
-        names = ("step", "loss_web", "num_tokens_code", "num_documents_books")
-        found = run_scenario(scenario(tmp_path, **arguments, **more))["history"]
-        found = [entry for entry in found if "num_tokens_web" in entry and entry["step"] > 2]
-        return [{name: entry.get(name) for name in names} for entry in found]
-
-    whole = by_step()
-    assert len(whole) > 2
-    assert by_step(resume=str(tmp_path / "checkpoint-2")) == whole

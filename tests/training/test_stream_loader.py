@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.stream import fit_stream
+from trl_packing.packing.bins import STRATEGIES
 from trl_packing.training.stream_loader import StreamBatches
 from trl_packing.training.stream_reader import StreamSettings
 
@@ -21,10 +22,12 @@ from trl_packing.training.stream_reader import StreamSettings
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-def stream_of(source, *, capacity=CAPACITY, bins_per_batch=1, num_ranks=1, seed=0, **options):
-    made = StreamSettings(
-        capacity, bins_per_batch=bins_per_batch, num_ranks=num_ranks, seed=seed, window_bins=4
-    )
+OF_SETTINGS = ("bins_per_batch", "num_ranks", "seed", "strategy")
+
+
+def stream_of(source, *, capacity=CAPACITY, **options):
+    given = {name: options.pop(name) for name in OF_SETTINGS if name in options}
+    made = StreamSettings(capacity, **{"seed": 0, "window_bins": 4} | given)
     return StreamBatches(source, made, list, **options)
 
 
@@ -69,9 +72,11 @@ def read_all(source, num_ranks, **options) -> list[list[list[int]]]:
     bins_per_batch=st.integers(1, 3),
     accumulation=st.integers(1, 3),
     capacity=st.sampled_from([CAPACITY, None]),
+    strategy=st.sampled_from(list(STRATEGIES)),
+    seed=st.sampled_from([None, 0]),
 )
 def test_ranks_have_equally_many_micro_batches(
-    lengths, num_ranks, num_shards, bins_per_batch, accumulation, capacity
+    lengths, num_ranks, num_shards, bins_per_batch, accumulation, capacity, **packing
 ):
     ranks = read_all(
         lambda: sharded(lengths, num_shards) if num_shards else documents(lengths),
@@ -79,8 +84,12 @@ def test_ranks_have_equally_many_micro_batches(
         bins_per_batch=bins_per_batch,
         accumulation=accumulation,
         capacity=capacity,
+        **packing,
     )
     assert_exactly_once(ranks, len(lengths), accumulation)
+    if capacity is not None:
+        tokens = [sum(lengths[d] for d in batch) for batches in ranks for batch in batches]
+        assert max(tokens) <= bins_per_batch * capacity
 
 
 @pytest.mark.parametrize(

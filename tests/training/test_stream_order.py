@@ -59,10 +59,6 @@ def test_a_stream_shuffled_otherwise_fails_the_same_comparison(tmp_path):
         assert_same_steps(theirs, ours)
 
 
-def from_step(step: int, run: dict) -> dict:
-    return run | {"documents": {s: found for s, found in run["documents"].items() if s >= step}}
-
-
 def test_a_resumed_stream_holds_the_documents_of_an_uninterrupted_padded_run(tmp_path):
     """Behind the first epoch TRL's own resumed run does not: it skips in the first epoch."""
     settings = {"max_steps": 18, "save_strategy": "steps", "save_steps": 15}
@@ -70,7 +66,7 @@ def test_a_resumed_stream_holds_the_documents_of_an_uninterrupted_padded_run(tmp
     theirs, ours = both(tmp_path, **arguments)
     resumed = both(tmp_path, **arguments, resume=15)
     assert_same_steps(theirs, ours)
-    rest = from_step(15, theirs)
+    rest = theirs | {"documents": {s: d for s, d in theirs["documents"].items() if s >= 15}}
     assert_same_steps(rest, resumed[1])
     assert resumed[0]["documents"] != rest["documents"]
 
@@ -93,21 +89,10 @@ def runs_of_two_ranks(tmp_path_factory) -> dict[str, dict]:
             runs[f"{trainer}: {name}"] = Run(
                 str(folder / trainer / name), trainer, ROWS, **arguments | {"settings": settings}
             )
-        save = {"max_steps": 10, "save_strategy": "steps", "save_steps": 8}
-        for name, step in (("saving", None), ("resumed", 8)):
-            where = str(folder / trainer / "saved")
-            runs[f"{trainer}: {name}"] = Run(where, trainer, ROWS, save, resume=step, shards=4)
     return {name: joined(ranks) for name, ranks in on_ranks(runs, folder / "results").items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*ON_RANKS, "saving"])
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_two_ranks_train_the_steps_of_two_padded_ranks(runs_of_two_ranks, name):
     assert_same_steps(*(runs_of_two_ranks[f"{trainer}: {name}"] for trainer in TRAINERS))
-
-
-@pytest.mark.slow
-def test_two_resumed_ranks_train_the_steps_of_two_uninterrupted_padded_ranks(runs_of_two_ranks):
-    """Of the second epoch."""
-    theirs = from_step(8, runs_of_two_ranks["SFTTrainer: saving"])
-    assert_same_steps(theirs, runs_of_two_ranks["PackedSFTTrainer: resumed"])

@@ -7,10 +7,7 @@ import pytest
 from datasets.distributed import split_dataset_by_node
 from helpers.steps import assert_exactly_once
 from helpers.streams import CAPACITY, LENGTHS, documents, names, sharded
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from trl_packing.packing.bins import STRATEGIES
 from trl_packing.training.stream_reader import PackedStream, StreamSettings, part_of_rank
 
 
@@ -19,32 +16,6 @@ def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, **options):
     where = {name: options.pop(name) for name in ("epoch", "place") if name in options}
     made = StreamSettings(capacity, window_bins=window_bins, **options)
     return [names(batch) for batch, *_ in PackedStream(source, made, rank=rank, **where)]
-
-
-# --- bins -----------------------------------------------------------------------------------------
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, CAPACITY), max_size=80),
-    window_bins=st.integers(1, 8),
-    bins_per_batch=st.integers(1, 3),
-    strategy=st.sampled_from(list(STRATEGIES)),
-    seed=st.sampled_from([None, 0, 7]),
-)
-def test_bins_hold_every_document_once_and_no_more_than_capacity(
-    lengths, window_bins, bins_per_batch, strategy, seed
-):
-    batches = read(
-        documents(lengths),
-        window_bins=window_bins,
-        bins_per_batch=bins_per_batch,
-        strategy=strategy,
-        seed=seed,
-    )
-    assert_exactly_once([batches], len(lengths))
-    most = bins_per_batch * CAPACITY
-    assert all(sum(lengths[d] for d in batch) <= most for batch in batches)
 
 
 # --- windows --------------------------------------------------------------------------------------
@@ -84,11 +55,6 @@ def test_ranks_that_do_not_pack_read_the_shards_of_a_padded_run():
         theirs = names(source.shard(2, rank))
         assert names(part_of_rank(source, 2, rank, packs=False)) == theirs
         assert names(part_of_rank(source, 2, rank, packs=True)) != theirs
-
-
-def test_shards_that_do_not_divide_among_ranks_give_every_other_document():
-    parts = [names(part_of_rank(sharded([1] * 9, 3), 2, rank, packs=True)) for rank in (0, 1)]
-    assert parts == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
 
 
 WHOLE_ONLY = {

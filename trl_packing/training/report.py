@@ -42,7 +42,6 @@ Line = tuple[str, str]  # label, text
 
 WARN_STEPS = 20  # an epoch: fewer learn little, whatever their size
 
-_MOST_SOURCES = 12
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
 
@@ -229,9 +228,8 @@ class ImageCounts:
             return None
         batches = sampler.some_micro_batches(_MOST_BATCHES)
         # A mixture draws some documents repeatedly.
-        images, tokens, patches, lengths = map(
-            sampler.at_places, (loads.images, loads.tokens, loads.patches, sampler.lengths)
-        )
+        values = (loads.images, loads.tokens, loads.patches, sampler.lengths)
+        images, tokens, patches, lengths = map(sampler.at_places, values)
         return cls(
             images=int(images.sum()),
             documents=int((images > 0).sum()),
@@ -256,18 +254,11 @@ def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
     if len(sources) < 2 and all(source.drawn == source.documents for source in sources):
         return []
     total = max(sum(source.tokens for source in sources), 1)
-    by_size = sorted(sources, key=lambda source: -source.tokens)
-    shown, others = by_size[:_MOST_SOURCES], by_size[_MOST_SOURCES:]
     lines = [
         f"{source.name}: {times(source.epochs)} {quantity(source.documents, 'document')} · "
         f"{source.tokens:,} tokens ({source.tokens / total:.1%}) · {source.trained:,} trained"
         for source in sources
-        if source in shown
     ]
-    if others:
-        tokens = sum(source.tokens for source in others)
-        number = quantity(len(others), "other source")
-        lines.append(f"{number} · {tokens:,} tokens ({tokens / total:.1%})")
     return [("sources" if not i else "", line) for i, line in enumerate(lines)]
 
 
@@ -375,13 +366,10 @@ def report_of(
             )
         return report
     lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
-    in_data = None
-    if is_planned:
-        micro_batches = len(sampler)
-        if sampler.draw is not None:
-            drawn = sampler.draw.documents(0)
-            number, in_data = sampler.num_drawn, len(documents)
-            lengths, trained = lengths[drawn], trained[drawn]
+    in_data, micro_batches = None, len(sampler) if is_planned else micro_batches
+    if is_planned and sampler.draw is not None:
+        drawn, number, in_data = sampler.draw.documents(0), sampler.num_drawn, len(documents)
+        lengths, trained = lengths[drawn], trained[drawn]
     steps = None if micro_batches is None else -(-micro_batches // accumulation)
     report = replace(
         report,
