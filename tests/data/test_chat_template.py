@@ -5,7 +5,6 @@ out below. Every conversation goes the whole way: rows, text, tokens, labels, de
 """
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -34,16 +33,6 @@ from hypothesis import strategies as st
 from trl_packing.data import row_format
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
 from trl_packing.data.turns import trained_spans
-
-
-def message_spans(chat, messages, wanted) -> list[str]:
-    """The texts of the wanted messages, each of one span."""
-    text, spans = trained_spans(chat, Conversation(messages), dict.fromkeys(wanted, 1.0))
-    assert len(spans) == len(wanted)
-    return [text[start:stop] for start, stop, _ in spans]
-
-
-# --- the whole way --------------------------------------------------------------------------------
 
 
 def trained(chat: ChatTemplate, rows, train_on="assistant") -> list[list[str]]:
@@ -99,7 +88,8 @@ def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_i
     tokenizer.chat_template = source_of(name).replace("eos_token", "'[END]'")
     stop = "<|im_end|>" if name == "chatml" else "[END]"
     messages = [*SENTENCES, turn("user", ""), turn("assistant", "")]
-    assert message_spans(ChatTemplate(tokenizer), messages, [1, 3]) == ["Hello" + stop, stop]
+    text, spans = trained_spans(ChatTemplate(tokenizer), Conversation(messages), {1: 1.0, 3: 1.0})
+    assert [text[a:b] for a, b, _ in spans] == ["Hello" + stop, stop]
 
 
 # --- which turns ----------------------------------------------------------------------------------
@@ -121,14 +111,6 @@ def test_messages_say_whether_they_are_trained_and_how_much(name):
     for weight, text in zip((0.5, 2.0), (every[0], every[2]), strict=True):
         assert chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == weight]) == text
     assert ((row["labels"] != -100) == (row["loss_weights"] > 0)).all()
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_8", "gemma4", "llama3"])
-def test_the_assistant_may_speak_first(name):
-    messages = [turn("system", "x"), turn("assistant", "Welcome"), *SENTENCES]
-    first, _ = message_spans(ChatTemplate(tokenizer_for(name)), messages, [1, 3])
-    assert "Welcome<" in first
-    assert "<|im_start|>" not in first
 
 
 # --- {% generation %} -----------------------------------------------------------------------------
@@ -193,20 +175,14 @@ def refusal(name: str, messages, train_on: str = "assistant") -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["llama3", "phi3", "lfm2", "qwen2_5_vl"])
-def test_a_template_that_drops_tool_calls_is_refused(name):
-    assert re.match(
-        r"row 1 of the train dataset: the chat template leaves out the tool call of message 1 "
-        r"\('weather'\), .* Use a template that keeps it or has {% generation %}",
-        refusal(name, TOOLS),
-    )
+MUTE = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if m.role == 'user' }}\n"
 
 
-def test_a_template_that_drops_contents_is_refused():
-    mute = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if m.role == 'user' }}\n"
-    tokenizer = with_template(mute + "<|im_end|>{% endfor %}")
+def test_a_template_that_drops_calls_or_contents_is_refused():
+    for name in ("llama3", "phi3"):
+        assert "out the tool call of message 1 ('weather')" in refusal(name, TOOLS)
     with pytest.raises(ValueError, match=r"row 0 of .*leaves out the content of message 1 \('Hel"):
-        trained(ChatTemplate(tokenizer), [SENTENCES])
+        trained(ChatTemplate(with_template(MUTE + "<|im_end|>{% endfor %}")), [SENTENCES])
 
 
 # --- reasoning ------------------------------------------------------------------------------------
@@ -229,7 +205,7 @@ def test_the_reasoning_of_the_last_turn_is_trained(name, key):
 def test_reasoning_that_a_template_strips_from_earlier_turns_is_refused(name, reasoning):
     messages = [turn("user", "2 + 2"), reasoned("It is 4.", reasoning, "reasoning_content")]
     complaint = refusal(name, [*messages, *SENTENCES])
-    assert complaint.startswith("row 1 of the train dataset: the chat template leaves out the reas")
+    assert "row 1 of the train dataset: the chat template leaves out the reas" in complaint
     assert f"of message 1 ({reasoning!r})" in complaint
     [runs] = trained(ChatTemplate(tokenizer_for(name)), [[*messages, *SENTENCES]], "last_assistant")
     assert "Hello" in "".join(runs)
@@ -270,13 +246,8 @@ def shifted(chat, conversation, weights):
     return text, [(a + 1, b + 1, weight) for a, b, weight in spans]
 
 
-GROWING_FAILS = ("qwen3", "glm4moe", "gptoss", "phi3", "qwen3_5_think", "chatml")
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong"),
-    [*((name, shifted) for name in FORMATS), *((name, growing_prefixes) for name in GROWING_FAILS)],
-)
+@pytest.mark.parametrize("wrong", [shifted, growing_prefixes])
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "phi3", "chatml"])
 def test_other_spans_are_noticed(name, wrong, monkeypatch):
     chat = ChatTemplate(tokenizer_for(name))
     assert_turns(name, chat, [THREE])
@@ -318,5 +289,5 @@ def test_a_template_that_would_not_end_is_refused(tmp_path):
     for source in ("{{ 'x' * 10**10 }}", "{{ 'x' * 10000000000 }}"):
         tokenizer = tiny_tokenizer(chat=True)
         tokenizer.chat_template += source
-        with pytest.raises(ValueError, match="a number above 10,000,000, in line"):
+        with pytest.raises(ValueError, match="a power, or a number above"):
             make_trainer(tmp_path, rows, tokenizer=tokenizer)

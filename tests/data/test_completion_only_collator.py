@@ -2,7 +2,6 @@
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -22,26 +21,6 @@ R, I = [10, 11], [12, 13]  # noqa: E741
 def collator_of(response=R, instruction=None, **options):
     options.setdefault("tokenizer", tiny_tokenizer())
     return DataCollatorForCompletionOnlyLM(response, instruction, **options)
-
-
-# --- labels ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("templates", "ids", "labels"),
-    [
-        ((R,), [10, 11, 60, 10, 11, 61], [-100] * 5 + [61]),  # the last template counts
-        ((R,), [50, 10, 60], [-100] * 3),
-        ((R,), [], []),
-        # A question without an answer at the end, an answer without a question at the beginning.
-        ((R, I), [10, 11, 60, 12, 13, 50, 10, 11, 61, 12], [-100, -100, 60, *[-100] * 5, 61, 12]),
-        ((R, I), [10, 11, 60], [-100] * 3),
-    ],
-)
-def test_answers_to_templates_are_trained(templates, ids, labels):
-    result = collator_of(*templates).labels_of(ids)
-    assert result.dtype == np.int64
-    assert result.tolist() == labels
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -66,22 +45,18 @@ def test_padding_free_is_exactly_the_batch_of_the_packed_collator():
         {"input_ids": [50, 10, 11, 60, 61], "labels": [-100, -100, -100, 60, 61]},
         {"input_ids": [10, 11, 62], "labels": [-100, -100, 62]},
     ]
-    for multiple in (None, 16):
-        expected = PackedCollator(0, multiple)(documents)
-        batch = collator_of(padding_free=True, pad_to_multiple_of=multiple)(TWO)
-        assert batch.keys() == expected.keys()
-        for name, values in expected.items():
-            assert type(batch[name]) is type(values)
-            torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
+    expected = PackedCollator(0, 16)(documents)
+    batch = collator_of(padding_free=True, pad_to_multiple_of=16)(TWO)
+    assert batch.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
 
 
 def test_padding_in_the_examples_is_taken_out():
     padded = {"input_ids": [0, 50, 10, 11, 60, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
-    for padding_free in (False, True):
-        collate = collator_of(padding_free=padding_free)
-        ours, expected = collate([padded]), collate([[50, 10, 11, 60]])
-        for name in ("input_ids", "labels"):
-            assert ours[name].tolist() == expected[name].tolist()
+    ours, expected = collator_of()([padded]), collator_of()([[50, 10, 11, 60]])
+    for name in ("input_ids", "labels"):
+        assert ours[name].tolist() == expected[name].tolist()
 
 
 @pytest.mark.parametrize(
@@ -89,37 +64,26 @@ def test_padding_in_the_examples_is_taken_out():
     [
         ({"mlm": True}, ValueError, "mlm=True"),
         ({"return_tensors": "np"}, ValueError, "return_tensors"),
-        ({"tokenizer": None}, TypeError, "needs tokenizer"),
         ({"response": ""}, ValueError, "response_template is empty"),
+        ({"instruction": []}, ValueError, "instruction_template is empty"),
         ({"mlm_probabilty": 0.1}, TypeError, "mlm_probabilty"),
+        ({"tokenizer": tiny_tokenizer(pad=None)}, ValueError, "padding_free=True"),
     ],
 )
 def test_what_it_cannot_do_is_refused(options, error, sentence):
     with pytest.raises(error, match=sentence):
-        collator_of(**options)
-
-
-def test_rows_need_a_padding_token_and_a_flat_batch_does_not():
-    tokenizer = tiny_tokenizer(pad=None)
-    with pytest.raises(ValueError, match="padding_free=True"):
-        collator_of(tokenizer=tokenizer)(TWO)
-    assert collator_of(tokenizer=tokenizer, padding_free=True)(TWO)["input_ids"].shape == (1, 8)
-
-
-# --- documents without the template ---------------------------------------------------------------
+        collator_of(**options)(TWO)
 
 
 def test_documents_without_the_template_are_counted_and_warned_about_rarely(caplog):
     collate = collator_of("### Answer:")
-    lost = tiny_tokenizer()("Nothing of the kind.")["input_ids"]
-    found = tiny_tokenizer()("### Answer: x")["input_ids"]
+    lost, found = tiny_tokenizer()(["Nothing of the kind.", "### Answer: x"])["input_ids"]
     collate([found])
     for _ in range(12):
         assert (collate([lost, found])["labels"][0] == -100).all()
     assert (collate.num_unfound, collate.num_seen) == (12, 25)
     first, tenth = (record.getMessage() for record in caplog.records)
     assert first.startswith("1 of 2 documents (50.0%) have no response_template '### Answer:', so")
-    assert "one of them starts 'Nothing of the kind.'; if the text is there, pass" in first
     assert tenth.startswith("10 of 20 documents")
 
 
@@ -256,23 +220,12 @@ def test_labels_are_found_before_documents_are_cut(tmp_path, stream):
     assert (labels != -100).sum() == 3 * len(ROWS)  # all but the first token of each
 
 
-def test_rows_with_labels_and_packed_rows_are_labeled_by_the_template(tmp_path):
-    ids = [50, 10, 11, 60, 10, 11, 61]
-    packed, collator = {"input_ids": ids, "labels": ids, "seq_lengths": [4, 3]}, collator_of()
-    trainer = trainer_of(tmp_path, collator, [packed] * 8)
-    assert trainer.train_dataset[0]["labels"] == [-100, -100, -100, 60, -100, -100, 61]
-    assert collator.num_seen == 16
-
-
 def test_evaluation_sees_the_same_labels(tmp_path):
-    trainer, losses = trainer_of(tmp_path, collator_of(ANSWER)), []
-    for text in texts()[:8]:
-        with torch.no_grad():
-            batch = old_collate([{"input_ids": tiny_tokenizer()(text)["input_ids"]}])
-            loss = float(tiny_model("llama")(**batch).loss)
-        losses += [loss] * int((batch["labels"][:, 1:] != -100).sum())
-    metrics = trainer.evaluate(Dataset.from_list(ROWS[:8]))
-    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    ids = tiny_tokenizer()(texts()[:8])["input_ids"]
+    with torch.no_grad():
+        loss = tiny_model("llama")(**old_collate([{"input_ids": each} for each in ids])).loss
+    metrics = trainer_of(tmp_path, collator_of(ANSWER)).evaluate(Dataset.from_list(ROWS[:8]))
+    assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4)
 
 
 def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, caplog):
@@ -286,5 +239,5 @@ def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, 
     said = "1 of 16 documents (6.2%) have no response_template ' ### Answer:'"
     assert [said in record.getMessage() for record in caplog.records].count(True) == 1
     assert (collator.num_unfound, collator.num_seen, len(trainer.train_dataset)) == (1, 16, 15)
-    with pytest.raises(ValueError, match=r"trained token left: 32 of 32 .*'### Reply:'.*Question"):
+    with pytest.raises(ValueError, match=r"32 of 32 .*'### Reply:'.*Question"):
         trainer_of(tmp_path, collator_of("### Reply:"))

@@ -25,6 +25,7 @@ from helpers.chat_templates import (
     with_template,
 )
 from helpers.merging import merging_tokenizer
+from helpers.tiny import WEATHER_TOOL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,19 +161,14 @@ def test_a_prompt_that_opens_thoughts_needs_them(source):
     assert turns_of(tokenizer, begun) == ["Hm.\n</think>\n\nSo.<|end|>"]
     found = refusal(tokenizer, *SENTENCES)
     assert re.search(r"reads .*<think>\\n' at the end .* message 1, .* writes 'Hello", found)
-    assert "give the message the reasoning that the prompt asks for" in found
     assert "the reasoning" in refusal(tokenizer, *thinking("Hm.\n<think>Oh</think>"))
 
 
-def test_reasoning_against_a_prompt_that_has_closed_it_is_refused():
+def test_reasoning_that_a_prompt_has_closed_or_a_template_drops_is_refused():
     tokenizer, off = tokenizer_for("qwen3"), {"enable_thinking": False}
-    found = refusal(tokenizer, *TWICE, chat_template_kwargs=off)
-    assert "chat_template_kwargs that fit it (enable_thinking)" in found
+    assert "(enable_thinking)" in refusal(tokenizer, *TWICE, chat_template_kwargs=off)
     row = {"messages": SENTENCES, "chat_template_kwargs": off}
     assert turns_of(tokenizer, row) == ["Hello<|im_end|>"]
-
-
-def test_reasoning_that_a_template_drops_from_the_last_turn_is_refused():
     found = refusal(tokenizer_for("llama3"), *TWICE)
     assert "leaves out the reasoning of message 1 ('two twos') even where it is the last" in found
 
@@ -205,11 +201,7 @@ def test_a_template_without_a_stop_ends_turns_as_the_next_one_begins():
 
 @pytest.mark.parametrize("name", RENDERS_CALLS)
 def test_calls_are_turns_and_what_tools_answer_is_in_the_prompt(name):
-    city = {"type": "string", "description": "name"}
-    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
-    function = {"name": "weather", "description": "now", "parameters": parameters}
-    tools = [{"type": "function", "function": function}]
-    row = {"messages": TOOLS, "tools": tools}
+    row = {"messages": TOOLS, "tools": [WEATHER_TOOL]}
     texts = turns_of(tokenizer_for(name), row, calls_tools=True)
     for words, text in zip((("weather", "Bern"), ("It is cold.",), ("Hello",)), texts, strict=True):
         assert all(word in text for word in words)
@@ -242,8 +234,7 @@ def test_a_message_says_whether_it_is_trained_and_how_much():
         expected = np.where(document["labels"] != -100, weight, 0)
         assert document["loss_weights"].tolist() == expected.tolist()
     for wrong in ([{**THREE[0], "train": True}, *THREE[1:]], [THREE[1], *SENTENCES]):
-        assert "message 0 is trained, but" in refusal(tokenizer, *wrong)
-    assert turns_of(tokenizer, [turn("system", "x"), *THREE[1:]])[0] == "say 1<|im_end|>"
+        assert "message 0 is no answer" in refusal(tokenizer, *wrong)
 
 
 def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
@@ -263,8 +254,6 @@ def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
     assert found["source"][:] == list("aaabc")
     assert found["loss_weight"][:] == [2.0, 2.0, 2.0, 1.0, 0.5]
     assert found[TURN][:] == [0, 1, 2, -1, 0]
-    several = documents_from_rows(rows, row_format, num_proc=2, document_columns=["source"])
-    assert several["input_ids"][:] == found["input_ids"][:]
     stream = documents_from_rows(rows.to_iterable_dataset(2), row_format)
     assert [row["input_ids"] for row in stream] == found["input_ids"][:]
 

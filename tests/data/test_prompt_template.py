@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_packing.data.row_format import NAMED, PromptTemplate
+from trl_packing.data.row_format import PromptTemplate
 
 # tatsu-lab/stanford_alpaca's train.py, word by word
 ALPACA_WITH_INPUT = """\
@@ -35,7 +35,6 @@ def test_alpaca_is_stanfords_with_a_line_break_at_the_end(more):
     expected = ALPACA_WITH_INPUT if more.get("input") else ALPACA
     prompt = prompt_of("alpaca", {"instruction": "Add.", **more}, "instruction")
     assert prompt == expected.format(instruction="Add.", **more) + "\n"
-    assert all(PromptTemplate.from_setting(name, "q").fields == ["q"] for name in NAMED)
 
 
 def test_texts_and_files_name_columns_in_braces(tmp_path):
@@ -43,7 +42,7 @@ def test_texts_and_files_name_columns_in_braces(tmp_path):
     path.write_text("Ünter {topic}:\\n\n", encoding="utf-8")
     assert prompt_of(str(path), {"topic": "Recht"}) == "Ünter Recht:\\n\n"
     assert prompt_of(r"Q: {q}\nA: ", {"q": r"a\nb"}) == "Q: a\\nb\nA: "
-    assert prompt_of('{{"task": "{task}"}}', {"task": "{x}"}) == '{"task": "{x}"}'
+    assert prompt_of('{{"task": {{{task}}}}}', {"task": "{x}"}) == '{"task": {{x}}}'
     row = {"the question": "a", "q.text": "b", "q[0]": "c"}
     assert prompt_of("{the question} {q.text} {q[0]}", row) == "a b c"
     row = {"query": "no", "question": "Why?"}
@@ -51,27 +50,16 @@ def test_texts_and_files_name_columns_in_braces(tmp_path):
     assert prompt_of("Q: {query}", row) == "Q: no"
 
 
-@pytest.mark.parametrize("given", ["Q: {q}", "alpaca"])
+@pytest.mark.parametrize("given", ["alpacca", "long " * 999, "Answer: {{}}", "Q: {q} {}", "Q: {q"])
+def test_what_is_no_template_is_refused(given):
+    with pytest.raises(ValueError, match=r"prompt_template.* no columns in braces, and is no file"):
+        PromptTemplate.from_setting(given)
+
+
+# A width is part of a name: nothing is filled up for hours.
+@pytest.mark.parametrize("given", ["Q: {q}", "alpaca", "{a:>1000000000}"])
 def test_a_missing_column_is_named(given):
-    with pytest.raises(ValueError, match=r"no value in the column 'q' \(it has \['a', 'b'\]\)"):
+    with pytest.raises(ValueError, match=r"no value in the column .* \(it has \['a', 'b'\]\)"):
         prompt_of(given, {"b": 1, "a": 2}, "q")
     with pytest.raises(ValueError, match=r"no value in the column 'q' \(it is null\)"):
-        prompt_of(given, {"q": None}, "q")
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("alpacca", "is no file, names no template"),
-        ("long " * 999, "is no file, names no template"),
-        ("Answer: {{}}", "has no field in braces"),
-        ("Q: {q} {}", "braces with no name of a column"),
-        ("Q: {q", "cannot be read"),
-        ("{q} }", "cannot be read"),
-        ("{q:>1000000000}", "give a width below 1,000"),
-        ("{q:{width}}", "give a width below 1,000"),
-    ],
-)
-def test_what_is_no_template_is_refused(given, words):
-    with pytest.raises(ValueError, match=f"prompt_template.* {words}"):
-        PromptTemplate.from_setting(given)
+        prompt_of("Q: {q}", {"q": None})

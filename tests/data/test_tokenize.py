@@ -62,20 +62,11 @@ def byte_level(llama: bool) -> PreTrainedTokenizerFast:
     )
     bos = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     trim = processors.ByteLevel(trim_offsets=llama)
-    return trained(
-        models.BPE(),
-        trainer,
-        pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        if llama
-        else pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoder=decoders.ByteLevel(),
-        post_processor=processors.Sequence([trim, bos]) if llama else trim,
-    )
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not llama)
+    if llama:
+        words = pre_tokenizers.Split(Regex(_LLAMA), "isolated")
+        split, trim = pre_tokenizers.Sequence([words, split]), processors.Sequence([trim, bos])
+    return trained(models.BPE(), trainer, split, decoder=decoders.ByteLevel(), post_processor=trim)
 
 
 def unigram(**parts) -> PreTrainedTokenizerFast:
@@ -176,20 +167,6 @@ def test_a_prompt_ends_where_trl_ends_it(kind, prompt, completion, special):
     assert first_trained(tokenizer, prompt, completion, special) == expected
 
 
-@every_kind
-def test_what_a_prompt_loses_is_reported(kind):
-    tokenizer = made(kind)
-    text, lost = "Answer: Because the answer", []
-    for cut in range(1, len(text)):
-        [document] = tokenize(tokenizer, [Rendered(text, prompt=text[:cut])])
-        alone, both = ids_of(tokenizer, text[:cut]), ids_of(tokenizer, text)
-        expected = alone[common_prefix_length(alone, both) :]
-        ended = expected == [tokenizer.eos_token_id]  # which the tokenizer adds to every text
-        assert [*document.lost_prompt] == expected or (ended and not document.lost_prompt)
-        lost += document.lost_prompt
-    assert lost
-
-
 # --- spans ----------------------------------------------------------------------------------------
 
 
@@ -231,17 +208,6 @@ def test_tokens_that_hold_a_character_of_a_span_are_trained_or_only_those_within
             assert weight == (overlaps and start <= begins and ends <= stop)
 
 
-def test_spans_keep_their_weights_and_a_weight_of_zero_masks():
-    tokenizer = made("bytes")
-    text = "the answer <eos> the end"
-    spans = [(0, 10, 0.5), (11, 16, 0.0), (17, 24, 2.0)]
-    tokens = tokenizer.tokenize(text)
-    got = dict(zip(tokens, weights_of(tokenizer, text, spans), strict=True))
-    assert got["Ġend"] == 2.0
-    assert got["<eos>"] == 0.0
-    assert got["the"] == 0.5
-
-
 def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole():
     tokenizer = made("wordpiece")
     text = "answer: the end"
@@ -249,11 +215,8 @@ def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole
     assert weights_of(tokenizer, text, [(12, 15, 1.0)], only_whole=True)[-1] == 1
 
 
-# --- without offsets ------------------------------------------------------------------------------
-
-
 def test_spans_of_a_slow_tokenizer_are_refused():
-    with pytest.raises(ValueError, match=r"ByT5Tokenizer is a slow tokenizer.* use_fast=True"):
+    with pytest.raises(ValueError, match="ByT5Tokenizer is a slow tokenizer"):
         weights_of(ByT5Tokenizer(), "The Answer", [(0, 3, 1.0)])
 
 

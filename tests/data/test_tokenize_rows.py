@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, load_dataset
 from harness import make_trainer
 from helpers.chat_templates import source_of, turn, with_template
 from helpers.combinations import combined
@@ -14,10 +14,6 @@ from helpers.tiny import WEATHER_TOOL, tiny_model
 from tokenizers import processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl import SFTTrainer
-
-from trl_packing.data.chat_template import ChatTemplate
-from trl_packing.data.row_format import RowFormat
-from trl_packing.data.tokenize_rows import documents_from_rows
 
 #: Answers that merge with a space before them, white space at both ends, characters of many bytes.
 PAIRS = [
@@ -170,12 +166,12 @@ def test_other_templates_and_settings_give_the_documents_of_trl(tmp_path, form, 
     assert not masks or form == "messages" or any(-100 in labels for _, labels in ours)
 
 
-@pytest.mark.parametrize("form", ["text", "prompt and space", "messages"])
+@pytest.mark.parametrize("form", ["text", "prompt and space"])
 def test_a_tokenizer_that_adds_tokens_gives_the_documents_of_trl(tmp_path, form):
     chat = tokenizer("qwen2_5", bos=True)
     ours = documents(data_set(form), chat, tmp_path)
     assert ours == by_trl(data_set(form), chat, tmp_path)
-    assert (ours[0][0][0] == chat.bos_token_id) == (form != "messages")
+    assert ours[0][0][0] == chat.bos_token_id
 
 
 class OwnTemplate(PreTrainedTokenizerFast):
@@ -200,13 +196,6 @@ def test_slow_tokenizers_and_those_that_render_by_themselves_give_the_documents_
     )
 
 
-def test_a_formatting_func_gives_the_documents_of_trl(tmp_path):
-    rows = Dataset.from_list([{"q": q, "a": a} for q, a in PAIRS])
-    settings = {"formatting_func": lambda row: f"Q: {row['q']}\nA: {row['a']}"}
-    chat = tokenizer("qwen2_5")
-    assert documents(rows, chat, tmp_path, **settings) == by_trl(rows, chat, tmp_path, **settings)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3"])
 def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_trl(tmp_path, name):
     """TRL ignores the function then. No second BOS, and no EOS behind the template's end."""
@@ -219,8 +208,13 @@ def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_
     trl = by_trl(rows, chat, tmp_path, formatting_func=rendered)
     assert ours == trl == documents(rows, chat, tmp_path)
     # Control: any other text is the function's own, and ends in EOS.
-    other = documents(rows, chat, tmp_path, formatting_func=lambda row: rendered(row) + "!")
-    assert [ids[-1] for ids, _ in other] == [chat.eos_token_id] * len(rows)
+    rows, other = (
+        Dataset.from_list([{"q": q} for q, _ in PAIRS]),
+        {"formatting_func": lambda row: f"Q: {row['q']}"},
+    )
+    ours = documents(rows, chat, tmp_path, **other)
+    assert ours == by_trl(rows, chat, tmp_path, **other)
+    assert {ids[-1] for ids, _ in ours} == {chat.eos_token_id}
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
@@ -242,17 +236,11 @@ def test_masks_of_tokenized_rows_make_the_labels_of_trl(tmp_path, completion_onl
 # --- which tokens are trained ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["more messages", "prompt messages in turns"])
-def test_train_on_says_which_turns_are_trained(tmp_path, form):
-    chat, rows = tokenizer("qwen2_5"), data_set(form).select(range(1))
-    messages = rows[0].get("messages") or rows[0]["prompt"] + rows[0]["completion"]
-    for train_on, text in {
-        "assistant": f"{ANSWER}<|im_end|>|Yes.<|im_end|>",  # of a completion, not of its prompt
-        "last_assistant": "Yes.<|im_end|>",
-        "all": chat.apply_chat_template(messages, tokenize=False),
-    }.items():
-        found = documents(rows, chat, tmp_path, train_on=train_on)
-        assert trained_text(chat, found) == [text]
+def test_train_on_trains_turns_of_a_completion_and_not_of_its_prompt(tmp_path):
+    chat, rows = tokenizer("qwen2_5"), data_set("prompt messages in turns").select(range(1))
+    texts = [f"{ANSWER}<|im_end|>|Yes.<|im_end|>", "Yes.<|im_end|>"]
+    for train_on, text in zip(("assistant", "last_assistant"), texts, strict=True):
+        assert trained_text(chat, documents(rows, chat, tmp_path, train_on=train_on)) == [text]
 
 
 @pytest.mark.parametrize("turns", [1, 3])
@@ -271,8 +259,6 @@ def test_raw_fields_get_a_prompt(tmp_path):
     rows = [
         {"query": question, "response": "5"},
         {"instruction": question, "output": "5"},
-        {"question": question, "answer": "5"},
-        {"query": question, "completion": "5"},
         {"question": question, "output": "6", "answer": "7", "response": "5"},
     ]
     settings = {"prompt_template": "alpaca"}
@@ -282,44 +268,6 @@ def test_raw_fields_get_a_prompt(tmp_path):
     assert text.startswith("Below is an instruction")
     assert text.endswith("### Response:\n5</s>")
     assert trained_text(chat, found[:1]) == ["5</s>"]
-
-
-# --- bad input ------------------------------------------------------------------------------------
-
-PAIR = {"prompt": "a", "completion": "b"}
-TOOLS = {"messages": [user("Hi"), assistant("Ho")], "tools": "[not json"}
-ANSWERS = {"question": "2 + 3?", "output": "5", "answer": "6"}
-
-
-@pytest.mark.parametrize(
-    ("rows", "settings", "sentence"),
-    [
-        ([{"text": "a"}, PAIR], {}, "row 1 .*completions, but the first row text"),
-        ([{"text": "a"}], {"train_on": "assistant"}, "train_on='assistant' is about messages"),
-        ([PAIR], {"response_template": "x"}, "leave it out: the completion"),
-        ([{"query": "a"}], {"prompt_template": "alpaca"}, "row 0 .*'response'"),
-        ([ANSWERS], {"prompt_template": "qa"}, r"\['output', 'answer'\]; rename the one"),
-        ([{"conversations": [{"from": "alien", "value": "Hi"}]}], {}, "row 0 .*from 'alien'"),
-        ([TOOLS], {}, "row 0 .*'tools' must be a list"),
-        ([{"messages": [assistant("I begin.")]}], {}, "row 0 .*cannot render .*roles must"),
-    ],
-)
-def test_bad_rows_are_named_in_one_sentence(tmp_path, rows, settings, sentence):
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    chat = tokenizer("gemma" if "roles" in sentence else "qwen2_5")
-    with pytest.raises(ValueError, match=sentence) as error:
-        documents(stream, chat, tmp_path, max_steps=1, **settings)
-    assert "\n" not in str(error.value)
-
-
-def test_conversations_need_a_chat_template_and_texts_an_end(tmp_path):
-    bare = tokenizer("qwen2_5")
-    bare.chat_template = None
-    with pytest.raises(ValueError, match="no chat template; set chat_template_path"):
-        documents(data_set("messages"), bare, tmp_path)
-    bare.eos_token = None
-    with pytest.raises(ValueError, match="the tokenizer has no eos_token, so its documents would"):
-        documents(data_set("text"), bare, tmp_path)
 
 
 # --- cache and columns ----------------------------------------------------------------------------
@@ -336,9 +284,8 @@ def test_a_second_run_reads_the_cache(tmp_path):
     assert first == second != other
 
 
-def test_other_columns_stay_where_they_are_kept():
-    rows = data_set("text").add_column("source", list(range(len(PAIRS))))
-    row_format = RowFormat(ChatTemplate(tokenizer("qwen2_5")), "</s>")
-    kept = documents_from_rows(rows, row_format, keeps_columns=True)
-    assert kept.column_names == ["text", "source", "input_ids", "labels"]
-    assert documents_from_rows(rows, row_format).column_names == ["input_ids", "labels"]
+def test_other_columns_stay_where_they_are_kept(tmp_path):
+    rows, chat = data_set("text").add_column("source", range(len(PAIRS))), tokenizer("qwen2_5")
+    columns = ["text", "source", "input_ids", "labels"]
+    assert prepared(rows, chat, tmp_path).column_names == columns
+    assert prepared(rows, chat, tmp_path, packing=True, max_length=64).column_names == columns[2:]

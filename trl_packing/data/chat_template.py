@@ -1,11 +1,9 @@
 """A chat template and its tokenizer: render conversations, and learn how the template writes turns.
 
-    conversation         messages, tools, chat_template_kwargs
     generation prompt    <|im_start|>assistant\\n
     around an answer     "<think>\\n\\n</think>\\n\\n"  content  "<|im_end|>\\n"
 
-Both are learned once, from short conversations. `turns.py` uses them to find out which
-characters of a rendered conversation a model has to write.
+Both are learned from short conversations, for `turns.py`.
 """
 
 import math
@@ -27,6 +25,8 @@ except ImportError:  # pragma: no cover
     _compile_jinja_template = None
 
 Span = tuple[int, int]  # [start, stop) in characters
+
+_MOST = 10_000_000  # no template computes with larger numbers
 
 # A template may compute something impossible, or need more than the sandbox allows.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
@@ -59,12 +59,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template and the tokenizer that it is for.
-
-    Attributes:
-        tokenizer: renders conversations, and names its special tokens.
-        override: a template that replaces the tokenizer's.
-    """
+    """A tokenizer and its chat template, or the one that replaces it."""
 
     tokenizer: Any
     override: str | None = None
@@ -90,12 +85,8 @@ class ChatTemplate:
             return
         for node in tree.find_all((nodes.Const, nodes.Pow)):
             number = getattr(node, "value", math.inf)  # a power has none
-            if isinstance(number, int | float) and number > 10_000_000:
-                raise ValueError(
-                    "the chat template has a power, or a number above 10,000,000, in line "
-                    f"{node.lineno}, so that rendering a conversation might not end; use another "
-                    "template"
-                )
+            if isinstance(number, int | float) and number > _MOST:
+                raise ValueError(f"the chat template has a power, or a number above {_MOST:,}")
 
     @property
     def exists(self) -> bool:
@@ -110,11 +101,7 @@ class ChatTemplate:
     # --- rendering --------------------------------------------------------------------------------
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
-        """Return the text of a conversation. Errors of the template are raised as they are.
-
-        Raises:
-            ValueError: a content is a list, and the template cannot read it.
-        """
+        """Return the text of a conversation. Errors of the template are raised as they are."""
         if conversation.is_plain and self._renders_directly:
             return self._render_directly(conversation.messages, generation_prompt)
         return self._checked(conversation, self._apply(conversation, generation_prompt))
@@ -128,8 +115,10 @@ class ChatTemplate:
         except TEMPLATE_ERRORS:
             return None
 
-    def render_marked(self, conversation: Conversation) -> tuple[str, list[Span]]:
-        """Return the text, and the characters that the template marks with ``{% generation %}``."""
+    def render_marked(self, conversation: Conversation) -> tuple[str, list[Span] | None]:
+        """Return the text, and its characters within ``{% generation %}``; None without marks."""
+        if not self.marks_generations:
+            return self.render(conversation), None
         texts, spans = render_jinja_template(
             conversations=[conversation.messages],
             tools=conversation.tools,
@@ -155,8 +144,7 @@ class ChatTemplate:
             **conversation.kwargs,
         )
 
-    # `apply_chat_template` copies and checks its inputs. For messages of plain text this takes half
-    # of its time and changes nothing.
+    # `apply_chat_template` copies and checks its inputs, for half of its time.
 
     def _render_directly(self, messages: list[Message], generation_prompt: bool) -> str:
         template, names = self._compiled
@@ -192,8 +180,7 @@ class ChatTemplate:
         """The text that a generation prompt adds; "" if there is none."""
         without = self.try_render(Conversation([_USER]))
         prompt = self.try_render(Conversation([_USER]), generation_prompt=True) or ""
-        starts = without is not None and prompt.startswith(without)
-        return prompt[len(without or "") :] if starts else ""
+        return prompt[len(without) :] if without is not None and prompt.startswith(without) else ""
 
     @cached_property
     def around_answer(self) -> tuple[str, str]:

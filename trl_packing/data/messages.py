@@ -5,13 +5,8 @@
     {"from": "function_call", "value": "{…}"}       {"role": "assistant", "tool_calls": [{…}]}
     {"from": "observation", "value": "21°"}         {"role": "tool", "content": "21°"}
 
-A message may set whether it is trained, ``"train": true/false``, and its ``"weight": 0.5``. The
-chat template never sees these two keys. Every message of a data set decides, not the first row or
-the type of a column: `load_dataset` stores messages with unlike keys as JSON, others with nulls. A
-stream is not read ahead, so flags that its first row lacks are refused (`row_format.py`).
-
-A content may be a list of parts. Some templates write it as Python does, or leave it out, without
-an error, so a model would be trained on that: such conversations are refused.
+A message may have ``"train": true/false`` and ``"weight": 0.5``, which no chat template sees. Every
+message of a data set decides, not the type of a column, which depends on the loader.
 """
 
 import json
@@ -56,24 +51,14 @@ def messages_from_sharegpt(
 ) -> list[Message]:
     """Return messages with the keys and roles of chat templates.
 
-    Args:
-        turns: messages with the keys "from" and "value".
-        tool_calls: The chat template renders tool calls. If not, function calls stay plain text.
-
-    Raises:
-        ValueError: a role is not in `SHAREGPT_ROLES`.
-
-    Example:
-        >>> messages_from_sharegpt([{"from": "human", "value": "Hi"}], tool_calls=True)
-        [{'role': 'user', 'content': 'Hi'}]
+    Without `tool_calls`, function calls stay plain text. Raises ValueError for an unknown role.
     """
     messages = []
     for number, turn in enumerate(turns):
         speaker, content = turn.get("from"), turn.get("value")
         if speaker not in SHAREGPT_ROLES:
             raise ValueError(
-                f"message {number} is from {quote(speaker)}, which is none of "
-                f"{tuple(SHAREGPT_ROLES)}; rename it"
+                f"message {number} is from {quote(speaker)}; rename it: {', '.join(SHAREGPT_ROLES)}"
             )
         message = {**turn, "role": SHAREGPT_ROLES[speaker], "content": content}
         if speaker == "function_call" and tool_calls and (calls := _calls(content)):
@@ -95,24 +80,16 @@ def _calls(value: Any) -> list[dict[str, Any]] | None:
 
 
 def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
-    """Return the tools of a row as a list, or None if there are none.
+    """Return the tools of a row, a list or JSON of one; None if there are none.
 
-    Args:
-        value: a list of tools, JSON text of one, or None.
-        sharegpt: Tools are bare functions, and get the form of chat templates,
-            {"type": "function", "function": …}.
-
-    Raises:
-        ValueError: `value` is not a list of tools.
+    With `sharegpt`, bare functions get the form of chat templates. Raises ValueError for others.
     """
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value.strip() or "null")
     tools = [] if value is None else value
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
-        raise ValueError(
-            f"'tools' must be a list of dictionaries, or JSON of one, got {in_short(value)}"
-        )
+        raise ValueError(f"'tools' must be a list of dictionaries, got {in_short(value)}")
     if sharegpt:
         tools = [t if "function" in t else {"type": "function", "function": t} for t in tools]
     return tools or None
@@ -121,15 +98,10 @@ def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
 def check_messages(messages: Any, chat_template: str, *, what: str = "messages") -> None:
     """Raise ValueError for the first message that a chat template would garble or leave out.
 
-    Args:
-        messages: the value of a column.
-        chat_template: source of the template; roles that it names are known, beside `ROLES`.
-        what: name of the column in error messages.
+    Roles that the source of `chat_template` names are known; `what` is the name of the column.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise ValueError(
-            f"{what!r} must be a list of at least one message, got {in_short(messages)}"
-        )
+        raise ValueError(f"{what!r} must be a list of messages, got {in_short(messages)}")
     for number, message in enumerate(messages):
         if fault := _fault(message, chat_template):
             raise ValueError(f"message {number} of {what!r} {fault}")
@@ -139,27 +111,15 @@ def _fault(message: Any, chat_template: str) -> str | None:
     if not isinstance(message, Mapping):
         return f"is {in_short(message)}, not a dictionary with 'role' and 'content'"
     role, content, calls = map(message.get, ("role", "content", "tool_calls"))
-    if role not in ROLES and not (
-        isinstance(role, str) and any(f"{q}{role}{q}" in chat_template for q in "'\"")
-    ):
-        return (
-            f"has the role {quote(role)}, which is none of {ROLES} and not named in the chat "
-            "template; rename it"
-        )
+    if role not in ROLES and not any(f"{q}{role}{q}" in chat_template for q in "'\""):
+        return f"has the role {quote(role)}, which is none of {ROLES} or the template's; rename it"
     if calls and not _are_mappings(calls):
-        return (
-            f"({role}) has {in_short(calls)} as tool_calls; make it a list of calls (json.loads "
-            "reads one that is written as JSON)"
-        )
+        return f"({role}) has {in_short(calls)} as tool_calls; make it a list of calls"
     if content is None and not any(map(message.get, ("tool_calls", *REASONING_KEYS))):
         return f"({role}) has no content; remove the row, or set it to ''"
-    if content is None or isinstance(content, str):
-        return None
-    if not _are_mappings(content) or not all("type" in part for part in content):
-        return (
-            f"({role}) has {in_short(content)} as content; make it a string, or a list of parts "
-            "with a 'type'"
-        )
+    are_parts = _are_mappings(content) and all("type" in part for part in content)
+    if not (are_parts or content is None or isinstance(content, str)):
+        return f"({role}) has {in_short(content)} as content; give a string, or parts with a 'type'"
     return None
 
 
@@ -181,9 +141,8 @@ def trained_messages(
     """Return the weights of the messages that are trained, by index.
 
     Args:
-        messages: the whole conversation.
-        train_on: "assistant", "last_assistant" or "every_turn". The "train" of a message takes
-            precedence, and a message with "weight" 0 is not trained.
+        messages: the whole conversation; their "train" and "weight" count before `train_on`.
+        train_on: "assistant", "last_assistant" or "every_turn".
         first: index of the first message behind the prompt.
 
     Raises:
@@ -196,12 +155,9 @@ def trained_messages(
         train, weight = message.get("train"), message.get("weight")
         weight = 1.0 if weight is None else weight
         if not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST_WEIGHT:
-            raise ValueError(
-                f"message {number} has weight={weight!r}; give a number of 0 or more that float32 "
-                "holds: only the ratios of weights count"
-            )
+            raise ValueError(f"message {number} has {weight=}; give 0 or more, in float32")
         if train not in (None, True, False):
-            raise ValueError(f"message {number} has train={train!r}; give true or false")
+            raise ValueError(f"message {number} has {train=}; give true or false")
         if weight and (number in chosen if train is None else train):
             weights[number] = float(weight)
     return weights
@@ -226,9 +182,9 @@ def flag_of(message: Any) -> str | None:
 
 
 def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
-    """Return whether any message of a data set has a "train" or "weight" that is not null.
+    """Return whether any message has a "train" or "weight" that is not null.
 
-    For a stream, return whether messages of its `first` row name one of them, also if it is null.
+    Of a stream, whether messages of its `first` row name one of them, also if it is null.
     """
     if isinstance(dataset, IterableDataset):
         return any(isinstance(m, Mapping) and {*_FLAGS} & m.keys() for m in messages_in(first))
@@ -263,6 +219,8 @@ def check_lists(
 ) -> None:
     """Raise ValueError for the first content that is a list and that `text` garbles or leaves out.
 
+    Some templates write it as Python does, or leave it out, without an error.
+
     Args:
         messages: of a conversation.
         text: the conversation as the chat template renders it.
@@ -274,20 +232,15 @@ def check_lists(
         forms = [str(content), json.dumps(content, ensure_ascii=False, default=str)]
         if messages[number]["role"] in _TOOL_ROLES or not content:  # templates write results so
             forms = []
-        faults = [f"writes it as {quote(form[:30])}" for form in forms if form in text]
-        missing = [words for words in texts_of(content) if _end_of(words) not in text]
-        if missing and not faults:  # a template may leave out a message or thoughts in any form
+        # Thoughts of earlier turns are left out.
+        words = [each.rpartition("</think>")[2].strip() for each in texts_of(content)]
+        missing = [each for each in words if each not in text]
+        if missing:  # a template may leave out a message in any form
             joined = {n: {**messages[n], "content": "".join(texts_of(lists[n]))} for n in lists}
             as_texts = render([joined.get(n, m) for n, m in enumerate(messages)]) or ""
-            if any(_end_of(words) in as_texts for words in missing):
-                faults = [f"leaves out {quote(missing[0][:40])}"]
-        if faults:
+            missing = [each for each in missing if each in as_texts]
+        if missing or any(form in text for form in forms):
             raise ValueError(
-                f"message {number} has a list as content, which the chat template does not read: "
-                f"it {faults[0]}; make the content a string, or use a template that reads lists"
+                f"message {number} has a list as content, which the chat template does not read; "
+                "make the content a string, or use a template that reads lists"
             )
-
-
-def _end_of(words: str) -> str:
-    """Return `words` without thoughts, which templates leave out of earlier turns."""
-    return words.rpartition("</think>")[2].strip()

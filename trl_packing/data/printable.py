@@ -1,12 +1,8 @@
 """Make the text of a data set safe to print, with invisible characters written as escapes.
 
-    data                       printed
-    ESC ] 52 ; c ; … BEL       \\x1b]52;c;…\\x07          a terminal would fill the clipboard
-    U+202E                     \\u202e                   the rest of the line would run backwards
-    ⟧                          \\u27e7                   it would fake the end of trained text
-    \\x1b, spelled out          \\\\x1b                    a backslash before an escape is doubled
-
-Newlines and tabs stay. Text without such characters is printed unchanged.
+ESC ] 52 ; c ; … BEL       \\x1b]52;c;…\\x07          a terminal would fill the clipboard
+U+202E                     \\u202e                   the rest of the line would run backwards
+⟧                          \\u27e7                   it would fake the end of trained text
 """
 
 import re
@@ -31,25 +27,14 @@ _TO_ESCAPE = re.compile(rf"(\\*)({_UNUSUAL})|(\\+)(?={_ESCAPE})")
 
 
 def escape_hidden(text: str) -> str:
-    """Return `text` with every hidden character as an escape; a second call changes nothing.
-
-    Use it for whole messages, which may quote data, and `escape_text` for the data itself.
-
-    Example:
-        >>> escape_hidden("clear\\x1b[2J")
-        'clear\\\\x1b[2J'
-    """
+    """Return a message, which may quote data, with every hidden character as an escape."""
     return re.sub(_UNUSUAL, lambda found: _escape_of(found[0]), text)
 
 
 def escape_text(text: str) -> str:
-    """Return `text` with every hidden character as an escape, so that no two texts look alike.
+    """Return data with every hidden character as an escape, so that no two texts look alike.
 
     A backslash before an escape, or before text that looks like one, is doubled.
-
-    Example:
-        >>> print(escape_text("\\x1b"), escape_text(r"\\x1b"), escape_text(r"\\frac"))
-        \\x1b \\\\x1b \\frac
     """
     return _TO_ESCAPE.sub(_escaped, text)
 

@@ -1,15 +1,8 @@
 """Response templates: find them in texts and in token ids, and train what answers them.
 
-    text        ### Question: Why?\\n### Answer: Because.
-    template                         ### Answer:
-    trained                                      Because.
-
 A text is searched for the characters of a template. Rows that were tokenized before are searched
 for its ids, as by TRL: a tokenizer splits "### Answer:" differently after a line break than alone,
-so those must be the ids that it has inside of a document. Other tokenized rows have masks:
-
-    input_ids          5  6  7  8
-    completion_mask    0  0  1  1      labels  -100 -100 7 8
+so those must be the ids that it has inside of a document.
 
 `DataCollatorForCompletionOnlyLM`, which TRL removed, works with any trainer, as before. In
 `PackedSFTTrainer` it labels the documents once, during preparation.
@@ -52,17 +45,13 @@ class Marker:
 
     @classmethod
     def from_setting(cls, tokenizer: Any, template: str | Sequence[int], name: str) -> "Marker":
-        """Return the marker of a setting; `name` is the setting's name in the error message.
-
-        Raises:
-            ValueError: the template is empty.
-        """
+        """Return the marker of the setting `name`. Raises ValueError for an empty one."""
         if len(template) == 0:
             raise ValueError(f"{name} is empty: it would be found everywhere")
         if isinstance(template, str):
             return cls(template, tuple(tokenizer.encode(template, add_special_tokens=False)))
-        ids = tuple(int(token) for token in template)
-        return cls(_decode(tokenizer, ids), ids)
+        ids = [int(token) for token in template]
+        return cls(tokenizer.decode(ids, clean_up_tokenization_spaces=False), tuple(ids))
 
     def places(self, document: str | np.ndarray) -> list[Span]:
         """Return the characters of every occurrence in a text, or its tokens in ids ``(T,)``."""
@@ -79,10 +68,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    """A response template, with or without an instruction template.
-
-    It has no state, so that `map` of `datasets` can cache its results.
-    """
+    """A response template, with or without an instruction template."""
 
     tokenizer: Any
     response: Marker
@@ -129,28 +115,16 @@ class ResponseTemplate:
         return labels, answers is not None
 
     def not_found(self, number: int, of: int, input_ids: np.ndarray) -> str:
-        """Return a sentence on documents without a template.
-
-        Args:
-            number: documents without one.
-            of: all documents.
-            input_ids: tokens of one of them, to quote from.
-        """
+        """Return a sentence on `number` of documents without a template, with tokens of one."""
         names = f"response_template {self.response.text!r}"
         if self.instruction is not None:
             names += f" or no instruction_template {self.instruction.text!r}"
-        text = _decode(self.tokenizer, input_ids.tolist())
+        text = self.tokenizer.decode(input_ids.tolist())
         return (
             f"{number:,} of {of:,} documents ({number / of:.1%}) have no {names}, so nothing in "
-            f"them is trained; one of them starts {quote(text[:200])}; if the "
-            "text is there, pass the token ids that it has inside of a document"
+            f"them is trained; one of them starts {quote(text[:200])}; if the text is there, pass "
+            "its token ids inside of a document"
         )
-
-
-def _decode(tokenizer: Any, input_ids: Sequence[int]) -> str:
-    return tokenizer.decode(
-        list(input_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
 
 
 # --- rows that were tokenized before --------------------------------------------------------------
@@ -164,13 +138,12 @@ def label_tokenized(
     num_proc: int | None = None,
     name: str = "train",
 ) -> Dataset | IterableDataset:
-    """Return `dataset` with `labels`, by a template or, as TRL does, by its masks.
+    """Return tokenized rows with `labels`, by a template or, as TRL does, by their masks.
 
     Args:
         dataset: has `input_ids`, and perhaps `completion_mask` and `assistant_masks`.
         completion_only: apply `completion_mask`; `assistant_masks` are always applied.
-        template: searched by its ids, in each document of a packed row, instead of masks. Without
-            it, labels that are there stay.
+        template: searched in each document of a packed row. Without it, labels stay.
         num_proc: processes.
         name: of the data set, for messages.
     """
@@ -219,29 +192,25 @@ def _label_batch(
 class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     """Train the text after the response template, with TRL 0.17's arguments.
 
-    `num_seen` counts documents, and `num_unfound` those without the template (or without the
-    instruction template). Such documents train nothing, and a warning gives their number.
+    `num_seen` counts documents, and `num_unfound` those without a template, which train nothing.
 
-    Two differences from TRL are intended. Padding is masked by position and not by token id, so the
-    EOS of an answer is trained even if EOS is also the padding token. `labels` of examples, tokens
-    under an `attention_mask` of 0, and other columns are ignored in padded rows too.
+    Padding is masked by position, not by token id as in TRL, so the EOS of an answer is trained
+    even if it is also the padding token. `labels` of examples and other columns are ignored.
 
     Args:
         response_template: text or token ids; what follows its last occurrence is trained. The ids
             of a text are those that it has alone.
         instruction_template: text or token ids; if given, every answer is trained, from the end of
             each response template to the next instruction template.
-        tokenizer: decodes documents, and pads them.
+        tokenizer: decodes documents, and pads them; of a processor, its tokenizer is used.
         mlm: must be False.
         ignore_index: the label of tokens that are not trained.
         padding_free: return one flat row, the batch of `PackedCollator`, instead of padded rows.
-        processing_class: another name of `tokenizer`; of a processor, its tokenizer is used.
         pad_to_multiple_of: T of a batch is rounded up to a multiple of this.
         return_tensors: must be "pt".
 
     Raises:
         ValueError: ``mlm=True``, an empty template, or tensors other than PyTorch's.
-        TypeError: there is no tokenizer.
     """
 
     tokenizer: Any
@@ -255,23 +224,14 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         mlm: bool = False,
         ignore_index: int = IGNORE_INDEX,
         padding_free: bool = False,
-        processing_class: Any = None,
         pad_to_multiple_of: int | None = None,
         return_tensors: str = "pt",
         **unused: Any,  # settings of masked language modeling: transformers' class checks them
     ):
-        tokenizer = processing_class if tokenizer is None else tokenizer
-        if tokenizer is None:
-            raise TypeError("DataCollatorForCompletionOnlyLM needs tokenizer=...")
         if mlm or return_tensors != "pt":
-            raise ValueError(
-                f"mlm={mlm} and return_tensors={return_tensors!r} must be False and 'pt': a "
-                "response template is for a causal language model in PyTorch"
-            )
+            raise ValueError(f"mlm={mlm} and {return_tensors=} must be False and 'pt'")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
-        self.response_template = response_template
-        self.instruction_template = instruction_template
         self.ignore_index = ignore_index
         self.padding_free = padding_free
         self.templates = ResponseTemplate.from_settings(
@@ -305,9 +265,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
             batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
             return batch
         if padding is None:
-            raise ValueError(
-                "the tokenizer has no padding token; set tokenizer.pad_token, or padding_free=True"
-            )
+            raise ValueError("the tokenizer has no padding token; set it, or padding_free=True")
         for document in documents:
             document["attention_mask"] = np.ones_like(document["input_ids"])
         fill = {"input_ids": padding, "attention_mask": 0, "labels": self.ignore_index}

@@ -7,24 +7,15 @@
     {"messages": [user, assistant, …]}          all (TRL); with `train_on`, the assistant's turns
     {"prompt": [user], "completion": […]}       the completion; with `train_on`, its turns
 
-Prompts are made from the fields of a row by a named template, a text with fields in braces, or a
-file. {query} stands for the column "query", or the one of "instruction" and "question" that is
-there, in named and in user-defined templates; so does the answer, for "response".
-
-    {"query": "2 + 3?", "response": "5"}     "alpaca"      Below is an instruction … ### Response:
-    {"q": "2 + 3?", "a": "5"}                "Q: {q}\\nA:"   Q: 2 + 3?\\nA:
-
 A row is one document; with `train_on="every_turn"`, one for each turn (`turns.py`).
-Without `train_on` and templates, the same tokens are trained as by TRL.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 from trl import SFTConfig
@@ -47,14 +38,6 @@ from trl_packing.data.responses import ResponseTemplate
 from trl_packing.data.tokenize import Rendered
 from trl_packing.data.turns import render_every_turn, trained_spans
 
-IN_WORDS = {
-    "text": "text",
-    "prompt": "prompts and completions",
-    "messages": "conversations",
-    "prompt messages": "prompts and completions of messages",
-    "fields": "raw fields",
-}
-
 # Messages as a CSV file stores them.
 _JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
 
@@ -62,18 +45,15 @@ _JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
 def one_text_each(
     formatting_func: Callable[[Any], Any] | None, first: Row
 ) -> Callable[[Any], Any] | None:
-    """Return a user's function as TRL calls it now: from one example to one text.
-
-    Earlier versions of TRL passed a batch: lists in, a list of texts out. The `first` row shows
-    which kind the function is; one that fails on it stays, and fails when rows are rendered.
-    """
+    """Return a user's function from a row to its text, also of one that takes a batch of rows."""
+    if formatting_func is None:
+        return None
 
     def of_batch(row: Row) -> Any:
-        assert formatting_func is not None
         texts = formatting_func({name: [value] for name, value in row.items()})
         return texts[0] if len(texts) == 1 else texts
 
-    for function in (formatting_func, of_batch) if formatting_func is not None else ():
+    for function in (formatting_func, of_batch):
         with suppress(Exception):  # it may take the other kind
             if isinstance(function(first), str):
                 return function
@@ -82,38 +62,35 @@ def one_text_each(
 
 # --- prompts from fields --------------------------------------------------------------------------
 
-_ALPACA = (
-    "Below is an instruction that describes a task{paired}. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{{query}}\n\n{input}### Response:\n"
+_TASK = "Below is an instruction that describes a task"
+_REQUEST = (
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{query}\n\n"
 )
+_CONTEXT = ", paired with an input that provides further context. "
 
 # name -> template, template for rows with a non-empty "input" (tatsu-lab/stanford_alpaca)
 NAMED: dict[str, tuple[str, str | None]] = {
     "alpaca": (
-        _ALPACA.format(paired="", input=""),
-        _ALPACA.format(
-            paired=", paired with an input that provides further context",
-            input="### Input:\n{input}\n\n",
-        ),
+        f"{_TASK}. {_REQUEST}### Response:\n",
+        f"{_TASK}{_CONTEXT}{_REQUEST}### Input:\n{{input}}\n\n### Response:\n",
     ),
     "qa": ("Question: {query}\nAnswer:\n", None),
 }
-
 
 # Columns of questions and of answers. The first is taken if it is there, else the only other one.
 _QUERIES = ("query", "instruction", "question")
 _ANSWERS = ("response", "output", "answer", "completion")
 
 
-@dataclass(frozen=True)
-class PromptTemplate(Formatter):
-    """A prompt with the fields of a row in braces.
+# A brace that is written twice, or the name of a column: "q.text", "q[0]", "the question".
+_BRACES = re.compile(r"{{|}}|{([^{}]*)}")
 
-    Attributes:
-        template: text with names of columns in braces.
-        with_input: template for rows with a non-empty "input", or None.
-        query_field: the column that {query} stands for; "query" may be one of several.
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """A prompt with names of columns in braces; {query} stands for `query_field`.
+
+    Rows with a non-empty "input" may have a template of their own.
     """
 
     template: str
@@ -122,71 +99,46 @@ class PromptTemplate(Formatter):
 
     @classmethod
     def from_setting(cls, given: str, query_field: str = "query") -> "PromptTemplate":
-        """Return the template of a name, of a file, or of the text itself.
-
-        Raises:
-            ValueError: the text has no field, or braces that cannot be read.
-        """
+        """Return the template of a name, of a file, or of the text itself. May raise ValueError."""
         if given in NAMED:
             return cls(*NAMED[given], query_field)
-        if "{" in given:
-            text = given.replace("\\n", "\n")  # a shell passes a line break as two characters
-        elif os.path.isfile(given):
+        text = given.replace("\\n", "\n")  # a shell passes a line break as two characters
+        if "{" not in given and os.path.isfile(given):
             text = Path(given).read_text(encoding="utf-8")
-        else:
-            raise ValueError(
-                f"prompt_template={given!r} is no file, names no template ({', '.join(NAMED)}) and "
-                "has no field in braces, as 'Question: {question}\\nAnswer: ' would"
-            )
         template = cls(text, None, query_field)
         if not template.fields or "" in template.fields:
             raise ValueError(
-                f"prompt_template={given!r} has no field in braces, or braces with no name of a "
-                "column; {{}} writes braces"
+                f"prompt_template={given!r} has no columns in braces, and is no file or {[*NAMED]}"
             )
-        for _, name, width, _ in template.parse(text):
-            if width and re.search(r"\d{4}|{", width):
-                raise ValueError(
-                    f"prompt_template has the format {width[:20]!r} for {name!r}; give a width "
-                    "below 1,000, as a number"
-                )
         return template
 
     @property
     def fields(self) -> list[str]:
         """The columns that the template needs, with {query} as `query_field`."""
-        try:
-            names = [name for _, name, _, _ in self.parse(self.template) if name is not None]
-        except ValueError as error:
-            raise ValueError(f"prompt_template cannot be read: {error}") from error
+        names = [found[1] for found in _BRACES.finditer(self.template) if found[1] is not None]
         return [self.query_field if name == "query" else name for name in names]
 
     def prompt(self, row: Row) -> str:
         """Return the prompt of a row. Raises ValueError for a missing column."""
-        template = self.with_input if self.with_input and row.get("input") else self.template
-        return self.vformat(template, (), row)
 
-    def get_field(
-        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, str]:
-        """Take everything in braces as the name of a column: "q.text", "q[0]" or "the question"."""
-        column = self.query_field if field_name == "query" else field_name
-        return value_of(kwargs, column), field_name
+        def written(found: re.Match[str]) -> str:
+            if found[1] is None:
+                return found[0][0]
+            return str(value_of(row, self.query_field if found[1] == "query" else found[1]))
+
+        template = self.with_input if self.with_input and row.get("input") else self.template
+        return _BRACES.sub(written, template)
 
 
 def column_among(columns: Iterable[str], name: str) -> str:
     """Return the column that "query" or "response" stands for; any other name is a column.
 
-    Raises:
-        ValueError: several columns may be meant.
+    Raises ValueError if several columns may be meant.
     """
     names = next((names for names in (_QUERIES, _ANSWERS) if names[0] == name), (name,))
     found = [other for other in names if other in columns]
     if len(found) > 1 and name not in found:
-        raise ValueError(
-            f"prompt_template takes one of the columns {found}; rename the one that is meant: "
-            f"dataset.rename_column({found[0]!r}, {name!r})"
-        )
+        raise ValueError(f"prompt_template reads one of the columns {found}; rename it {name!r}")
     return name if name in found or not found else found[0]
 
 
@@ -211,12 +163,11 @@ class RowFormat:
         eos_token: appended to text and completions that do not end in it.
         text_field: column of plain text.
         completion_only: prompts of prompt-completion rows are not trained.
-        assistant_only: only tokens that the chat template marks with generation tags are trained.
+        assistant_only: only what the chat template marks with ``{% generation %}`` is trained.
         train_on: None for TRL's meaning, or one of `config.TRAIN_ON`.
         flags_decide: without `train_on`, train the assistant if messages have "train" or "weight".
         answers: response (and instruction) template of texts and rendered conversations.
-        prompt_template: for rows with raw fields.
-        response_field: column of the answer, with a prompt template.
+        prompt_template: for rows with raw fields; `response_field` is the column of the answer.
         trains_prompts: prompts made by the prompt template are trained too.
         formatting_func: the user's function from a row to its text.
         calls_tools: whether the chat template renders tool calls.
@@ -240,22 +191,19 @@ class RowFormat:
     def from_args(
         cls, args: SFTConfig, tokenizer: Any, *, chat_template: str | None, completion_only: bool
     ) -> "RowFormat":
-        """Return the rules of a run.
+        """Return the rules of a run; TRL decides on `chat_template` and `completion_only`.
 
-        Args:
-            args: its settings.
-            tokenizer: its tokenizer.
-            chat_template: replaces the tokenizer's, as TRL decided; None: the tokenizer's.
-            completion_only: TRL's decision, from `args` and the training set.
-
-        Raises:
-            ValueError: for templates that are empty or cannot be read.
+        Raises ValueError for templates that are empty or cannot be read.
         """
         options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
         chat.check_numbers()
         response, prompt, calls_tools = options.response_template, options.prompt_template, False
         with suppress(Exception):  # a template may raise anything; rows will show it
             calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
+        answers = None
+        if response is not None:
+            instruction = options.instruction_template
+            answers = ResponseTemplate.from_settings(tokenizer, response, instruction)
         return cls(
             chat,
             tokenizer.eos_token,
@@ -264,9 +212,7 @@ class RowFormat:
             assistant_only=args.assistant_only_loss,
             train_on=options.train_on,
             flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
-            answers=None
-            if response is None
-            else ResponseTemplate.from_settings(tokenizer, response, options.instruction_template),
+            answers=answers,
             prompt_template=None if prompt is None else PromptTemplate.from_setting(prompt),
             trains_prompts=args.completion_only_loss is False,
             calls_tools=calls_tools,
@@ -278,11 +224,7 @@ class RowFormat:
         return self.train_on == "every_turn"
 
     def form(self, row: Row) -> str:
-        """Return "text", "prompt", "messages", "prompt messages" or "fields".
-
-        Raises:
-            ValueError: for a row of none of these forms.
-        """
+        """Return "text", "prompt", "messages", "prompt messages" or "fields"."""
         if self.formatting_func is not None:
             return "text"
         if self.prompt_template is not None:
@@ -301,49 +243,33 @@ class RowFormat:
         elif row.get(self.text_field) is not None:
             return "text"
         contents = ", ".join(f"{column!r} is {in_short(row[column])}" for column in sorted(row))
-        raise ValueError(
-            f"it has nothing to train on: {contents}; messages that are JSON as a text are read "
-            "before: dataset.map(lambda row: {'messages': json.loads(row['messages'])})"
-        )
+        raise ValueError(f"nothing to train on: {contents}; read JSON before, with json.loads")
 
     def check(self, row: Row) -> None:
         """Raise ValueError if a setting cannot be used with this form of row."""
         form = self.form(row)
         conversational = form.endswith("messages")
         if conversational and not self.chat.exists:
-            raise ValueError(
-                "it holds conversations, but the tokenizer has no chat template; set "
-                "chat_template_path='...' in the config, or tokenizer.chat_template"
-            )
+            raise ValueError("the tokenizer has no chat template; set chat_template_path")
         if self.train_on not in (None, "all") and not conversational:
             raise ValueError(
-                f"train_on={self.train_on!r} is about messages, but it holds {IN_WORDS[form]}; "
-                "leave train_on out, or name a response_template for plain text"
+                f"train_on={self.train_on!r} is about messages, but it holds {form}; leave it out"
             )
         if self.answers is not None and form not in ("text", "messages"):
-            raise ValueError(
-                f"response_template is for texts and conversations, but it holds {IN_WORDS[form]}; "
-                "leave it out: the completion is trained"
-            )
+            raise ValueError(f"it holds {form}; leave response_template out")
         if not conversational and self.eos_token is None:
-            raise ValueError(
-                "the tokenizer has no eos_token, so its documents would not end; set "
-                "eos_token='...' in the config, or tokenizer.eos_token"
-            )
+            raise ValueError("the tokenizer has no eos_token; set eos_token in the config")
 
     def documents(self, row: Row, form: str) -> list[Rendered]:
         """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.
 
-        A conversation without a trained turn is one document, of which nothing is trained.
-
-        Raises:
-            ValueError: it cannot be rendered.
+        A conversation without a trained turn is one document, of which nothing is trained. Raises
+        ValueError for a row that cannot be rendered.
         """
         found = self.form(row)
         if found != form:
             raise ValueError(
-                f"it holds {IN_WORDS[found]}, but the first row {IN_WORDS[form]}; a data set "
-                "must be of one form"
+                f"it holds {found}, but the first row {form}; a data set must be of one form"
             )
         if form == "text":
             return [self._text(row)]
@@ -359,10 +285,8 @@ class RowFormat:
         else:
             text = self.formatting_func(row)
             if not isinstance(text, str):
-                raise ValueError(
-                    f"formatting_func returned {type(text).__name__}, not one string for one "
-                    "example (map the data set before, to make more or fewer)"
-                )
+                kind = type(text).__name__
+                raise ValueError(f"formatting_func returned {kind}, not one string for one example")
             if self._is_rendered(text, row):
                 return Rendered(text, self._answers(text), None, True, False)
         text = self._ended(text)
@@ -415,10 +339,8 @@ class RowFormat:
             for number, flag in enumerate(map(flag_of, messages)):
                 if flag:  # in a stream, whose rows before were read without one
                     raise ValueError(
-                        f"message {number} has {flag}={messages[number][flag]!r}, but messages of "
-                        "the first row have no 'train' or 'weight', so everything was trained up "
-                        "to here; set train_on='assistant', where they count, or 'all', where they "
-                        "do not"
+                        f"message {number} has {flag}={messages[number][flag]!r}, unlike those of "
+                        "the first row; set train_on='assistant', where it counts, or 'all'"
                     )
         if not completion or self.makes_turns:  # such documents are dropped and counted later
             text = (self.chat.try_render(conversation) if messages else "") or ""
@@ -431,24 +353,19 @@ class RowFormat:
             text, marked = self.chat.render_marked(conversation)
             if not marked:
                 raise RuntimeError(
-                    "assistant_only_loss=True, but it has no assistant tokens: it has no assistant "
-                    "message, or the chat template marks none with {% generation %}"
+                    "assistant_only_loss=True, but it has no assistant message, or the chat "
+                    "template marks none with {% generation %}"
                 )
             return [Rendered(text, [(*span, 1.0) for span in marked], untrained, False, False)]
         text = self.chat.render(conversation)
         return [Rendered(text, self._answers(text), untrained, self.answers is not None, False)]
 
     def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
-        """Return the messages of the prompt, those after it, and the conversation of both.
-
-        Raises ValueError if messages or tools cannot be read.
-        """
-        names = ["prompt", "completion"]
-        if form == "messages":
-            names = [_name_of_messages(row) or "messages"]
+        """Return the messages of the prompt, those after it, and the conversation of both."""
+        whole = [_name_of_messages(row) or "messages"]
         lists: list[list[Any]] = [[]]
         sharegpt = False
-        for name in names:
+        for name in whole if form == "messages" else ["prompt", "completion"]:
             messages: Any = row.get(name)
             if is_sharegpt(messages):
                 sharegpt = True
@@ -471,7 +388,5 @@ def _name_of_messages(row: Row) -> str | None:
 def _string_of(row: Row, column: str) -> str:
     value = row.get(column)
     if not isinstance(value, str):
-        raise ValueError(
-            f"its {column!r} is {in_short(value)}; make it a string, or remove the row"
-        )
+        raise ValueError(f"its {column!r} is {in_short(value)}; make it a string")
     return value

@@ -5,9 +5,8 @@
     input_ids   Question  :  Why  ?  \\n  Answer  :  Because .  <eos>
     trained     0         0  0    0  0   0       0  1       1  1
 
-A token with some characters of a span and some before it is trained; if it were masked, the first
-word of an answer would never be learned. After a response template in plain text it is masked
-(`responses.py`). A prompt ends where TRL ends it: at the first token that differs between the
+A token with some characters of a span and some before it is trained, or the first word of an answer
+would never be learned. A prompt ends where TRL ends it: at the first token that differs between the
 prompt alone and the prompt with its completion.
 """
 
@@ -37,10 +36,9 @@ class Rendered:
         prompt: untrained text that TRL tokenizes alone to find the start of the completion; None
             without one.
         only_whole: tokens that are partly outside of a span are masked.
-        adds_special_tokens: the tokenizer adds special tokens. Not so after a chat template, which
-            has written them.
-        keeps_prompt_tokens: The document begins with the tokens of `prompt` alone, as a model reads
-            them at inference. Without it, tokens may merge where the prompt ends.
+        adds_special_tokens: the tokenizer adds those that a chat template would have written.
+        keeps_prompt_tokens: the document begins with the tokens of `prompt` alone, as at inference;
+            without it, tokens may merge where the prompt ends.
     """
 
     text: str
@@ -76,7 +74,7 @@ class Tokenized:
 def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ids, labels and weights of all T tokens of documents laid end to end, ``(T,)`` each.
 
-    One array for all of them: an array for each would cost a tenth of the preparation.
+    An array for each document would cost a tenth of the preparation.
     """
     stops = np.cumsum([len(document.input_ids) for document in documents]).tolist()
     input_ids = np.fromiter(
@@ -99,17 +97,11 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     Raises:
         ValueError: the tokenizer is slow, so it has no offsets for spans.
     """
-    options = {
-        "add_special_tokens": documents[0].adds_special_tokens,
-        "return_attention_mask": False,
-    }
+    special = documents[0].adds_special_tokens
+    options = {"add_special_tokens": special, "return_attention_mask": False}
     encoded = tokenizer([document.text for document in documents], **options)
     if encoded.encodings is None:
-        raise ValueError(
-            f"{type(tokenizer).__name__} is a slow tokenizer, without the offsets by which trained "
-            "characters are found among its tokens; load the fast one "
-            "(AutoTokenizer.from_pretrained(..., use_fast=True))"
-        )
+        raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; load the fast one")
     processor = tokenizer.backend_tokenizer.post_processor
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
     found, open_ends = [], []
@@ -151,9 +143,8 @@ def _behind_its_prompt(
     ids = prompt + apart.input_ids
     if tokenizer.decode(ids) != tokenizer.decode(tokens.input_ids):  # it puts a space before a text
         raise ValueError(
-            f"its tokens merge where the generation prompt ends and the turn "
-            f"{quote(rest.text[:20])} begins, and the tokenizer cannot keep them apart; begin the "
-            "turn with another character"
+            "its tokens merge where the generation prompt ends and the turn "
+            f"{quote(rest.text[:20])} begins; begin the turn with another character"
         )
     trained = [(first + behind, last + behind, weight) for first, last, weight in apart.spans or ()]
     return Tokenized(ids, trained)

@@ -6,7 +6,6 @@
         ▼
     documents      input_ids, labels (and loss_weights, if messages have a weight)
 
-With `train_on="every_turn"`, a row becomes several documents, each with the number of its turn.
 `datasets` caches the result by the tokenizer, the settings and the version of this package.
 """
 
@@ -76,9 +75,7 @@ def documents_from_rows(
     num_proc: int | None = None,
     name: str = "train",
 ) -> Dataset | IterableDataset:
-    """Return `dataset` with `input_ids` and `labels`, every document whole.
-
-    With `train_on="every_turn"`, it has the column `TURN`, too.
+    """Return whole documents with `input_ids`, `labels` and, with "every_turn", `TURN`.
 
     Args:
         dataset: rows of one form; the first row decides which.
@@ -97,9 +94,8 @@ def documents_from_rows(
     if flagged and row_format.flags_decide:
         if is_stream and not any(map(flag_of, messages_in(first))):
             raise ValueError(
-                f"messages of the {name} stream have 'train' or 'weight', null in its first row, "
-                "so it is not known whether they decide what is trained; set train_on='assistant', "
-                "where they count, or 'all', where they do not"
+                f"messages of the {name} stream have 'train' or 'weight', null in its first row; "
+                "set train_on='assistant', where they count, or 'all'"
             )
         if row_format.answers is not None:
             raise ValueError(
@@ -114,9 +110,8 @@ def documents_from_rows(
         raise ValueError(sentence) from error
     if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
         logger.warning(
-            f"the {name} dataset has tools, but the chat template renders no tool calls: the "
-            "model will not read which tools there are (calls in ShareGPT's form are trained "
-            "as the text that they are); use a chat template with tools"
+            f"the {name} dataset has tools, but the chat template renders no tool calls; use "
+            "another template"
         )
     columns = ["input_ids", "labels"]
     if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
@@ -170,8 +165,8 @@ def _prepare_batch(
             weight != 1 for document in found for *_, weight in document.spans or ()
         ):
             raise ValueError(
-                "a message has a weight other than 0 and 1, but messages of the first row have "
-                "none, so there is no column for it; give them one, too (1 is the default)"
+                "a message has a weight other than 0 and 1, but those of the first row have none; "
+                "give them the weight 1"
             )
         return found
 
@@ -189,11 +184,8 @@ def _prepare_batch(
     if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
         logger.warning_once(
             "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
-            f"{quote(tokenizer.decode(lost))} is left out, because tokens merge where prompt and "
-            "completion meet, or because the chat template renders the prompt alone otherwise. The "
-            "model is trained on a context that differs from the one it sees at inference. End the "
-            "prompt on a token boundary, or use a chat template that renders it the same way. "
-            "Shown once; it likely applies to every row."
+            f"{quote(tokenizer.decode(lost))} is left out, unlike at inference. End the prompt on "
+            "a token boundary, or use a chat template that renders it the same way. Shown once."
         )
     tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
     flat = {column: values for column, values in tokens if column in columns}

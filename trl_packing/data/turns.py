@@ -4,40 +4,10 @@
     text          <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     span                                                                  [Hello<|im_end|>]
 
-A span starts where the generation prompt ends: the model itself has to write everything that the
-template puts between this prompt and the content (an empty <think> block, for example). It ends
-with the stop token.
-
-If the template marks the assistant's characters with ``{% generation %}``, these marks are used.
-Otherwise the conversation is rendered again with placeholders instead of contents:
-
-    all at once   every wanted content is replaced; the text must then be
-                  piece  content  piece  content  piece           exactly, or this is not used
-    one by one    where the template changes contents or the text around them, each message is
-                  replaced alone; the text after the placeholder is the text after the message
-
-A template may leave out part of a message, most often the reasoning of earlier turns. The model
-would then be trained on something else than the data, so this is an error, unless the template has
-``{% generation %}``.
-
-With `train_on="every_turn"`, a conversation is one document for each turn, as at inference:
-
-    messages      user "Hi"   assistant (thinks) "Hello"   user "Why?"   assistant (thinks) "So."
-    document 1    user "Hi"  [thinks "Hello" stop]
-    document 2    user "Hi"   assistant "Hello"            user "Why?"  [thinks "So." stop]
-
-A document is the generation prompt of the messages before a turn, then what the model writes, up to
-the stop token; only this is trained. So a template may drop the reasoning of earlier turns: each
-turn is rendered as the last message, where its reasoning is kept, after the history that the model
-reads at inference. The text of the finished turn should begin with the generation prompt. If not:
-
-    white space differs        the model writes what comes after the white space
-    the history is rendered    the document has the history of the generation prompt, and the
-    differently                template's text of the turn
-    the template drops the     the model writes the content as it stands in the data, without the
-    thoughts in a content,     words at its start that the generation prompt has written for it
-    or thinks once more
-    anything else              refused: the model would write something that the data do not hold
+A span starts where the generation prompt ends: the model itself writes what the template puts
+before the content (an empty <think> block, for example). It ends with the stop token. Messages are
+found by a mark in place of their contents. With `train_on="every_turn"`, each turn is a document as
+at inference; docs/every-turn.md has the cases.
 """
 
 import re
@@ -94,8 +64,8 @@ class RenderedConversation:
     def around(self, number: int) -> tuple[str, str]:
         """Return the texts before and after the content of a message, had it nothing else.
 
-        A template refuses this if a tool's message follows, since the tool call is replaced, too.
-        Then they are the mark, which the text does not hold.
+        Both are the mark, which the text does not hold, if the template refuses this: a tool's
+        message may follow, whose call is replaced, too.
         """
         message = self.messages[number]
         plain = {"role": message["role"], "content": message.get("content")}
@@ -122,15 +92,13 @@ def trained_spans(
     Raises:
         ValueError: the template leaves out part of a message, or a message cannot be located.
     """
-    if not chat.marks_generations:
-        rendered = RenderedConversation(chat, conversation, chat.render(conversation))
-        spans = _spans(rendered, [*weights])
-        return rendered.text, [(*spans[number], weights[number]) for number in weights]
     text, marked = chat.render_marked(conversation)
     rendered = RenderedConversation(chat, conversation, text)
+    if marked is None:
+        spans = _spans(rendered, [*weights])
+        return text, [(*spans[number], weights[number]) for number in weights]
     assistants = [n for n, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    others = [number for number in weights if number not in assistants]
-    found = [*_spans(rendered, others).items()]
+    found = [*_spans(rendered, [n for n in weights if n not in assistants]).items()]
     if len(marked) == len(assistants):
         found += zip(assistants, marked, strict=True)
     elif assistants and {*weights} >= {*assistants} and len({*weights.values()}) == 1:
@@ -154,10 +122,8 @@ def _spans(rendered: RenderedConversation, wanted: Sequence[int]) -> dict[int, S
             name, words = missing
             raise ValueError(
                 f"the chat template leaves out the {name} of message {number} "
-                f"({quote(words[:40])}), so the model would learn to leave it out. "
-                "Use a template that keeps it or has {% generation %}, "
-                "train_on='every_turn', which renders each turn as the last one, "
-                "train_on='last_assistant' if it is kept there, or remove it from the data"
+                f"({quote(words[:40])}), so the model would learn to leave it out; set "
+                "train_on='every_turn' or 'last_assistant', or use a template that keeps it"
             )
     return spans
 
@@ -231,9 +197,8 @@ def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, 
 
 def _unknown_place(number: int) -> ValueError:
     return ValueError(
-        f"the chat template renders message {number} differently when other messages are around "
-        "it, so the place where the model begins or has to stop is unknown; use a template with "
-        "{% generation %}, or train_on='last_assistant' or 'all'"
+        f"the chat template renders message {number} differently beside other messages; use one "
+        "with {% generation %}, or train_on='all'"
     )
 
 
@@ -279,23 +244,17 @@ def missing_part(message: Message, text: str) -> tuple[str, str] | None:
 def render_every_turn(
     chat: ChatTemplate, conversation: Conversation, weights: Mapping[int, float]
 ) -> list[Rendered]:
-    """Return one document for each trained message of a conversation, in order.
-
-    Args:
-        chat: renders the conversation.
-        conversation: messages without "train" and "weight".
-        weights: the weight of each message that is trained, by its number.
+    """Return one document for each trained message of a conversation; arguments as above.
 
     Raises:
-        ValueError: the message, and the way out, if it is not known what a model would write.
+        ValueError: it is not known what a model would write.
     """
     documents = []
     for number, weight in weights.items():
         if conversation.messages[number]["role"] != "assistant" or number == 0:
             raise ValueError(
-                f"message {number} is trained, but train_on='every_turn' trains what the assistant "
-                "writes after another message; set its 'train' to false, or use "
-                "train_on='assistant'"
+                f"message {number} is no answer of the assistant; set its 'train' to false, or "
+                "use train_on='assistant'"
             )
         turn = conversation.of(conversation.messages[: number + 1])
         prompt, written, trained = _written(chat, turn)
@@ -317,35 +276,23 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
     number = len(history)
     try:
         prompt = chat.render(conversation.of(history), generation_prompt=True)
-        marked = None
-        if chat.marks_generations:
-            text, marked = chat.render_marked(conversation)
-        else:
-            text = chat.render(conversation)
+        text, marked = chat.render_marked(conversation)
     except TEMPLATE_ERRORS as error:
         raise ValueError(
             f"the chat template cannot render the conversation before message {number}, or up to "
-            f"it ({error}), but train_on='every_turn' needs both; set 'train' of this message to "
-            "false, or use another template"
+            f"it ({error}); set its 'train' to false, or use another template"
         ) from error
     turn = RenderedConversation(chat, conversation, text)
     start, missing = _start_of_turn(turn, prompt), None
     if start is not None:
         stop = _stop_of_turn(turn, start)
         written = text[start:stop] + (_start_of_next(turn) if stop is None else "")
-        trained = [(0, len(written))]
-        if marked is not None:
-            ends = [(max(a - start, 0), min(b - start, len(written))) for a, b in marked]
-            trained = [(a, b) for a, b in ends if a < b]
-            if not trained:
-                raise ValueError(
-                    f"the chat template marks nothing of message {number} with "
-                    "{% generation %}, so nothing of it would be trained; set its 'train' to "
-                    "false, or correct the template"
-                )
         missing, opened = missing_part(message, written), _OPENED.search(prompt)
         if missing is None and not (opened and opened[0].strip() in written):
-            return prompt, written, trained
+            size = len(written)
+            spans = [(start, start + size)] if marked is None else marked
+            trained = [(max(a - start, 0), min(b - start, size)) for a, b in spans]
+            return prompt, written, [(a, b) for a, b in trained if a < b]
     raw = _as_in_the_data(turn, prompt)
     if raw is not None:
         return prompt, raw, [(0, len(raw))]
@@ -353,18 +300,15 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
         name, words = missing
         raise ValueError(
             f"the chat template leaves out the {name} of message {number} ({quote(words[:40])}) "
-            "even where it is the last one, so the model would learn to leave it out; use a "
-            "template that keeps it, remove it from the data, or write reasoning into the content "
-            "as the model does (<think>…</think>)"
+            "even where it is the last one; use a template that keeps it, or write reasoning into "
+            "the content (<think>…</think>)"
         )
     at = common_prefix_length(text, prompt)
     raise ValueError(
         f"at inference the model reads {quote(prompt[-40:])} at the end of its prompt before "
         f"message {number}, but the chat template writes {quote(text[at : at + 40])} there in the "
-        "finished turn, so no text of the data continues the prompt; give the message the "
-        "reasoning that the prompt asks for, at the start of its content or under "
-        "'reasoning_content', pass chat_template_kwargs that fit it (enable_thinking), set its "
-        "'train' to false, or use another template"
+        "finished turn; give the message the reasoning that the prompt asks for, or "
+        "chat_template_kwargs that fit it (enable_thinking)"
     )
 
 
