@@ -117,7 +117,7 @@ def _fault(message: Any, chat_template: str) -> str | None:
         return f"({role}) has {in_short(calls)} as tool_calls; make it a list of calls"
     if content is None and not any(map(message.get, ("tool_calls", *REASONING_KEYS))):
         return f"({role}) has no content; remove the row, or set it to ''"
-    are_parts = _are_mappings(content) and all("type" in part for part in content)
+    are_parts = _are_mappings(content) and all("type" in part for part in content or ())
     if not (are_parts or content is None or isinstance(content, str)):
         return f"({role}) has {in_short(content)} as content; give a string, or parts with a 'type'"
     return None
