@@ -27,47 +27,28 @@ def alone(model, documents):
     return torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_training_and_evaluation_leave_the_attention_as_it_came(implementation, tmp_path):
-    model = tiny_model("llama")
-    model.set_attn_implementation(implementation)
-    seen = []
+class Look(TrainerCallback):
+    """Keeps the attention and a pickle of the model within the run."""
 
-    class Look(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            seen.append(str(model.config._attn_implementation))
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.attention = str(model.config._attn_implementation)
+        self.pickled = pickle.dumps(model)
 
-    rows = Dataset.from_list(DOCUMENTS)
-    run = trainer_for(model, DOCUMENTS, tmp_path, evaluated=rows, callbacks=[Look()])
-    found = [run.model.config._attn_implementation]
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "lora"])
+def test_a_run_leaves_the_attention_as_it_came_and_a_pickle_does_not_name_ours(wrap, tmp_path):
+    model, look = wrap(tiny_model("llama", attn_implementation="eager")), Look()
+    rows, options = Dataset.from_list(DOCUMENTS), {"callbacks": [look], "learning_rate": 0.01}
+    run = trainer_for(model, DOCUMENTS, tmp_path, evaluated=rows, **options)
     for act in (run.train, run.evaluate, lambda: run.predict(rows)):
         act()
-        found.append(run.model.config._attn_implementation)
-    assert found == [implementation] * 4
-    assert not any(type(name) is not str for name in found)
-    assert seen[0].startswith("packed_documents"), "the kernel that trained it"
-
-
-@pytest.fixture(params=[lambda model: model, lora], ids=["full", "lora"])
-def saved(request, tmp_path):
-    """Return a trained model, its logits of `IDS`, and a pickle of it within the run."""
-
-    class Save(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            self.saved = pickle.dumps(model)
-
-    saves, model = Save(), request.param(tiny_model("llama"))
-    run = trainer_for(model, DOCUMENTS, tmp_path, callbacks=[saves], learning_rate=0.01)
-    run.train()
-    return run.model, run.model.eval()(input_ids=IDS, use_cache=False).logits, saves.saved
-
-
-def test_a_model_saved_while_ours_is_in_use_does_not_name_it(saved):
-    _, expected, pickled_model = saved
-    assert b"trl_packing" not in pickled_model
-    assert b"packed_documents" not in pickled_model
-    loaded = pickle.loads(pickled_model).eval()
-    found = loaded(input_ids=IDS, use_cache=False).logits
+        assert type(run.model.config._attn_implementation) is str
+        assert run.model.config._attn_implementation == "eager"
+    assert look.attention.startswith("packed_documents"), "the kernel that trained it"
+    assert b"trl_packing" not in look.pickled
+    assert b"packed_documents" not in look.pickled
+    loaded, trained = pickle.loads(look.pickled).eval(), run.model.eval()
+    found, expected = (m(input_ids=IDS, use_cache=False).logits for m in (loaded, trained))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -76,17 +57,13 @@ def enabled(model, folder):
     return model
 
 
-def of_trainer(model, folder):
-    return trainer_for(model, DOCUMENTS, folder).model
-
-
 def of_trained(model, folder):
     run = trainer_for(model, DOCUMENTS, folder)
     run.train()
     return run.model
 
 
-@pytest.mark.parametrize("make", [enabled, of_trainer, of_trained], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [enabled, of_trained], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "lora"])
 def test_a_copy_computes_with_its_own_weights(make, wrap, tmp_path):
     """In ordinary calls, in packed ones and in those of the fused head, which TRL's is under."""

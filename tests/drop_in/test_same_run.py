@@ -23,11 +23,20 @@ from helpers.tiny import (
     tiny_rows,
     tiny_tokenizer,
 )
-from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig
+from helpers.vision import tiny_vlm
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.attention import backends
+from trl_packing.vision import support
 
 
 def both(folder, **options):
@@ -61,12 +70,10 @@ def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
         {"loss_type": "dft"},
         {"label_smoothing_factor": 0.1},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {"warmup_steps": 3, "lr_scheduler_type": "cosine"},
         {"dataloader_drop_last": True},
         {"num_train_epochs": 2},
         {"max_length": 30},
-        {"max_length": None},
-        {"completion_only_loss": False},
+        {"max_length": None, "completion_only_loss": False},
         {"pad_to_multiple_of": 8},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3},
         {"average_tokens_across_devices": False},
@@ -88,8 +95,7 @@ def test_unpacked_run_with_this_option_equals_trl(tmp_path, changes):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulation):
-    options = {"num_train_epochs": 3.0, "max_steps": 4}
-    options |= {"gradient_accumulation_steps": accumulation}
+    options = {"num_train_epochs": 3, "max_steps": 4, "gradient_accumulation_steps": accumulation}
     ours, theirs = both(tmp_path, dataset=tiny_iterable("prompt_completion", 22), **options)
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens"))
 
@@ -116,8 +122,13 @@ def causal_loss(outputs, labels, num_items_in_batch=None):
     return loss(outputs.logits, labels, VOCAB_SIZE, num_items_in_batch=num_items_in_batch)
 
 
-def virtual(kind):
-    return kind(task_type="CAUSAL_LM", num_virtual_tokens=4)
+VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+EXPERTS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+
+
+def adapted_model():
+    torch.manual_seed(0)
+    return get_peft_model(tiny_model("qwen2"), LoraConfig(init_lora_weights=False))
 
 
 PASSED = {
@@ -125,17 +136,28 @@ PASSED = {
     "optimizer": lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.05})},
     "loss": lambda: {"compute_loss_func": causal_loss},
     "lora": lambda: {"peft_config": LoraConfig(init_lora_weights=False)},
-    "prompt tuning": lambda: {"peft_config": virtual(PromptTuningConfig)},
-    "prefix tuning": lambda: {"peft_config": virtual(PrefixTuningConfig)},
-    "prompt encoder": lambda: {"peft_config": virtual(PromptEncoderConfig)},
+    "lora of experts": lambda: {"peft_config": LoraConfig(target_parameters=EXPERTS)},
+    "peft model": dict,
+    "prompt tuning": lambda: {"peft_config": PromptTuningConfig(**VIRTUAL)},
+    "prefix tuning": lambda: {"peft_config": PrefixTuningConfig(**VIRTUAL)},
+    "prompt encoder": lambda: {"peft_config": PromptEncoderConfig(**VIRTUAL)},
 }
+OF_MODELS = {"lora of experts": lambda: "gpt_oss", "peft model": adapted_model}
 
 
 @pytest.mark.filterwarnings("ignore:.*compute_loss_func:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")  # peft 0.18
 @pytest.mark.parametrize("name", PASSED)
 def test_what_a_user_passes_trains_as_in_trl(tmp_path, name):
     ours, theirs = (
-        sgd_run(tmp_path, cls, gradient_checkpointing=False, arguments=PASSED[name]())
+        sgd_run(
+            tmp_path,
+            cls,
+            model=OF_MODELS.get(name, lambda: "llama")(),
+            gradient_checkpointing=False,
+            router_aux_loss_coef=0.0 if "experts" in name else None,
+            arguments=PASSED[name](),
+        )
         for cls in (PackedSFTTrainer, SFTTrainer)
     )
     assert_same_run(ours, theirs, ("loss", "grad_norm"))
@@ -147,17 +169,15 @@ def test_what_a_user_passes_trains_as_in_trl(tmp_path, name):
 def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, packing):
     """An aLoRA adapter starts at the last invocation in each document, not in each packed row."""
     invocation = tiny_tokenizer()(" are", add_special_tokens=False)["input_ids"]
-    rows = [f"{pair['question']} are {pair['answer']}" for pair in tiny_rows("question_answer", 8)]
-    modules = ["q_proj", "v_proj"]
     adapter = {"task_type": "CAUSAL_LM", "alora_invocation_tokens": invocation}
-
+    rows = [f"{pair['question']} are {pair['answer']}" for pair in tiny_rows("question_answer", 8)]
     settings = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 10.0}
     settings |= {"gradient_checkpointing": False, "model": "qwen2"}
 
     def run(cls, **changes):
-        arguments = {"peft_config": LoraConfig(target_modules=modules, **adapter)}
-        dataset = Dataset.from_dict({"text": rows})
-        return sgd_run(tmp_path, cls, dataset=dataset, arguments=arguments, **settings | changes)
+        config = LoraConfig(target_modules=["q_proj", "v_proj"], **adapter)
+        options = settings | changes | {"arguments": {"peft_config": config}}
+        return sgd_run(tmp_path, cls, dataset=Dataset.from_dict({"text": rows}), **options)
 
     options = {"packing": True, "max_length": 512} if packing else {}
     theirs, ours = run(SFTTrainer), run(PackedSFTTrainer, **options)
@@ -175,3 +195,27 @@ def test_an_activated_adapter_refuses_attention_over_a_whole_row(tmp_path):
     options = {"attention": "documents", "arguments": {"peft_config": adapter}}
     with pytest.raises(ValueError, match=r"alora_invocation_tokens .*; set attention='auto'"):
         make_trainer(tmp_path, tiny_dataset(), "qwen2", **options)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "TRL's path"])
+def test_images_train_as_in_trl(tmp_path, monkeypatch, is_packed):
+    pytest.importorskip("PIL")
+    if is_packed:
+        pytest.importorskip("transformers", "5.23")  # older ones take TRL's path
+    else:
+        monkeypatch.setattr(support, "FAMILIES", ())
+    options = {"per_device_train_batch_size": 3, "max_length": None, "max_steps": 2}
+    options |= {"gradient_checkpointing": False, "dataset": tiny_dataset("images", 6)}
+
+    def run(cls):
+        model, processor = tiny_vlm("llava")
+        arguments = {"eval_dataset": tiny_dataset("images", 3)}
+        given = {"model": model, "processing_class": processor, "arguments": arguments}
+        return sgd_run(tmp_path, cls, **options, **given)
+
+    ours, theirs = run(PackedSFTTrainer), run(SFTTrainer)
+    if PackedSFTTrainer is not SFTTrainer:
+        vision = DataCollatorForVisionLanguageModeling
+        assert isinstance(ours.data_collator, vision) != is_packed
+    assert_same_run(ours, theirs)
+    assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], abs=1e-5)

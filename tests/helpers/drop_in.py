@@ -24,7 +24,6 @@ if os.environ.get("TRAINER") == "trl":
 else:
     from trl_packing import PackedSFTTrainer
 
-CONVERSATIONAL = [form for form in FORMS if form.startswith("convers")] + ["tools"]
 TEXT_FORMS = [form for form in FORMS if form not in ("question_answer", "packed", "images")]
 
 packed_only = pytest.mark.skipif(
@@ -35,22 +34,14 @@ both_modes = pytest.mark.parametrize("packing", [True, False], ids=["packed", "u
 
 def config(folder, **changes) -> SFTConfig:
     """Return a plain `SFTConfig` for two short fp32 steps."""
-    settings = {
-        "max_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "max_length": 128,
-    }
-    if "num_train_epochs" in changes:
-        settings["max_steps"] = -1
+    settings = {"logging_steps": 1, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    settings |= {"max_length": 128, "max_steps": -1 if "num_train_epochs" in changes else 2}
     return SFTConfig(str(folder), **QUIET | settings | changes)
 
 
 def tokenizer_for(form: str):
-    return tiny_tokenizer(chat=True) if form in (*CONVERSATIONAL, "images") else tiny_tokenizer()
+    return tiny_tokenizer(chat=form.startswith("convers") or form in ("tools", "images"))
 
 
 def trainer_for(
@@ -58,7 +49,7 @@ def trainer_for(
     dataset="language_modeling",
     *,
     cls=None,
-    model=None,
+    model="llama",
     processing_class=None,
     arguments=None,
     **config_changes,
@@ -67,25 +58,12 @@ def trainer_for(
 
     `arguments` go to the constructor, `config_changes` to the configuration.
     """
-    cls = PackedSFTTrainer if cls is None else cls
-    if isinstance(dataset, str):
-        processing_class = processing_class or tokenizer_for(dataset)
-        dataset = tiny_dataset(dataset)
-    return cls(
-        model=tiny_model("llama") if model is None else model,
+    form = dataset if isinstance(dataset, str) else ""
+    return (cls or PackedSFTTrainer)(
+        model=tiny_model(model) if isinstance(model, str) else model,
         args=config(folder, **config_changes),
-        train_dataset=dataset,
-        processing_class=processing_class or tiny_tokenizer(),
-        **(arguments or {}),
-    )
-
-
-def trainer_from_id(model_id, folder, arguments=None, dataset="language_modeling", **changes):
-    """Return a trainer that loads its model and tokenizer itself."""
-    return PackedSFTTrainer(
-        model=model_id,
-        args=config(folder, **changes),
-        train_dataset=tiny_dataset(dataset),
+        train_dataset=tiny_dataset(form) if form else dataset,
+        processing_class=processing_class or tokenizer_for(form),
         **(arguments or {}),
     )
 
@@ -96,11 +74,8 @@ def parameters(trainer) -> dict[str, torch.Tensor]:
 
 def unchanged(before: dict[str, torch.Tensor], trainer) -> list[str]:
     """Return the names of the parameters that are what they were `before`."""
-    return [
-        name
-        for name, value in before.items()
-        if torch.equal(value, trainer.model.get_parameter(name))
-    ]
+    now = trainer.model.get_parameter
+    return [name for name, value in before.items() if torch.equal(value, now(name))]
 
 
 def train_moves_all(trainer) -> None:
@@ -120,34 +95,12 @@ def documents(dataset) -> list[tuple[list[int], list[int]]]:
     return [(row["input_ids"], row["labels"]) for row in dataset]
 
 
-def sgd_run(
-    folder,
-    cls,
-    form="prompt_completion",
-    *,
-    rows=22,
-    model="llama",
-    dataset=None,
-    arguments=None,
-    **changes,
-):
+def sgd_run(folder, cls, form="prompt_completion", *, rows=22, dataset=None, **changes):
     """Return a trainer after a run with SGD, whose steps are proportional to the gradients."""
-    settings = {
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "num_train_epochs": 1,
-        "train_sampling_strategy": "sequential",
-        **changes,
-    }
-    trainer = trainer_for(
-        folder,
-        tiny_dataset(form, rows) if dataset is None else dataset,
-        cls=cls,
-        model=tiny_model(model),
-        processing_class=tokenizer_for(form),
-        arguments=arguments,
-        **settings,
-    )
+    settings = {"optim": "sgd", "learning_rate": 0.1, "num_train_epochs": 1}
+    settings |= {"train_sampling_strategy": "sequential", "processing_class": tokenizer_for(form)}
+    dataset = tiny_dataset(form, rows) if dataset is None else dataset
+    trainer = trainer_for(folder, dataset, cls=cls, **settings | changes)
     trainer.train()
     return trainer
 
@@ -160,8 +113,4 @@ def assert_same_run(ours, theirs, keys=("loss", "grad_norm", "num_tokens", "mean
     assert ours.state.global_step == theirs.state.global_step
     for key in keys:
         assert logged(ours, key) == pytest.approx(logged(theirs, key), rel=1e-4, abs=1e-5), key
-    for name, value in parameters(theirs).items():
-        mine = ours.model.get_parameter(name)
-        torch.testing.assert_close(
-            mine, value, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(parameters(ours), parameters(theirs), atol=1e-5, rtol=1e-4)
