@@ -24,18 +24,9 @@ from trl_packing import (
 # --- 000: packing by hand -------------------------------------------------------------------------
 
 
-def test_the_article_on_packing_by_hand():
-    """Its numbers: documents that end at 2, 6 and 9 in a row of 10 tokens."""
-    row = torch.tensor([5, 6, 2, 7, 8, 9, 2, 5, 7, 2])
-    assert lengths_from_eos(row, 2).tolist() == [3, 4, 3]
-    positions = position_ids_from_lengths(lengths_from_eos(row, 2))
-    assert positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_its_batch_runs_as_each_sentence_alone(name):
+def test_the_batch_of_packing_by_hand_runs_as_each_sentence_alone():
     """Two rows of two sentences, padded with EOS; masks and positions of all of it in one go."""
-    tokenizer, model = tiny_tokenizer(), tiny_model(name)
+    tokenizer, model = tiny_tokenizer(), tiny_model("llama")
     rows = [
         ["Rome wasn't built in a day", "My hovercraft is full of eels"],
         ["The cat sat on the mat", "My aunt is a teacher"],
