@@ -5,7 +5,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -40,31 +39,19 @@ def test_the_docs_name_the_tested_versions():
         assert re.search(rf"\| {name} +\| {re.escape(oldest)} +\| {re.escape(newest)} +\|", text)
 
 
-@pytest.fixture
-def said(caplog, monkeypatch):
-    """Return a function that returns the warnings logged with these versions installed."""
-
-    def forget_versions():
+def test_a_version_outside_of_the_tested_ones_is_named_once(caplog, monkeypatch):
+    tested = {name: newest for name, (_, newest) in versions.TESTED.items()}
+    for installed, named in (
+        ({}, ""),
+        ({"transformers": "5.23.7", "accelerate": "1.12.1"}, ""),  # patch releases
+        ({"trl": "1.17.0"}, "trl 1.17.0 (tested: "),
+        ({"datasets": "4.0.0"}, "datasets 4.0.0 (tested: "),
+    ):
+        monkeypatch.setattr(versions, "installed_version", (tested | installed).get)
         versions.warn_of_untested_versions.cache_clear()
-        versions.installed_version.cache_clear()
-
-    def said(**installed: str) -> list[str]:
-        tested = {name: newest for name, (_, newest) in versions.TESTED.items()}
-        monkeypatch.setattr(versions, "version", lambda name: {**tested, **installed}[name])
-        forget_versions()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "trl_packing.versions"):
             versions.warn_of_untested_versions()
             versions.warn_of_untested_versions()
-        return [record.getMessage() for record in caplog.records]
-
-    yield said
-    forget_versions()
-
-
-def test_a_version_outside_of_the_tested_ones_is_named_once(said):
-    assert said() == []
-    assert said(transformers="5.23.7", accelerate="1.12.1") == [], "patch releases"
-    for name, number in (("trl", "1.17.0"), ("datasets", "4.0.0")):
-        (message,) = said(**{name: number})
-        assert f"{name} {number} (tested: " in message
+        assert len(caplog.records) == bool(named)
+        assert named in caplog.text

