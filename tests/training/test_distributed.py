@@ -17,6 +17,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.05}
 LENGTHS = [3 + (i * 7) % 29 for i in range(23)]
 MANY = [3 + (i * 11) % 29 for i in range(41)]
 
+UNPACKED = {"packing": False, "max_steps": 8, "stream": True}
 # Each as one rank with two accumulated micro-batches; two ranks accumulate none.
 SAME_STEPS = {
     "packed": {"lengths": MANY, "epochs": 2},
@@ -25,26 +26,13 @@ SAME_STEPS = {
     # Three bins of one document: rank 1 has none in the second step.
     "a rank with an empty micro-batch": {"lengths": [32, 32, 32], "epochs": 3},
     # 31, 1, 30 and 2 trained tokens.
-    "ranks with very unequal numbers of trained tokens": {
-        "lengths": [32, 2, 31, 3],
-        "packing": False,
-        "prompt": 1,
-    },
+    "unequal trained tokens": {"lengths": [32, 2, 31, 3], "packing": False, "prompt": 1},
     # Packed, each rank fills bins from its own documents, so two ranks have other steps than one.
-    "stream": {"lengths": MANY, "stream": True, "max_steps": 8, "packing": False},
+    "stream": UNPACKED | {"lengths": MANY},
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
-    "the end of a stream": {
-        "lengths": [32, 32, 32],
-        "stream": True,
-        "max_steps": 4,
-        "packing": False,
-    },
+    "the end of a stream": UNPACKED | {"lengths": [32, 32, 32], "max_steps": 4},
     "a curriculum": {"lengths": MANY, "options": SGD | {"curriculum": "length"}},
-    "a class that ignores loss kwargs": {
-        "lengths": MANY,
-        "ignores_loss_kwargs": True,
-        "options": SGD,
-    },
+    "a class that ignores loss kwargs": {"lengths": MANY, "ignores_loss_kwargs": True},
     "a recurrent model, on padded rows": {
         "lengths": MANY,
         "model": "falcon_mamba",
@@ -52,7 +40,6 @@ SAME_STEPS = {
     },
 }
 EVALUATIONS = {
-    "packed": {},
     "unpacked": {"options": {"eval_packing": False}, "batch_size": 2},
     "fewer documents than ranks": {"eval_lengths": [9]},
     "stream": {"stream": True, "max_steps": 1},
@@ -61,12 +48,14 @@ EVALUATIONS = {
 }
 # Each rank reads two of four shards; the documents of rank 1 fill a quarter of the bins.
 UNEVEN = [*[31] * 8, *[7] * 8] * 2
+SHARDED = {"lengths": UNEVEN, "stream": True, "shards": 4, "max_steps": 20}
+SHARDED |= {"options": SGD | {"max_grad_norm": 0.0}}
 BY_RANK = {
-    "packed": {},
-    "two bins a micro-batch, accumulated": {"batch_size": 2, "accumulation": 2},
-    "unpacked": {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
+    "packed": SHARDED,
+    "two bins a micro-batch, accumulated": SHARDED | {"batch_size": 2, "accumulation": 2},
+    "unpacked": SHARDED | {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
 }
-REFUSED = {"packed": {}, "unpacked": {"packing": False, "batch_size": 1}}
+LEAKS = {"lengths": MANY, "leaks_on_rank": 1, "options": {"isolation_check": "error"}}
 
 
 def scenarios(base, accumulation: int) -> dict[str, Scenario]:
@@ -75,23 +64,9 @@ def scenarios(base, accumulation: int) -> dict[str, Scenario]:
     made = {f"same steps: {name}": options | arguments for name, arguments in SAME_STEPS.items()}
     for name, arguments in EVALUATIONS.items():
         made[f"evaluation: {name}"] = {"lengths": LENGTHS, "eval_lengths": MANY[:7], **arguments}
+    made |= {f"by rank: {name}": arguments for name, arguments in BY_RANK.items()}
     made["evaluation, then training"] = options | {"lengths": MANY, "eval_lengths": MANY[:3]}
-    made["a leak on one rank"] = {
-        "lengths": MANY,
-        "leaks_on_rank": 1,
-        "options": {"isolation_check": "error"},
-    }
-    for name, arguments in BY_RANK.items():
-        made[f"by rank: {name}"] = {
-            "lengths": UNEVEN,
-            "stream": True,
-            "shards": 4,
-            "max_steps": 20,
-            "options": SGD | {"max_grad_norm": 0.0},
-            **arguments,
-        }
-    for name, arguments in REFUSED.items():
-        made[f"refused: {name}"] = {"lengths": [9], **arguments}
+    made |= {"a leak on one rank": LEAKS, "refused": {"lengths": [9]}}
     return {
         name: Scenario(str(base / f"{accumulation} {number}"), **arguments)
         for number, (name, arguments) in enumerate(made.items())
@@ -121,27 +96,20 @@ def assert_same_training(ranks: list[dict], alone: dict):
         torch.testing.assert_close(rank["parameters"], alone["parameters"], rtol=0, atol=TOLERANCE)
 
 
+def each_of(kind: str, names):
+    """Give a test each name, and what one rank makes of it."""
+    pairs = [(name, f"{kind}: {name}") for name in names]
+    return pytest.mark.parametrize(("name", "one_rank"), pairs, indirect=["one_rank"], ids=names)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "one_rank"),
-    [(name, f"same steps: {name}") for name in SAME_STEPS],
-    indirect=["one_rank"],
-    ids=SAME_STEPS,
-)
+@each_of("same steps", SAME_STEPS)
 def test_two_ranks_train_as_one_with_twice_the_accumulation(name, one_rank, two_ranks):
-    assert_same_training(two_ranks[f"same steps: {name}"], one_rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "one_rank"),
-    [(name, f"same steps: {name}") for name in SAME_STEPS if "stream" in name],
-    indirect=["one_rank"],
-)
-def test_two_ranks_count_a_stream_as_one(name, one_rank, two_ranks):
-    counts = [rank["documents_read"] for rank in two_ranks[f"same steps: {name}"]]
-    assert counts == [one_rank["documents_read"]] * 2
-    assert counts[0] >= len(SAME_STEPS[name]["lengths"])
+    ranks = two_ranks[f"same steps: {name}"]
+    assert_same_training(ranks, one_rank)
+    if "stream" in name:
+        assert {rank["documents_read"] for rank in ranks} == {one_rank["documents_read"]}
+        assert one_rank["documents_read"] >= len(SAME_STEPS[name]["lengths"])
 
 
 @pytest.mark.slow
@@ -187,20 +155,15 @@ def trained_by_hand(ranks: list[dict], accumulation: int, rate: float) -> dict:
 def test_ranks_that_read_their_own_shards_train_every_document_once_an_epoch(name, two_ranks):
     """Rank 1 ends early and goes on with masked micro-batches; the weights are those by hand."""
     ranks = two_ranks[f"by rank: {name}"]
-    lengths = BY_RANK[name].get("lengths", UNEVEN)
-    assert len(ranks[0]["inputs"]) == len(ranks[1]["inputs"])
-    made = documents_of_lengths(lengths, prompt=2, seed=0)
+    made = documents_of_lengths(BY_RANK[name]["lengths"], prompt=2, seed=0)
     expected = Counter(tuple(row["input_ids"]) for row in made)
     seen: Counter = Counter()
-    epoch = []
     for batches in zip(*(rank["inputs"] for rank in ranks), strict=True):
-        documents = [document for batch in batches for document in documents_of(batch)]
-        epoch.append(documents)
-        seen.update(documents)
+        seen.update(document for batch in batches for document in documents_of(batch))
         if seen == expected:
             break
     assert seen == expected, "the first epoch"
-    assert all(len(documents_of(b)) == 0 for b in ranks[1]["inputs"][len(epoch) - 1 : len(epoch)])
+    assert documents_of(batches[1]) == []
     accumulation = BY_RANK[name].get("accumulation", 1)
     weights = trained_by_hand(ranks, accumulation, SGD["learning_rate"])
     for rank in ranks:
@@ -212,12 +175,7 @@ def test_ranks_that_read_their_own_shards_train_every_document_once_an_epoch(nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "one_rank"),
-    [(name, f"evaluation: {name}") for name in EVALUATIONS],
-    indirect=["one_rank"],
-    ids=EVALUATIONS,
-)
+@each_of("evaluation", EVALUATIONS)
 def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
     expected = one_rank["metrics"]
     for rank in two_ranks[f"evaluation: {name}"]:
@@ -241,7 +199,6 @@ def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_fewer_documents_than_ranks_are_refused_on_every_rank(name, two_ranks):
-    for rank in two_ranks[f"refused: {name}"]:
+def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
+    for rank in two_ranks["refused"]:
         assert rank.get("error", "").startswith("1 documents cannot keep 2 ranks busy")
