@@ -82,7 +82,8 @@ def _write_model(folder: Path, architecture: str) -> None:
         model, processing_class = tiny_vlm("qwen2_5_vl")[0], tiny_vlm("llava")[1]
     elif architecture == "LlavaNext":
         processing_class = tiny_processor("llava_next")
-        model = vision_model("llava_next", processing_class, {}, {"num_hidden_layers": 2})
+        tower = {"num_hidden_layers": 2}
+        model = tiny_vision_model("llava_next", processing_class, vision=tower)
     elif name := ARCHITECTURES.get(architecture.lower()):
         model = tiny_model(name)
         processing_class = tiny_tokenizer(chat="generation")
