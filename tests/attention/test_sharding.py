@@ -45,7 +45,6 @@ LEAK = {"isolation_check": "error", "gradient_checkpointing": False}
 OTHERS = {
     "leak": {"leaks_on_rank": 1, "options": LEAK},
     "bf16": BF16,
-    "few": {"lengths": [9]},
     "whole": ADAMW,
 }
 
@@ -115,9 +114,8 @@ def test_an_engine_trains_as_one_rank_with_twice_the_accumulation(
 
 @pytest.mark.slow
 def test_a_step_with_other_documents_fails_the_same_comparison(engine, two_ranks, one_rank):
-    """Control: half the documents a step, and documents that are weighted alike."""
-    for other in ("accumulated", "documents weighted", "tied embeddings"):
-        alone = one_rank("packed, evaluated, saved", SAME["packed, evaluated, saved"])
+    alone = one_rank("packed, evaluated, saved", SAME["packed, evaluated, saved"])
+    for other in ("accumulated", "documents weighted"):
         with pytest.raises(AssertionError):
             assert_same_training(two_ranks[other], alone)
 
@@ -157,9 +155,3 @@ def test_bf16_keeps_the_loss_in_float32(two_ranks, one_rank):
         torch.testing.assert_close(rank["losses"], alone["losses"], rtol=0, atol=1e-2)
         loss = rank["metrics"]["eval_loss"]
         assert loss == pytest.approx(alone["metrics"]["eval_loss"], abs=5e-3)
-
-
-@pytest.mark.slow
-def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
-    for rank in two_ranks["few"]:
-        assert rank["error"].startswith("1 documents cannot keep 2 ranks busy")

@@ -2,7 +2,6 @@
 
 import torch
 from architectures import tiny_models as architectures
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
@@ -92,8 +91,3 @@ def with_layer(wrap, name="llama", **options):
     layer = model.model.layers[0]
     layer.mlp = wrap(layer.mlp, **options)
     return model
-
-
-def lora(model):
-    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
-    return get_peft_model(model, config)

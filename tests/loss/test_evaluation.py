@@ -136,26 +136,20 @@ def test_a_dictionary_of_sets_is_exact_for_each(tmp_path):
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28]  # seven documents do not divide
 RANKS = {
-    "packed": {},
-    "not packed, sqrt": {"mode": "sqrt", "packed": False, "batch_size": 2},
-    "padded, document": {"mode": "document", "counts_correct": True, "batch_size": 3},
+    "packed": ({}, {}),
+    "not packed": ({"loss_weighting": "sqrt", "eval_packing": False}, {"batch_size": 2}),
+    "padded": ({"loss_weighting": "document"}, {"counts_correct": True, "batch_size": 3}),
 }
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     base, scenarios = tmp_path_factory.mktemp("ranks"), {}
-    for name, arguments in RANKS.items():
-        others = dict(arguments)
-        options = {"source_column": "source", "loss_weighting": others.pop("mode", "token")}
-        options["eval_packing"] = others.pop("packed", True)
-        others |= {
-            "options": options,
-            "eval_lengths": LENGTHS,
-            "document_weights": DOCUMENT_WEIGHTS,
-        }
-        others |= {"lengths": [32, 20], "max_steps": 1, "weighted": True, "sources": SOURCES}
-        scenarios[name] = Scenario(str(base / name), **others)
+    rows = {"eval_lengths": LENGTHS, "document_weights": DOCUMENT_WEIGHTS, "sources": SOURCES}
+    rows |= {"lengths": [32, 20], "max_steps": 1, "weighted": True}
+    for name, (options, others) in RANKS.items():
+        given = {"options": options | {"source_column": "source"}, **rows, **others}
+        scenarios[name] = Scenario(str(base / name), **given)
     return run_on_ranks(scenarios, base / "results")
 
 
@@ -164,7 +158,7 @@ def two_ranks(tmp_path_factory):
 def test_two_ranks_evaluate_every_document_once(name, two_ranks):
     rows = documents_of_lengths(LENGTHS, prompt=2, seed=1)
     documents = with_sources([d | {"loss_weights": token_weights(d["input_ids"])} for d in rows])
-    mode = RANKS[name].get("mode", "token")
+    mode = RANKS[name][0].get("loss_weighting", "token")
     for rank in two_ranks[name]:
         assert_reports(rank["metrics"], losses_by_hand(documents, "nll", mode))
         if "padded" in name:

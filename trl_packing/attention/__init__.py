@@ -7,11 +7,4 @@ import one another. Read `backends.py` first.
 
 from trl_packing import lazy_names
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "AttentionChoice": "backends",
-        "install_attention": "install",
-        "resolve_attention": "backends",
-    },
-)
+__getattr__ = lazy_names(__name__, {"resolve_attention": "backends"})

@@ -152,9 +152,6 @@ def _choices_that_fit(
     return kernels or [AttentionChoice("model", None, str(outside_interface(model)))]
 
 
-# --- why a kernel is refused ----------------------------------------------------------------------
-
-
 def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | None]:
     """Return why each backend cannot be exact on `model`, by name, from fast to slow; None: it can.
 

@@ -87,11 +87,7 @@ def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 class AnnouncedBatches:
-    """Micro-batches, of a step or a data loader, each the current row until the next one is read.
-
-    All other attributes are those of the wrapped object. For trainers whose `training_step`,
-    `compute_loss` or `prediction_step` may be overridden.
-    """
+    """Micro-batches of a step or data loader, each the current row until the next one is read."""
 
     def __init__(self, batches: Any):
         self._batches = batches
@@ -151,10 +147,7 @@ def needs_no_mask() -> bool:
 def complete_arguments(
     module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call, with the boundaries if it is on a row; see `complete_call`.
-
-    `names` are those of the parameters of `module`, for positional arguments.
-    """
+    """Return the arguments of a call, positional ones of these `names`, as `complete_call` does."""
     if _running is not None or (torch.compiler.is_compiling() and _is_complete(kwargs)):
         return args, kwargs
     named = dict(zip(names, args, strict=False)) | kwargs
@@ -174,11 +167,7 @@ def _is_complete(kwargs: dict[str, Any]) -> bool:
 
 @torch.compiler.disable
 def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with boundaries if its tokens are a packed row's, else unchanged.
-
-    Args:
-        model: the model that is called.
-        call: arguments of its forward by name.
+    """Return the call of `model` with boundaries if its tokens are a packed row's, else unchanged.
 
     Raises:
         ValueError: the call has only some tokens of a packed row, or other tokens too, or a mask
@@ -255,10 +244,7 @@ def _refusal(model: Any, tokens: Tensor, why: str = "") -> str:
 
 
 def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with boundaries as packed kernels need it: without mask and cache.
-
-    Targets that another document would predict are masked.
-    """
+    """Return a call as packed kernels need it: without mask, cache and targets across documents."""
     boundaries, mask = call["cu_seq_lens_q"], call.get("attention_mask")
     if mask is not None:
         starts = host_boundaries(boundaries)
@@ -410,7 +396,7 @@ _settles: weakref.WeakKeyDictionary[Any, weakref.WeakMethod] = weakref.WeakKeyDi
 def settle_first(model: nn.Module, settle: Callable[[nn.Module], None] | None) -> None:
     """Call the method ``settle(called)`` before packed calls of `model`, its parts and its copies.
 
-    It may check the model and install another backend. None takes back an earlier one.
+    It may install another backend. None takes back an earlier one.
     """
     for module in model.modules():
         if settle is None:
@@ -428,10 +414,7 @@ def _settle(module: nn.Module | None, called: nn.Module) -> None:
 
 @torch.compiler.disable
 def _check_covers_row(arguments: dict[str, Any]) -> None:
-    """Raise ValueError unless boundaries end with the row: kernels compute no tokens behind them.
-
-    The host reads them once for each tensor, and batches of `PackedCollator` keep them.
-    """
+    """Raise ValueError unless boundaries end with the row: kernels compute nothing behind them."""
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     row = next((x for x in given if x is not None), None)
     last = host_values(arguments["cu_seq_lens_q"])[-1]

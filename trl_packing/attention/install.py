@@ -90,8 +90,7 @@ def take_prefix_keys(model: Any, attention: str) -> str | None:
 def use_native_attention(model: Any) -> Iterator[None]:
     """Run `model` inside the block with the attention that it had before a packed backend.
 
-    Some models compare the name of their implementation, and compute something else under a packed
-    one, even in calls that are not packed.
+    Some models read the name of their implementation, even in calls that are not packed.
     """
     installed = current_implementation(model)
     restore_implementation(model)
@@ -116,9 +115,6 @@ def use_attention(model: Any, choice: AttentionChoice) -> Iterator[None]:
     finally:
         if not is_nested:
             restore_implementation(base)
-
-
-# --- one small backward for each kind of call -----------------------------------------------------
 
 
 @contextmanager
@@ -185,7 +181,7 @@ def _run_backward(
     if kwargs.get("key_index") is not None:
         seen_keys[kwargs["key_index"][_start_of_last_document(kwargs["cu_seq_lens_k"]) :]] = True
     for gradient, allowed in zip(found, (seen, seen_keys, seen_keys), strict=True):
-        if not torch.isfinite(gradient).all():
+        if not gradient.isfinite().all():
             raise ValueError("gradients that are not finite")
         if gradient[:, :, ~allowed].any():  # (rows, heads, T, dim)
             raise ValueError("gradients that reach into the documents before it")

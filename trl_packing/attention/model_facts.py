@@ -52,8 +52,6 @@ def layer_values(config: Any, *names: str) -> list[Any]:
 # Names of the number of experts, of which TRL's head knows only the first.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
-# --- lengths at which a model changes -------------------------------------------------------------
-
 _LENGTH_FIELDS = (
     *("sliding_window", "sliding_window_size", "attention_window_size", "window_size"),
     *("local_attention", "local_attention_window_len", "keep_window_size"),
@@ -63,10 +61,7 @@ _LENGTH_FIELDS = (
 
 
 def length_constants(model: Any) -> list[int]:
-    """Return the lengths in tokens at which a model may change its behavior, ascending.
-
-    These are windows, chunks, scales by position, and rope thresholds.
-    """
+    """Return the lengths in tokens at which a model may change its behavior, ascending."""
     config = text_config(model)
     values = [value for name in _LENGTH_FIELDS for value in layer_values(config, name)]
     return _positive([*values, *rope_thresholds(model)])
@@ -88,9 +83,6 @@ def rope_thresholds(model: Any) -> list[int]:
 
 def _positive(values: list[Any]) -> list[int]:
     return sorted({int(x) for x in values if isinstance(x, (int, float)) and x > 0})
-
-
-# --- modules around the model ---------------------------------------------------------------------
 
 
 def unwrap_peft(model: Any) -> Any:
@@ -122,9 +114,6 @@ def unwrap_model(model: Any) -> nn.Module:
         if inner is model:
             return model
         model = inner
-
-
-# --- the attention implementation of a model ------------------------------------------------------
 
 
 _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)

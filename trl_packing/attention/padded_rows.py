@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers.utils import ModelOutput
 
 from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import requires
@@ -72,9 +71,6 @@ def pad_packed_calls(
     wrap_packed_calls(model, run_padded, attention=EQUAL_LENGTHS if equal_lengths else NAME)
 
 
-# --- documents that share a forward -----------------------------------------------------------
-
-
 def group_documents(
     boundaries: Sequence[int], thresholds: Sequence[int] = (), equal_lengths: bool = False
 ) -> Iterator[list[int]]:
@@ -123,9 +119,6 @@ def _forget_longer_documents(model: nn.Module) -> None:
                 module.register_buffer(current, original.to(device).clone(), persistent=False)
                 cached = name.replace("original_inv_freq", "max_seq_len_cached")
                 setattr(module, cached, module.original_max_seq_len)
-
-
-# --- from the packed row to rows, and back ----------------------------------------------------
 
 
 class _Rows(NamedTuple):
@@ -189,16 +182,13 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         return _joined_tensor(outputs, rows, labels)
     if isinstance(first, tuple):
         return tuple(_joined(list(parts), rows, labels) for parts in zip(*outputs, strict=True))
-    is_output = isinstance(first, ModelOutput)
-    if not (is_output or is_dataclass(first)):
-        # No caches and states of single forwards.
+    if not is_dataclass(first):  # no caches and states of single forwards
         return first if isinstance(first, (bool, int, str)) else None
     if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
         raise NotImplementedError(
             "the balance of experts is not the mean over padded forwards; router_aux_loss_coef=0.0"
         )
-    names = list(first) if is_output else [f.name for f in fields(first)]
-    make: Any = type(first)
+    names, make = [field.name for field in fields(first)], type(first)
     return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
 
 

@@ -150,9 +150,6 @@ def _autograd_backward(ctx, grad):
 gather_keys.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-# --- a softmax in parts: of prefixes, and of attention sinks --------------------------------------
-
-
 def merge_softmax(
     output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trl_packing.attention.calls import other_rows
 from trl_packing.attention.model_facts import text_config, unwrap_model
 
-# Fields of configs that only heads of classification read.
+# Of heads of classification.
 _OF_OTHER_HEADS = ("classifier_", "cls_", "summary_", "score_")
 
 
@@ -148,9 +148,6 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         yield
 
 
-# --- sharded parameters, and agreement of ranks ---------------------------------------------------
-
-
 def announce_head(model: Any) -> None:
     """Register with ZeRO-3 that the forward of `model` reads the parameters of its head.
 
@@ -168,9 +165,8 @@ def announce_head(model: Any) -> None:
 def unshard_head(head: Any) -> None:
     """Gather the parameters of `head` for a forward of the model under FSDP2.
 
-    accelerate 1.15 shards the head with the final norm, which runs before it. Where it finds none
-    (PEFT, vision-language models) the weight is a DTensor, and the gradient of its `full_tensor` is
-    this rank's only.
+    accelerate 1.15 does with the final norm, if it finds one (not in PEFT and vision-language
+    models). The gradient of `full_tensor` would be this rank's only.
     """
     if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
         head.unshard()
@@ -260,8 +256,7 @@ def _is_alone() -> bool:
 def cpu_group() -> Any:
     """Return a process group for CPU tensors; all ranks make it together, at its first use.
 
-    With NCCL the host would wait for the device. What a rank says here meets no gathering of
-    weights, even if another rank has left its forward by an error.
+    What a rank says here meets no gathering of weights, even if one has left its forward.
     """
     return _gloo_beside(dist.group.WORLD)
 

@@ -106,13 +106,10 @@ def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., 
 def score_logits(
     logits: Tensor, labels: Tensor, smoothing: float = 0.0, num_items: Any = None
 ) -> FusedCausalLMOutput:
-    """Return the output of a fused head for `logits` ``(B, T, vocabulary)``.
+    """Return the output of a fused head for logits ``(B, T, vocabulary)`` and labels ``(B, T)``.
 
-    Args:
-        logits: those of virtual tokens, which prompt tuning puts first, are left out.
-        labels: ``(B, T)``.
-        smoothing: the share ε of the mean over the vocabulary in `log_probs`.
-        num_items: divisor of the summed loss; None: the number of trained targets.
+    Those of virtual tokens, which come first, are left out. `smoothing` is the share ε of the mean
+    over the vocabulary, `num_items` the divisor of the loss; None: the number of trained targets.
     """
 
     def score(at: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -127,10 +124,7 @@ def score_logits(
 def _score(
     hidden: Tensor, head: Any, labels: Tensor, num_items: Any, scale: float, softcap: float | None
 ) -> FusedCausalLMOutput:
-    """Return the output for the last hidden states ``(B, T, H)`` and labels ``(B, T)`` of a batch.
-
-    `scale` is the factor of the logits, `softcap` their bound, `num_items` as in `score_logits`.
-    """
+    """Return the output for the last hidden states ``(B, T, H)`` and labels ``(B, T)``."""
     weight, bias = head.weight, getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
         weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
@@ -204,9 +198,6 @@ def _aux_loss(backbone: Any, config: Any, attention_mask: Tensor | None) -> Tens
     return load_balancing_loss_func(
         backbone.router_logits, num_experts, config.num_experts_per_tok, attention_mask
     )
-
-
-# --- chunks of logits -------------------------------------------------------------------------
 
 
 class TrainedLogProbs(torch.autograd.Function):

@@ -12,12 +12,8 @@ def score_targets(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probability, entropy and is_top1 of each position, ``(N,)``, in float32.
 
-    Unlike TRL's `selective_log_softmax`, this loops over neither rows nor positions.
-
-    Args:
-        logits: ``(N, vocabulary)``.
-        targets: the id that each position should predict, ``(N,)`` int64.
-        smoothing: the share ε of the mean over the vocabulary in the log-probability.
+    Of logits ``(N, vocabulary)`` and targets ``(N,)``; `smoothing` is the share ε of the mean over
+    the vocabulary in the log-probability.
     """
     log_probs = logits.float().log_softmax(-1)
     chosen = log_probs.gather(-1, targets[:, None])[:, 0]
@@ -35,11 +31,8 @@ def next_token_loss(
 ) -> Tensor:
     """Return Σ −log p over the trained tokens / `num_items`, a scalar.
 
-    Args:
-        logits: ``(rows, T, vocabulary)``.
-        labels: ``(rows, T)``, `IGNORE_INDEX` on tokens that are not trained.
-        num_items: the divisor, by default the number of trained tokens. It may count those of
-            other micro-batches too.
+    Of logits ``(rows, T, vocabulary)`` and labels ``(rows, T)``; by default, `num_items` is the
+    number of trained tokens.
     """
     targets = labels[:, 1:].to(logits.device)
     parts = list(zip(logits[:, :-1].split(_CHUNK, 1), targets.split(_CHUNK, 1), strict=True))

@@ -9,8 +9,8 @@
     mean_token_accuracy   hits / trained tokens
 
 The loss of a step is divided by N, the number of its trained tokens, and each weight is multiplied
-by N / Σ w: weights of 1 then change no bit. TRL logs means of the means of micro-batches, however
-few of their tokens are trained. `aux_loss`, the balance of experts, is weighted by tokens.
+by N / Σ w: weights of 1 then change no bit. `aux_loss`, the balance of experts, is weighted by
+tokens.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -44,9 +44,6 @@ NUM_SUMS = len(SUMS)
 OF_SOURCE = 3  # Σ w · loss, Σ w and trained tokens of a source
 
 
-# --- weights ----------------------------------------------------------------------------------
-
-
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
     """Return the weight of every target ``labels[:, 1:]``, ``(rows, T - 1)`` float32; 0: untrained.
 
@@ -70,9 +67,6 @@ def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) ->
                 f"compute_loss_func computes the loss without {column}; leave it out, or drop the "
                 f"column: dataset.remove_columns({column!r})"
             )
-
-
-# --- sources ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,9 +121,6 @@ class Sources:
         ids = np.argsort(order)[encoded.indices.to_numpy()]
         counts = np.bincount(ids, num_documents_by_row(dataset), minlength=len(names))
         return cls(tuple(names[i] for i in order), ids, counts.astype(np.int64))
-
-
-# --- sums -------------------------------------------------------------------------------------
 
 
 class LossSums:

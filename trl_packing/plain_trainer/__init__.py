@@ -6,12 +6,5 @@ Read `enable.py` first.
 
 from trl_packing import lazy_names
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "PackedDataset": "dataset",
-        "RepackEveryEpoch": "dataset",
-        "enable_packing": "enable",
-        "make_supervised_dset": "dataset",
-    },
-)
+_DATA = ("PackedDataset", "RepackEveryEpoch", "make_supervised_dset")
+__getattr__ = lazy_names(__name__, {"enable_packing": "enable"} | dict.fromkeys(_DATA, "dataset"))

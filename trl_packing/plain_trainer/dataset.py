@@ -139,11 +139,7 @@ class PackedDataset(torch.utils.data.Dataset):
         return self._joined([self._rows[index]])
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Tensor]]:
-        """Return the rows of a micro-batch as one row; a data loader calls this.
-
-        Raises:
-            RuntimeError: `enable_packing` was called on no model.
-        """
+        """Return the rows of a micro-batch as one row; a data loader calls this."""
         if not (enabled_models or self._enabled_where_pickled):
             raise RuntimeError("no model isolates documents: call enable_packing(model) first")
         return [self._joined([self._rows[index] for index in indices])]
@@ -210,9 +206,6 @@ class RepackEveryEpoch(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # In a resumed run, `state.epoch` is in the middle of the epoch that continues.
         self.dataset.repack(int((state.epoch or 0) + 1e-6))
-
-
-# --- files of queries and responses ---------------------------------------------------------------
 
 
 def make_supervised_dset(

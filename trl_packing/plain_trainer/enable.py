@@ -257,23 +257,14 @@ def _run_with_packed_loss(forward: Callable[..., Any], call: dict[str, Any]) -> 
     output, labels = forward(**others), call.get("labels")
     if labels is None:
         return output
-    is_tuple = isinstance(output, tuple)
-    logits = output[0] if is_tuple else output.logits
-    loss = next_token_loss(logits, labels, call.get("num_items_in_batch"))
-    if is_tuple:
-        return (loss, *output)
+    loss = next_token_loss(output.logits, labels, call.get("num_items_in_batch"))
     output_type: type[ModelOutput] = type(output)
     return output_type(**{"loss": loss} | {k: v for k, v in output.items() if k != "loss"})
 
 
 @torch.compiler.disable
 def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with boundaries, if its mask or its positions number documents.
-
-    Raises:
-        ValueError: a numbered call has a cache, virtual tokens, or a label on the first token of a
-            document.
-    """
+    """Return the call with boundaries, if its mask or its positions number documents."""
     mask, ids = call.get("attention_mask"), call.get("input_ids")
     numbers = None if call.get("cu_seq_lens_q") is not None else _document_numbers(model, call)
     if numbers is None:
@@ -295,11 +286,7 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
-    """Return the document of each token of the call's row ``(T,)``, None if it is not packed.
-
-    Raises:
-        ValueError: several rows have numbered documents.
-    """
+    """Return the document of each token of the call's row ``(T,)``, None if it is not packed."""
     mask, position_ids = call.get("attention_mask"), call.get("position_ids")
     has_cache = call.get("past_key_values") is not None
     if has_cache and not model.training:  # `generate`
