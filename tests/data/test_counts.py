@@ -10,7 +10,6 @@ from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.guard import Checked
 from trl_packing.training.report import PackingReport
 
-KEPT_ALL = PreparationCounts(TokenCounts(3, 9, 6, 3), TokenCounts(3, 9, 6, 3))
 CUT = PreparationCounts(
     before=TokenCounts(1_200, 600_000, 400_000, 1_200),
     after=TokenCounts(1_150, 560_000, 380_000, 1_170),
@@ -20,7 +19,6 @@ CUT = PreparationCounts(
             "longer than max_length=1024: cut at the end",
             TokenCounts(0, 38_000, 20_000, 30),
             lost_eos=30,
-            remedy="raise max_length or set overflow='split'",
         ),
         Stage(50, "without a trained token: dropped", TokenCounts(50, 2_000)),
     ),
@@ -51,44 +49,26 @@ REPORT = PackingReport(
 )
 
 
-def test_the_report_in_words(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "88")
-    lines = str(REPORT).splitlines()
-    width = max(map(len, lines))
-    assert width <= 88
-    assert lines[0] == f"{' trl_packing ':─^{width}}"
-    assert lines[-1] == "─" * width
-    assert lines[1:-1] == [
-        "documents    1,150 · 560,000 tokens · 380,000 trained (68%)",
-        "packed into  548 bins of 1,024 tokens · 99.79% filled",
-        "an epoch     18 optimizer steps · 138 micro-batches · up to 4,096 tokens a micro-batch",
-        "a step       63.9 documents · 21,111 trained tokens · 2 ranks × 4 accumulated × 4 bins",
-        "if padded    36 steps an epoch, 32 documents each (documents_per_step=32 keeps that)",
-        "             max_steps=9 is 0.5 epochs here, 0.25 if padded",
-        "             warning: 18 optimizer steps an epoch; a smaller documents_per_step or",
-        "             gradient_accumulation_steps makes more",
-        "loss         mean over the trained tokens of a step, each with weight 1",
-        "attention    documents: torch SDPA, a call for each document (no CUDA device)",
-        "checked      isolated: differs by 0, rounding allows 3e-3, a leak would be 20",
-        "             30 documents longer than max_length=1024: cut at the end; lost 38,000",
-        "             tokens, 20,000 trained, 30 stop tokens",
-        "             50 documents without a trained token: dropped; lost 2,000 tokens",
-        "             lost in all: 40,000 tokens, 20,000 trained, 30 stop tokens",
-        "             warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost",
-        "             a stop token; raise max_length or set overflow='split'",
-        "             3 of 1,150 documents (0.3%) end in no stop token",
-    ]
-
-
-def test_the_report_as_json_holds_every_number():
-    assert "\n" not in REPORT.to_json()
+def test_the_report_in_words_and_as_json():
+    words = " ".join(str(REPORT).split())
+    for said in (
+        "documents 1,150 · 560,000 tokens · 380,000 trained (68%)",
+        "packed into 548 bins of 1,024 tokens · 99.79% filled",
+        "an epoch 18 optimizer steps · 138 micro-batches · up to 4,096 tokens a micro-batch",
+        "a step 63.9 documents · 21,111 trained tokens · 2 ranks × 4 accumulated × 4 bins",
+        "if padded 36 steps an epoch, 32 documents each (documents_per_step=32 keeps that)",
+        "max_steps=9 is 0.5 epochs here, 0.25 if padded",
+        "checked isolated: differs by 0, rounding allows 3e-3, a leak would be 20",
+        "30 documents longer than max_length=1024: cut at the end; lost 38,000 tokens, 20,000",
+        "lost in all: 40,000 tokens, 20,000 trained, 30 stop tokens",
+        "warning: 5.0% of the trained tokens are lost and 2.5% of the documents lost a stop token;",
+        CUT.notes[0],
+    ):
+        assert said in words
     read = json.loads(REPORT.to_json())
     assert read.pop("utilization") == pytest.approx(0.99795, abs=1e-5)
     assert read == json.loads(json.dumps(asdict(REPORT)))
-
-
-def adds_up(counts):
-    return counts.before - sum((s.lost for s in counts.stages), TokenCounts()) == counts.after
+    assert PreparationCounts.from_json(read["preparation"]) == CUT
 
 
 @pytest.mark.parametrize(
@@ -100,15 +80,8 @@ def adds_up(counts):
     ],
 )
 def test_a_step_says_what_it_lost(stage, said):
-    assert str(stage).startswith(said)
-
-
-def test_the_sum_is_said_where_several_stages_lost_something():
-    lossy = Stage(1, "cut", TokenCounts(0, 3))
-    assert str(PreparationCounts(stages=(lossy,))) == "1 document cut; lost 3 tokens"
-    both = PreparationCounts(TokenCounts(2, 10), TokenCounts(2, 4), (lossy, lossy))
-    assert str(both).splitlines()[-1] == "lost in all: 6 tokens"
-    assert str(KEPT_ALL) == str(PreparationCounts()) == ""
+    assert str(PreparationCounts(stages=(stage,))).startswith(said)
+    assert str(PreparationCounts()) == ""
 
 
 def test_counts_of_two_parts_add_up_step_by_step():
@@ -122,49 +95,28 @@ def test_counts_of_two_parts_add_up_step_by_step():
         ("a note",),
     )
     both = CUT + more
-    assert adds_up(both)
-    assert [stage.affected for stage in both.stages] == [CUT.stages[0].affected + 1, 50, 2]
+    assert both.before - sum((s.lost for s in both.stages), TokenCounts()) == both.after
+    assert [stage.affected for stage in both.stages] == [31, 50, 2]
     assert both.stages[0].lost == CUT.stages[0].lost + more.stages[0].lost
     assert both.notes == CUT.notes, "of the first part that has any"
     assert (PreparationCounts() + more).notes == more.notes
-    assert CUT + PreparationCounts() == CUT
 
 
 @pytest.mark.parametrize(("lost", "warns"), [(10, False), (11, True)])
 @pytest.mark.parametrize("kind", ["trained tokens are lost", "documents lost a stop token"])
 def test_the_warning_begins_above_one_percent(lost, warns, kind):
-    before = TokenCounts(1_000, 1_000 if "tokens are" in kind else 90_000, 0, 1_000)
-    before = replace(before, trained=before.tokens)
-    lost_eos = lost * ("stop" in kind)
-    cut = Stage(lost, "cut", TokenCounts(0, lost, lost, lost), lost_eos, "raise max_length")
+    tokens = 1_000 if "tokens are" in kind else 90_000
+    before, lost_eos = TokenCounts(1_000, tokens, tokens, 1_000), lost * ("stop" in kind)
+    cut = Stage(lost, "cut", TokenCounts(0, lost, lost, lost), lost_eos)
     counts = PreparationCounts(before, before - cut.lost, (cut,))
     sentence = f"warning: 1.1% of the {kind}; raise max_length"
     assert (sentence in str(counts)) == warns == ("warning" in str(counts))
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_way_out_is_that_of_the_step_that_lost_most(order):
-    small = Stage(1, "cut", TokenCounts(0, 9, 9), remedy="raise max_length")
-    big = Stage(1, "without the template", TokenCounts(0, 0, 90), remedy="check the template")
-    counts = PreparationCounts(
-        TokenCounts(9, 999, 999), TokenCounts(9, 990, 900), (big, small)[::order]
-    )
-    assert str(counts).endswith("lost; check the template")
 
 
 def test_a_stream_is_reported_without_numbers():
     report = PackingReport(
         capacity=64, ranks=1, accumulation=1, micro_batch="2 bins", attention="model"
     )
-    assert str(report).splitlines()[1:-1] == [
-        "documents    a stream: counted as it is read",
-        "micro-batch  2 bins",
-        "attention    model",
-        "checked      nothing (a preview loads no model; trl-packing verify checks one)",
-    ]
-    read = replace(report, preparation=CUT)
-    assert read.lines()[0] == (
-        "documents",
-        "a stream: read so far 1,200 documents · 600,000 tokens, 400,000 trained, "
-        "1,200 stop tokens",
-    )
+    assert "a stream: counted as it is read" in str(report)
+    read = replace(report, preparation=CUT).lines()[0]
+    assert read[1].startswith("a stream: read so far 1,200 documents · 600,000 tokens, 400,000 tr")

@@ -9,7 +9,6 @@ from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.data.unpack import unpack_rows
 
 ANSWER = "### Answer:"
 
@@ -65,19 +64,6 @@ def test_the_weight_of_a_message_weighs_its_tokens_in_a_stream_too(tmp_path):
     assert streamed == pytest.approx(weighted, rel=TWO_RUNS)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_weights_are_cut_with_their_tokens(tmp_path, packing):
-    rows = [chat(("one two three four five", {"weight": 0.5}))] * 4
-    settings = {"packing": packing, "overflow": "truncate_prompt"}
-    cut, full = (
-        trainer_for(tmp_path, rows, max_length=size, **settings).train_dataset[0]
-        for size in (30, 128)
-    )
-    assert len(cut["input_ids"]) == 30 < len(full["input_ids"])
-    assert cut["loss_weights"] == full["loss_weights"][-30:]
-    assert {w for w, label in zip(cut["loss_weights"], cut["labels"], strict=True) if w} == {0.5}
-
-
 # --- response templates, hints, columns -----------------------------------------------------------
 
 
@@ -117,7 +103,7 @@ def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, rend
 
 @pytest.mark.parametrize(
     ("settings", "is_hinted"),
-    [({}, True), ({"train_on": "all"}, False), ({"train_on": "assistant"}, False)],
+    [({}, True), ({"train_on": "all"}, False)],
 )
 def test_messages_that_are_trained_whole_get_a_hint_in_the_report(tmp_path, settings, is_hinted):
     trainer = trainer_for(tmp_path, tiny_dataset("conversational_language_modeling"), **settings)
@@ -133,13 +119,6 @@ def test_shuffling_the_data_set_gives_the_order_of_trl(tmp_path):
     order = [row["input_ids"] for row in ours.train_dataset]
     assert order == [row["input_ids"] for row in theirs.train_dataset]
     assert sorted(order) != order
-
-
-def test_raw_fields_train_and_evaluate(tmp_path):
-    rows = [{"query": f"{n} + 1?", "response": str(n + 1)} for n in range(8)]
-    trainer = trainer_for(tmp_path, rows, tokenizer=tiny_tokenizer(), prompt_template="qa")
-    assert trained_texts(trainer) == [f"{n + 1}<eos>" for n in range(8)]
-    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] > 0
 
 
 def test_a_column_of_packed_rows_is_refused_where_it_would_stay(tmp_path):
@@ -177,8 +156,11 @@ def fill(name, number):
     return [{"labels": -100, "loss_weights": 0.0}.get(name, 0)] * number
 
 
-@pytest.mark.parametrize("columns", [(), ("labels",), ("completion_mask", "loss_weights")])
-@pytest.mark.parametrize("left", [0, 3, 99], ids=["behind", "around", "in front"])
+@pytest.mark.parametrize(
+    ("columns", "left"),
+    [((), 0), (("labels",), 3), (("completion_mask", "loss_weights"), 99)],
+    ids=["behind", "around", "in front"],
+)
 def test_padded_rows_are_the_documents_without_padding(tmp_path, caplog, columns, left):
     with caplog.at_level(logging.WARNING):
         ours = trainer_for(tmp_path / "padded", rows_of(columns, left))
@@ -228,24 +210,3 @@ def test_a_stream_with_padding_is_refused_by_its_first_row(tmp_path):
     trained([row] * 3)
     with pytest.raises(ValueError, match=r"document 1 of the train stream .*tokenize without padd"):
         trained([row, {**row, "attention_mask": [1, 1, 1, 0]}, row])
-
-
-# --- rows that were packed ------------------------------------------------------------------------
-
-
-def test_packed_rows_become_their_documents_in_order():
-    documents = [
-        {"input_ids": [31], "labels": [31], "loss_weights": [1.0], "source": "code"},
-        {"input_ids": [11, 12, 13], "labels": [-100, 12, 13], "loss_weights": [0.0, 1.0, 0.5]},
-        {"input_ids": [21, 22], "labels": [-100, 22], "loss_weights": [0.0, 2.0]},
-    ]
-    joined = {name: documents[1][name] + documents[2][name] for name in documents[1]}
-    packed = [joined | {"seq_lengths": [3, 2], "source": "web"}]
-    packed += [documents[0] | {"seq_lengths": [1]}]
-    dataset = Dataset.from_list(packed * 2).select([1, 2])
-    assert list(unpack_rows(dataset)) == [
-        documents[0],
-        *(d | {"source": "web"} for d in documents[1:]),
-    ]
-    unlabelled = unpack_rows(dataset.remove_columns("labels"))
-    assert unlabelled["labels"][:] == unlabelled["input_ids"][:]

@@ -1,8 +1,5 @@
 """Runs whose data are prepared in a folder: small rows, and the arguments of their trainer."""
 
-import os
-import signal
-
 from datasets import Dataset
 
 from helpers.tiny import tiny_tokenizer
@@ -34,11 +31,3 @@ def call_for(rows, evaluated=None, tokenizer=None, model=None, **changes):
     """Return the arguments of a trainer on `rows`."""
     tokenizer = tokenizer or tiny_tokenizer(chat=True)
     return TrainerCall(model, settings(**changes), rows, tokenizer, eval_dataset=evaluated)
-
-
-def text_or_end(row):
-    """Return the text of a row; end a process that ENDS_WORKERS_OF has forked at the row "end"."""
-    owner = os.environ.get("ENDS_WORKERS_OF")
-    if row["text"] == "end" and owner not in (None, str(os.getpid())):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return row["text"]

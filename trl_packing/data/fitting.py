@@ -1,23 +1,13 @@
 """Documents of any length → documents that fit, with every loss counted.
 
-    lengths    3  6  4        capacity 4        policy "split"
-    rows       0  1  1  2
-    starts     0  0  4  0
-    stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)
+    lengths    3  6  4        capacity 4        policy "split"        "overlap", by 2 tokens
+    rows       0  1  1  2                                             0  1  1  2
+    starts     0  0  4  0                                             0  0  2  0
+    stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)    3  4  6  4
+    contexts   0  0  0  0                                             0  0  2  0    not trained
 
-                              policy "overlap" by 2 tokens
-    starts     0  0  2  0
-    stops      3  4  6  4     document 1 becomes [0, 4) and [2, 6)
-    contexts   0  0  2  0     whose first 2 tokens are context, trained in [0, 4) alone
-
-    documents      before: tokens, trained tokens, stop tokens
-        │  pieces_of         the tokens that the policy keeps of each document
-        │  nothing to train  drops pieces without a trained token
-        ▼
-    fitted         after = before − the losses of both stages
-
-The pieces of all documents are computed and counted at once; then the table is cut along them. A
-piece is a document from then on. Batches of a stream pass the same functions (stream.py).
+The pieces of all documents are computed and counted at once, those without a trained token go, and
+the table is cut along them. A piece is a document from then on. Streams pass the same functions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,13 +25,14 @@ from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, token_columns
 from trl_packing.packing.bins import find_strategy
 
-_VERB = {
-    "truncate": "cut at the end",
-    "truncate_start": "cut at the start",
-    "truncate_prompt": "prompt cut at the start",
-    "drop": "dropped",
-    "split": "split into pieces",
-    "overlap": "split into pieces that overlap",
+_WHY = {
+    "truncate": "longer than max_length={}: cut at the end",
+    "truncate_start": "longer than max_length={}: cut at the start",
+    "truncate_prompt": "longer than max_length={}: prompt cut at the start",
+    "drop": "longer than max_length={}: dropped",
+    "split": "longer than max_length={}: split into pieces",
+    "overlap": "longer than max_length={}: split into pieces that overlap",
+    "wrapped": "cut where rows of max_length={} end",
 }
 _IN_PIECES = ("split", "overlap", "wrapped")  # more than one piece of a document may survive
 
@@ -57,9 +48,8 @@ class Overflow:
         policy: one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
             or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
         capacity: most tokens of a document; None without a limit.
-        drops_as_padded: drop the documents that TRL's padded run drops: those without any label, if
-            there is a capacity. A label on the first token trains nothing, but such a document
-            takes a place in a step.
+        drops_as_padded: drop what TRL's padded run drops: documents without any label, if there is
+            a capacity. One with a label on its first token alone takes a place in a step.
     """
 
     policy: str
@@ -68,19 +58,12 @@ class Overflow:
 
     @classmethod
     def from_args(cls, args: SFTConfig, packing: bool) -> "Overflow":
-        """Return the policy set by `args`, through TRL's settings or ours.
-
-        Raises:
-            ValueError: for a truncation_mode that does not exist.
-        """
+        """Return the policy set by `args`, through TRL's settings or ours."""
         if args.truncation_mode not in ("keep_start", "keep_end"):
-            raise ValueError(
-                f"Unsupported truncation mode: {args.truncation_mode}, expected 'keep_start' or "
-                "'keep_end'"
-            )
+            mode = args.truncation_mode
+            raise ValueError(f"truncation_mode={mode!r} must be 'keep_start' or 'keep_end'")
         implied = find_strategy(args.packing_strategy).overflow if packing else None
-        options = PackingOptions.of(args)
-        policy = options.overflow or implied or "truncate"
+        policy = PackingOptions.of(args).overflow or implied or "truncate"
         if implied == "wrapped":
             policy = implied
         if policy == "truncate" and args.truncation_mode == "keep_end":
@@ -91,7 +74,7 @@ class Overflow:
 
     @property
     def overlap(self) -> int | None:
-        """Return the tokens that a piece repeats of the one before it: an eighth, or None."""
+        """Tokens that a piece repeats of the one before it: an eighth; None if it repeats none."""
         if self.policy != "overlap" or self.capacity is None:
             return None
         return min(max(self.capacity // 8, 1), self.capacity // 2)
@@ -180,27 +163,19 @@ def fit_and_count(
 ) -> tuple[Dataset, PreparationCounts]:
     """Return documents within capacity, each with something to train, and the losses.
 
-    Args:
-        dataset: documents with `input_ids` and `labels`. Other columns are kept (and repeated for
-            pieces), and `loss_weights` are cut with the tokens.
-        overflow: policy for documents that are too long.
-        stop_ids: trained tokens with these ids are counted as stop tokens.
-        num_proc: processes that cut.
-        name: of the data set, for messages.
-
-    Raises:
-        ValueError: if a document is too long under ``"error"``, or if nothing is left.
+    Weights and image ids are cut with `input_ids` and `labels`, other columns are repeated for
+    pieces. Trained tokens of `stop_ids` are counted. Raises ValueError if nothing is left, or if a
+    document is too long under ``"error"``.
     """
     documents, where = documents_of(dataset), f"of the {name} dataset"
     pieces, counts = fit(documents, overflow, stop_ids, where=where)
     if not counts.after.trained:
         lengths = documents.lengths()
-        too_long = 0 if overflow.capacity is None else int((lengths > overflow.capacity).sum())
         raise ValueError(
             f"no document {where} has a trained token left ({len(lengths)} read, "
-            f"{int((lengths == 0).sum())} of them empty, {too_long} longer than "
+            f"{(lengths == 0).sum()} of them empty, the longest has {lengths.max(initial=0)}, "
             f"max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or "
-            "check how it was loaded, and the completion or assistant masks"
+            "check the completion or assistant masks"
         )
     desc = f"Fitting {name} dataset to max_length"
     return cut_documents(documents, pieces, documents.columns, num_proc=num_proc, desc=desc), counts
@@ -221,12 +196,7 @@ def cut_documents(
 ) -> Dataset:
     """Return `pieces` of the documents as a data set; a table is written only if any is cut.
 
-    Args:
-        documents: before the cut.
-        pieces: of them.
-        by_token: columns of their data set that are cut; the others are repeated.
-        num_proc: processes that cut.
-        desc: of the progress bar.
+    Columns `by_token` of the data set are cut, the others are repeated.
     """
     dataset, lengths = documents.dataset, documents.lengths()
     if np.array_equal(pieces.sizes, lengths[pieces.rows]):
@@ -299,24 +269,15 @@ def fit(
 ) -> tuple[Pieces, PreparationCounts]:
     """Return the pieces that are trained, and what came in, what came out, and the losses between.
 
-    Args:
-        documents: of any length.
-        overflow: the policy.
-        stop_ids: trained tokens with these ids are counted as stop tokens.
-        before: what `count_whole` has returned, if several policies are compared.
-        where: end of the name of a document, "of the train dataset".
-        numbers: of the documents; None: 0, 1, 2, …
-
-    Raises:
-        ValueError: naming the first document that is too long under ``"error"``.
+    `before` is what `count_whole` has returned, if several policies are compared; `where` ends the
+    name of a document, "of the train dataset", and `numbers` None are 0, 1, 2, …
     """
     lengths, capacity = documents.lengths(), overflow.capacity
     if overflow.policy == "error" and capacity is not None and lengths.max(initial=0) > capacity:
         wrong = int(np.argmax(lengths > capacity))
         raise ValueError(
             f"document {wrong if numbers is None else numbers[wrong]} {where} has "
-            f"{lengths[wrong]} tokens but max_length is {capacity}; raise max_length or set "
-            "overflow='truncate' or 'drop'"
+            f"{lengths[wrong]} tokens but max_length is {capacity}; raise max_length"
         )
     pieces = pieces_of(documents, overflow)
     before = cut = before or count_whole(documents, stop_ids)
@@ -326,9 +287,7 @@ def fit(
     if overflow.drops_as_padded:
         kept = cut.tokens > 0 if capacity is None else cut.labelled > 0
 
-    why = f"longer than max_length={capacity}: {_VERB.get(overflow.policy)}"
-    if overflow.policy == "wrapped":
-        why = f"cut where rows of max_length={capacity} end"
+    why = _WHY.get(overflow.policy, "").format(capacity)
     dropped = len(lengths) - len(np.unique(pieces.rows))
     if dropped and overflow.policy != "drop":
         why += f" ({quantity(dropped, 'document')} with images dropped)"

@@ -19,7 +19,7 @@ from trl_packing.data.fitting import Overflow
 from trl_packing.data.messages import has_flags
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
 from trl_packing.data.row_format import RowFormat
-from trl_packing.data.stop_tokens import EosRule
+from trl_packing.data.stop_tokens import EosRule, stop_token_ids
 from trl_packing.data.tokenize_rows import can_prepare
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
@@ -69,7 +69,10 @@ class Rules:
         row_format = RowFormat.from_args(
             args, tokenizer, chat_template=chat_template, completion_only=completion_only
         )
-        eos = EosRule.from_args(args, tokenizer, processing_class, generation_config)
+        own = None if processing_class is tokenizer else processing_class
+        template = getattr(own, "chat_template", None)  # of a processor
+        stop_ids = stop_token_ids(tokenizer, generation_config, template)
+        eos = EosRule(tokenizer, stop_ids, PackingOptions.of(args).append_eos)
         return cls(args, processing_class, packing, row_format, eos, by_trl, labeler)
 
     @property

@@ -30,6 +30,7 @@ from trl_packing.data.checks import (
 from trl_packing.data.counts import PreparationCounts, turns_of
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.messages import has_flags
+from trl_packing.data.padding import cut_padding
 from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
@@ -37,7 +38,6 @@ from trl_packing.data.rules import AnyDataset, Rules
 from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
 from trl_packing.data.stream import fit_stream
 from trl_packing.data.tokenize_rows import documents_from_rows
-from trl_packing.data.unpack import cut_padding
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from trl import SFTConfig
 
-from trl_packing.config import PackingOptions
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.printable import quote
 from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
@@ -32,16 +30,6 @@ class EosRule:
     stop_ids: frozenset[int]
     appends: bool = False
 
-    @classmethod
-    def from_args(
-        cls, args: SFTConfig, tokenizer: Any, processing_class: Any, generation_config: Any
-    ) -> "EosRule":
-        """Return the rule of a run, with the chat template of `processing_class`, a processor."""
-        is_processor = processing_class is not tokenizer
-        template = getattr(processing_class, "chat_template", None) if is_processor else None
-        stop_ids = stop_token_ids(tokenizer, generation_config, template)
-        return cls(tokenizer, stop_ids, PackingOptions.of(args).append_eos)
-
     @property
     def eos_id(self) -> int:
         """The id to append. Raises ValueError if the tokenizer has no EOS token."""
@@ -50,6 +38,9 @@ class EosRule:
                 "append_eos=True, but the tokenizer has no eos_token; set eos_token in the config"
             )
         return self.tokenizer.eos_token_id
+
+
+NO_EOS = EosRule(None, frozenset())
 
 
 def stop_token_ids(

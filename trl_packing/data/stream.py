@@ -16,7 +16,13 @@ import pyarrow as pa
 from trl_packing.data.counts import PreparationCounts, turns_of
 from trl_packing.data.fitting import Overflow, cut_table, documents_of, fit
 from trl_packing.data.limits import NO_LIMITS, check_entries
-from trl_packing.data.stop_tokens import EosRule, append_eos_to_table, eos_ids, note_missing_eos
+from trl_packing.data.stop_tokens import (
+    NO_EOS,
+    EosRule,
+    append_eos_to_table,
+    eos_ids,
+    note_missing_eos,
+)
 from trl_packing.documents.labels import (
     TURN,
     check_same_columns,
@@ -37,7 +43,7 @@ _UNTRAINED, _MOST_UNTRAINED = 1_000, 50_000
 
 
 def fit_stream(
-    dataset: datasets.IterableDataset, overflow: Overflow, eos: EosRule | None = None
+    dataset: datasets.IterableDataset, overflow: Overflow, eos: EosRule = NO_EOS
 ) -> datasets.IterableDataset:
     """Return `dataset` with `eos` and `overflow` applied as it is read; tokens and weights stay.
 
@@ -56,7 +62,7 @@ def fit_stream(
 class StreamFit:
     """Fits one batch of documents after the other, and counts them; the first note is kept."""
 
-    def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule | None = None):
+    def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule):
         self.columns = columns
         self.overflow = overflow
         self.eos = eos
@@ -71,12 +77,11 @@ class StreamFit:
         documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)
-        if eos is not None and eos.appends:
+        if eos.appends:
             table = append_eos_to_table(table, **eos_ids(documents, eos))
             documents = documents_of(datasets.Dataset(table))
-        stop_ids = eos.stop_ids if eos else ()
-        pieces, counts = fit(documents, self.overflow, stop_ids, where=where, numbers=rows)
-        missing = note_missing_eos(documents, eos) if eos and not self._counts.notes else None
+        pieces, counts = fit(documents, self.overflow, eos.stop_ids, where=where, numbers=rows)
+        missing = None if self._counts.notes else note_missing_eos(documents, eos)
         if missing is not None:
             counts = replace(counts, notes=(f"of the documents read first, {missing}",))
         if TURN in batch:

@@ -34,7 +34,6 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
     TURN,
     and_others,
-    check_unicode,
 )
 
 logger = get_logger(__name__)
@@ -235,7 +234,7 @@ def _fault_of(
     """Return why a row cannot be rendered or tokenized; None if it can."""
     try:
         for document in render(row):
-            check_unicode(document.text)
+            document.text.encode()  # half a character is a ValueError
             tokenize(row_format.chat.tokenizer, [document])
     except TEMPLATE_ERRORS as error:
         if row_format.formatting_func is not None:

@@ -113,17 +113,6 @@ def and_others(rows: Sized) -> str:
     return f" ({len(rows):,} such rows)" * (len(rows) > 1)
 
 
-def check_unicode(text: str) -> None:
-    """Raise ValueError for the first character that is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"its text has half a character, the lone surrogate {text[error.start]!r}; repair it: "
-            "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')"
-        ) from error
-
-
 def check_same_columns(
     batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Collection[str]
 ) -> None:

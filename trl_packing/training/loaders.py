@@ -24,7 +24,6 @@ from trl_packing.attention.calls import allows_other_rows, settle_first
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
 from trl_packing.attention.state import temporarily
-from trl_packing.data.unpack import unpack_rows
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.documents.weights import check_some_weight
 from trl_packing.isolation.guard import IsolationGuard, Precision
@@ -289,7 +288,10 @@ class PackedLoaders:
         if padded and is_stream:  # the reader of packed streams checks the limits itself
             dataset = dataset.map(limits.checked, with_indices=True)
         if padded and SEQ_LENGTHS in columns_of(dataset):
-            dataset = unpack_rows(dataset)
+            raise ValueError(
+                f"rows of the {name} dataset were packed (they have {SEQ_LENGTHS}), but "
+                "compute_metrics and predict need a row for each document; pass the documents"
+            )
         if is_test and (is_stream or column not in columns_of(dataset)):
             column = None
         sources = None if column is None else Sources.of(dataset, column)

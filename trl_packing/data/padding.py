@@ -1,12 +1,7 @@
-"""Tokenized rows that hold more than one document's tokens → documents.
+"""Padding of rows that were tokenized with ``padding="max_length"`` is cut.
 
-    input_ids         5   6   7   0   0          5   6   7
-    attention_mask    1   1   1   0   0    ──►   1   1   1        padding at either end is cut
-
-    input_ids    11 12 13 21 22      seq_lengths  3 2       a packed row
-                 11 12 13                                   its documents, in order, each with the
-                 21 22                                      row's values in other columns
-Packed rows are unpacked for callers who expect one row of logits for each document.
+input_ids         5   6   7   0   0          5   6   7
+attention_mask    1   1   1   0   0    ──►   1   1   1        at either end
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,26 +9,21 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.data.fitting import Pieces, cut_documents, cut_table
+from trl_packing.data.fitting import Pieces, cut_documents
 from trl_packing.data.limits import check_entries
-from trl_packing.documents.arrow import ArrowDocuments, flat_lists
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     MASK_COLUMNS,
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     and_others,
-    token_columns,
 )
 
 _MASK = "attention_mask"
 _BY_TOKEN = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, _MASK)
-
-
-# --- padding --------------------------------------------------------------------------------------
 
 
 def cut_padding(
@@ -94,24 +84,3 @@ def _ends_of_ones(mask: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     ends = np.array([at[np.minimum(first, len(at) - 1)], at[behind - 1] + 1]) - offsets[:-1]
     ones = np.diff(np.concatenate([[0], np.cumsum(mask == 1)])[offsets])
     return np.array([*np.where(behind > first, ends, 0), ones]).T
-
-
-# --- packed rows ----------------------------------------------------------------------------------
-
-
-def unpack_rows(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Return the documents of `dataset`, whose rows have `seq_lengths`, in order."""
-    return dataset.with_format("arrow").map(unpack_table, batched=True).with_format(None)
-
-
-def unpack_table(table: pa.Table) -> pa.Table:
-    """Return a row for every document of the rows of `table`, without `seq_lengths`."""
-    lengths, offsets = flat_lists(SEQ_LENGTHS, table.column(SEQ_LENGTHS))
-    rows = table.drop_columns(SEQ_LENGTHS)
-    if "labels" not in rows.column_names:  # every token is trained
-        rows = rows.append_column("labels", rows.column("input_ids"))
-    row_of = np.repeat(np.arange(len(rows)), np.diff(offsets))
-    stops = np.cumsum([0, *lengths])
-    before = stops[offsets[:-1]][row_of]  # tokens of the rows before
-    documents = Pieces(row_of, stops[:-1] - before, stops[1:] - before, np.zeros_like(row_of))
-    return cut_table(rows, documents, token_columns(rows.column_names))
