@@ -179,8 +179,8 @@ MUTATIONS = [
     (
         "resume",
         "training/resuming.py",
-        "trained = self._trained_in(steps)",
-        "trained = self._trained_in(steps + 1)",
+        "self._trained_in(steps), self._marks",
+        "self._trained_in(steps + 1), self._marks",
     ),
     ("streams", "training/stream_reader.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
     ("streams", "training/stream_reader.py", "if taken > skipped:", "if taken >= skipped:"),

@@ -32,10 +32,6 @@ def trainer_for(folder, **settings):
     return make_trainer(folder, documents_of_lengths([20] * 6), **defaults | settings)
 
 
-def steps_saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
-
-
 @pytest.mark.parametrize("each_node", [False, True])
 def test_a_checkpoint_is_marked_while_it_is_written_and_uploaded_when_it_is_whole(
     tmp_path, monkeypatch, each_node
@@ -110,7 +106,7 @@ def test_old_checkpoints_go_only_when_the_new_one_is_whole(tmp_path):
     assert last_whole_checkpoint(tmp_path)[0].name == "checkpoint-4"
     assert trainer.args.save_total_limit == 1
     trainer_for(tmp_path, save_total_limit=1).train(resume_from_checkpoint=True)
-    assert steps_saved(tmp_path) == [12]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-12"]
 
 
 # --- files that are missing or damaged ------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 from harness import alone, run
 from helpers.by_hand import LOSSES, TOLERANCE, weighted
-from helpers.distributed.train import Scenario, run_on_ranks
 from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
 from helpers.tiny import documents_of_lengths, tiny_model
 
@@ -118,8 +117,8 @@ def test_rows_that_are_packed_have_the_source_of_all_their_documents(tmp_path):
 @pytest.mark.parametrize(
     ("column", "said"),
     [
-        ([0.5] * 8, "of the training set holds double"),
-        (["web"] * 7 + [None], "row 7 of the training set has no 'source'"),
+        ([0.5] * 8, "in the training set it holds double"),
+        (["web"] * 7 + [None], "row 7 of the training set has none"),
     ],
 )
 def test_sources_that_cannot_be_told_apart_are_refused(column, said, tmp_path):
@@ -140,29 +139,3 @@ def test_streams_of_a_dictionary_are_sources(tmp_path):
     ids_of_b = [d["input_ids"] for d in parts["b"]]
     drawn = [d | {"source": "ab"[d["input_ids"] in ids_of_b]} for d in drawn]
     assert_reports(trainer.state.log_history[0], by_source(drawn))
-
-
-# --- two ranks ------------------------------------------------------------------------------------
-
-LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
-
-
-@pytest.mark.slow
-def test_two_ranks_report_the_sources_of_both(tmp_path):
-    options = {"source_column": "source", "learning_rate": 0.0, "loss_weighting": "document"}
-    sources = [SOURCES[i % 8] for i in range(len(LENGTHS))]
-    scenario = Scenario(
-        str(tmp_path),
-        LENGTHS,
-        options=options,
-        trained_sources=sources,
-        packing=False,
-        batch_size=2,
-    )
-    found = run_on_ranks({"run": scenario}, tmp_path / "results")["run"]
-    documents = with_sources(documents_of_lengths(LENGTHS, prompt=2, seed=0))
-    expected = by_source(documents, weighting="document")
-    assert_reports(found[0]["totals"], {f"train_{n}": v for n, v in expected.items()})
-    steps = [entry for entry in found[0]["history"] if "step" in entry and "loss" in entry]
-    for count in ("num_documents_web", "num_tokens_code", "num_trained_tokens_books"):
-        assert sum(entry.get(count, 0) for entry in steps) == expected[count]

@@ -61,11 +61,11 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
 
 def last_whole_checkpoint(folder: Path) -> tuple[Path | None, list[Path]]:
     """Return the last whole checkpoint of a run, and the half-written ones after it."""
-    found = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    numbers = {each: each.name.rpartition("-")[2] for each in found if each.is_dir()}
-    numbered = {each: int(number) for each, number in numbers.items() if number.isdecimal()}
+    paths = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    found = {path.name.rpartition("-")[2]: path for path in paths}
     skipped: list[Path] = []
-    for checkpoint in sorted(numbered, key=lambda each: -numbered[each]):
+    for number in sorted(map(int, filter(str.isdecimal, found)), reverse=True):
+        checkpoint = found[str(number)]
         if not (checkpoint / MARK).exists():
             return checkpoint, skipped
         skipped.append(checkpoint)

@@ -76,19 +76,16 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
         ValueError: a mixture is asked for, but the sources are not known or are other ones.
     """
     options = PackingOptions.of(args)
-    dataset, columns = documents.dataset, documents.dataset.column_names
+    sources = training_sources(documents.dataset, options.source_column)
     if options.mixture is None:
-        found = training_sources(dataset, options.source_column)
-        return None if found is None else Mixture(found, None)
-    column = SOURCE if SOURCE in columns else options.source_column
-    if column is None or column not in columns:
+        return None if sources is None else Mixture(sources, None)
+    if sources is None:
         raise ValueError(
-            f"a mixture draws sources, but the training set has no column of them (it has "
-            f"{columns}, and source_column={column!r}); pass a dictionary of data sets"
+            "a mixture draws sources, but the training set has no column of them (it has "
+            f"{documents.dataset.column_names}); pass a dictionary of data sets"
         )
     if is_packed(documents):
         raise ValueError("a mixture cannot draw documents of packed rows; pass the documents")
-    sources = Sources.of(dataset, column, "the training set")
     counts = _documents_an_epoch(sources, documents, options)
     return Mixture(sources, MixtureDraw(sources.ids, counts, packing_seed(args)))
 
@@ -135,10 +132,9 @@ def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:
 
 def mixture_in_words(options: PackingOptions) -> str | None:
     """Return the weights of streams as text, None without a mixture."""
-    mixture = options.mixture
-    if not isinstance(mixture, dict):
-        return None
-    return ", ".join(f"{name} {share.get('weight', 0):g}" for name, share in mixture.items())
+    mixture: Any = options.mixture or {}
+    shares = (f"{name} {share.get('weight', 0):g}" for name, share in mixture.items())
+    return ", ".join(shares) or None
 
 
 def join_streams(

@@ -10,7 +10,6 @@ of an incomplete one to the next epoch's first step (transformers 5.23).
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
@@ -132,10 +131,8 @@ class StreamBatches(IterableDataset):
     # --- positions --------------------------------------------------------------------------------
 
     def save(self, path: str) -> None:
-        """Write the position behind the optimizer steps taken so far, atomically."""
-        position = self._positions[self.global_step()]
-        Path(f"{path}.part").write_text(json.dumps(self._identity() | position))
-        os.replace(f"{path}.part", path)
+        """Write the position behind the optimizer steps taken so far."""
+        Path(path).write_text(json.dumps(self._identity() | self._positions[self.global_step()]))
 
     def load(self, path: str) -> tuple[int, int]:
         """Continue at the position in `path`; return its epoch and the steps in that epoch.
@@ -153,8 +150,7 @@ class StreamBatches(IterableDataset):
             if found.get(name) != value:
                 raise ValueError(
                     f"the checkpoint was saved with a stream of {name}={found.get(name)}, and now "
-                    f"it is {value}; resume with the former, or set ignore_data_skip=True to "
-                    "restart the stream"
+                    f"it is {value}; resume with the former, or set ignore_data_skip=True"
                 )
         self._resumed = found
         return found["epoch"], found["steps"]
