@@ -47,6 +47,10 @@ from trl_packing.data.row_format import PromptTemplate, column_among
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
 KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
 
+# Names of columns in data sets as people have them, for a refusal that proposes options.
+_ASKED = ("instruction", "question", "query", "problem", "input")
+_ANSWERS = ("output", "answer", "response", "completion", "solution")
+
 AnyDataset: TypeAlias = Dataset | IterableDataset
 Sets: TypeAlias = dict[str, AnyDataset]
 
@@ -346,11 +350,7 @@ class RowColumns:
             forms = ("messages", "conversations", self.text_field)
             whole = form = next((name for name in forms if name in columns), "")
             if not form:
-                raise self._error(
-                    f"no column to train on among {', '.join(columns)}: name yours with "
-                    "--prompt_column and --completion_column, --messages_column or "
-                    "--dataset_text_field"
-                )
+                raise self._no_form(columns)
         rows = dataset.select_columns([*kept, whole])
         return rows if whole == form else rows.rename_column(whole, form)
 
@@ -395,6 +395,19 @@ class RowColumns:
         return rewrite
 
     # --- mistakes -------------------------------------------------------------------------------
+
+    def _no_form(self, columns: list[str]) -> ValueError:
+        """Return the refusal of columns that no option names, with options that may fit them."""
+        hint = "name yours with --prompt_column and --completion_column, --messages_column or "
+        hint += "--dataset_text_field"
+        question, answer = (
+            next((name for name in names if name in columns), None) for names in (_ASKED, _ANSWERS)
+        )
+        if question and answer:
+            is_alpaca = {"instruction", "input"} <= {*columns}
+            prompt = "--prompt_template alpaca" if is_alpaca else f"--prompt_column {question}"
+            hint = f"these options fit: {prompt} --completion_column {answer}"
+        return self._error(f"no column to train on among {', '.join(columns)}: {hint}")
 
     def _require(self, columns: list[str], column: str, option: str) -> None:
         if column not in columns:

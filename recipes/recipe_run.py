@@ -6,10 +6,11 @@ trainer.train(training_args.resume_from_checkpoint)
 finish(trainer)
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from datasets import Dataset
@@ -60,7 +61,13 @@ def parse(
     usage = f"{Path(sys.argv[0]).name} [--config FILE] [--OPTION VALUE]"
     parser = TrlParser((arguments, PackedSFTConfig, *more), usage=usage)
     if "--config" in words:  # TRL reads it, too, and keeps the last of two equal keys
-        read_config(Path("".join(words[words.index("--config") + 1 :][:1])))
+        given = read_config(Path("".join(words[words.index("--config") + 1 :][:1])))
+        kinds = (arguments, PackedSFTConfig, *more)
+        hints = {name: str(hint) for k in kinds for name, hint in get_type_hints(k).items()}
+        for name, value in given.items():
+            is_one = not re.search("list|dict|Any", hints.get(name, "Any"))
+            if is_one and isinstance(value, (list, dict)):
+                raise ValueError(f"{name}={value!r} in the file of --config must be one value")
     if not torch.accelerator.is_available():
         # TRL's defaults assume a GPU. With use_cpu, accelerate joins the processes of torchrun.
         defaults |= {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}

@@ -28,6 +28,7 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
         ["plan", "--help"],
         ["plan", "--config", "twice.yaml"],
         ["plan", "none.py"],
+        ["plan", "--model", "m", "--data", "d.jsonl", "--max_lenght", "5"],
         ["inspect", "--model", "m"],
         ["inspect", "--model", "m", "--data", "d.jsonl", "--html", "no/folder/page.html"],
         ["prepare", "out", "--model", "m"],
@@ -56,7 +57,7 @@ def test_help_has_examples_exit_statuses_and_fits_a_terminal(command, monkeypatc
     [
         ("paln", "invalid choice: 'paln'"),
         ("compare a b --jsno", "compare has no option --jsno"),
-        ("plan --model m --data d --max_lenght 5", "--max_lenght"),
+        ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
         ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
         ("plan --config", "--config takes one YAML file"),
         ("\x1b[2Jplan", "\\x1b[2Jplan"),

@@ -89,7 +89,7 @@ def test_each_entry_names_its_own_columns_and_shares(tmp_path):
 @pytest.mark.parametrize(
     ("source", "named", "sentence"),
     [
-        ("alpaca", {}, "alpaca: no column to train on .* name yours with prompt_column"),
+        ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
         ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
         ("more", {"fractoin": 1}, "entry 2: .*'fractoin'; its keys are .*fraction"),
         ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),

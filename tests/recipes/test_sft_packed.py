@@ -65,6 +65,22 @@ def test_a_folder_has_splits_and_a_file_a_share_to_hold_out(tmp_path):
     assert {*train["prompt"], *test["prompt"]} == {row["question"] for row in ROWS[:7]}
 
 
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("question answer", "--prompt_column question --completion_column answer"),
+        ("instruction input output", "--prompt_template alpaca --completion_column output"),
+    ],
+)
+def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path, row, options):
+    name = write(tmp_path / "data.jsonl", [{name: f"the {name}" for name in row.split()}] * 3)
+    with pytest.raises(ValueError, match=f"these options fit: {options}"):
+        load(name)
+    words = options.replace("--", "").split()
+    train, _ = load(name, **dict(zip(words[::2], words[1::2], strict=True)))
+    assert f"the {row.split()[0]}" in train[0]["prompt"]
+
+
 def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
     name = write(tmp_path / "data.jsonl", ROWS)
     template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
@@ -105,7 +121,6 @@ def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
 @pytest.mark.parametrize(
     ("file", "arguments", "sentence"),
     [
-        ("data.jsonl", {}, "no column to train on among question, answer, n: .*--prompt_column"),
         ("data.jsonl", {"prompt_template": "{q}"}, "'q' among .*--prompt_template"),
         ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
         ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),

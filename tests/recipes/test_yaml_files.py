@@ -30,6 +30,8 @@ def test_a_yaml_file_parses_with_the_recipe_that_it_names(name):
     [
         ("max_lenght: 5", "max_lenght"),
         ("max_length: 8", "gives 'max_length' twice; keep one"),
+        ("null: 8", "the key None, which is no name of an option"),
+        ("dataset_test_split: [a, b]", "dataset_test_split=.* must be one value"),
         ("datasets: a.jsonl", "datasets must be a list of entries"),
         ("datasets: [{path: a, chat: 'false'}]", "entry 1: chat='false' must be true or false"),
     ],

@@ -1,13 +1,15 @@
 """Options of a training command before anything heavy is imported, and errors as one line.
 
+--max_lenght 5                      →  --max_lenght is unknown; did you mean --max_length?
 max_steps: 3 (twice)                →  --config run.yaml gives 'max_steps' twice; keep one
 an error inside a training step     →  a traceback, because no option caused it
 """
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -25,6 +27,38 @@ TRACEBACK = "TRL_PACKING_TRACEBACK"  # any value of this variable brings the tra
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ValueError for a name that begins no option of a recipe.
+
+    Options are read from the files of the installed libraries: importing them takes ten seconds.
+    Versions that are not tested may keep options elsewhere, so nothing is refused with them.
+    """
+    from difflib import get_close_matches
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    from trl_packing.versions import TESTED, is_tested
+
+    files = [*import_module("trl_packing.recipes").FOLDER.glob("*.py")]
+    for library, pattern in (
+        ("trl_packing", "config.py"),
+        ("transformers", "training_args.py"),
+        ("trl", "trainer/*config*.py"),
+        ("trl", "scripts/utils.py"),
+    ):
+        spec = find_spec(library)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            files += Path(folder).glob(pattern)
+    field = re.compile(r"^    (\w+): ", re.MULTILINE)
+    found = {name for file in files for name in field.findall(file.read_text(encoding="utf-8"))}
+    known = {"config", "help", *SHORT, *found, *(f"no_{name}" for name in found)}
+    for name in names:
+        if not any(other.startswith(name) for other in known) and all(map(is_tested, TESTED)):
+            close = get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"did you mean --{close[0]}?" if close else "--help lists the options"
+            raise ValueError(f"--{name} is unknown; {hint}")
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
@@ -59,7 +93,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the keys and values of the YAML file of --config.
 
     Raises:
-        ValueError: it is no mapping, or gives a key twice.
+        ValueError: it is no mapping from names, or gives a key twice.
     """
     import yaml
 
@@ -76,6 +110,8 @@ def read_config(path: Path) -> dict[str, Any]:
         content = Loader(file).get_single_data()
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must contain lines 'option: value'")
+    if wrong := [key for key in content if not isinstance(key, str)]:
+        raise ValueError(f"--config {path} has the key {wrong[0]!r}, which is no name of an option")
     return content
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
-from trl_packing.tools.options import short_usage_errors, values_of
+from trl_packing.tools.options import check_names, short_usage_errors, values_of
 
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
@@ -181,7 +181,8 @@ class TrainingCommand:
         return self.is_named or bool({"dataset_name", "datasets"} & values_of(self.words).keys())
 
     def check(self) -> None:
-        """Raise ValueError if nothing names the data."""
+        """Raise ValueError for an unknown option of a recipe, or if nothing names the data."""
+        check_names(self.options)
         if not self.names_data:
             raise ValueError(
                 "name the model and the data (--model NAME --data FILE), a file with both "
