@@ -20,7 +20,6 @@ from helpers.tiny import tiny_dataset
 from helpers.tiny import tiny_tokenizer as text_tokenizer
 
 from trl_packing import PackedCollator
-from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.documents.weights import document_weight, document_weights_from_rows, weigh_tokens
 from trl_packing.packing.collator import WeightedPaddedCollator
@@ -116,13 +115,6 @@ def test_an_impossible_weight_of_a_document_is_named(wrong):
         document_weight({"loss_weight": wrong})
 
 
-def test_documents_carry_their_values():
-    dataset = dataset_of(0.5, 2.0, 1.0).select([2, 1])
-    documents = ArrowDocuments(dataset, ["input_ids"], {"loss_weight": np.array([1.0, 2.0])})
-    assert [d["loss_weight"] for d in documents] == [1.0, 2.0]
-    assert [d["loss_weight"] for d in documents.__getitems__([1, 0, 1])] == [2.0, 1.0, 2.0]
-
-
 # --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
 
 
@@ -167,19 +159,6 @@ def test_packed_rows_are_weighted(tmp_path):
     rows = [row | {"seq_lengths": [20, 9, 14], "loss_weight": 2.0}]
     found = one_step(model, rows, tmp_path, loss_weighting="sqrt")
     assert_same_step(found, by_hand(model, documents, "nll", "sqrt"))
-
-
-@pytest.mark.parametrize(
-    "options", [{"packing": False}, {"dataset_kwargs": {"skip_prepare_dataset": True}}]
-)
-def test_a_stream_is_weighted_also_by_documents_alone(options, tmp_path):
-    model, documents = tiny_model("llama"), by_document(tiny_documents())
-    options = options | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    stream = Dataset.from_list(documents).to_iterable_dataset()
-    found = one_step(model, stream, tmp_path, **options, loss_weighting="sqrt")
-    assert_same_step(found, by_hand(model, documents, "nll", "sqrt"))
-    with pytest.raises(AssertionError):
-        assert_same_step(found, by_hand(model, unweighted(documents), "nll", "sqrt"))
 
 
 # --- preparation keeps the column -----------------------------------------------------------------

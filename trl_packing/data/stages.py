@@ -52,6 +52,8 @@ from trl_packing.documents.weights import document_weights_from_rows
 
 logger = get_logger(__name__)
 
+_PACKED, _MESSAGES = ("input_ids", SEQ_LENGTHS), ("messages", "conversations")
+
 
 @dataclass(frozen=True)
 class WholeDocuments:
@@ -94,12 +96,8 @@ def whole_documents(
     """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
     check_not_empty(dataset, name)
     columns = get_dataset_column_names(dataset)
-    whole = WholeDocuments(
-        dataset,
-        Overflow.from_args(rules.args, rules.packing),
-        name,
-        {"input_ids", SEQ_LENGTHS} <= {*columns},
-    )
+    overflow, are_packed = Overflow.from_args(rules.args, rules.packing), {*_PACKED} <= {*columns}
+    whole = WholeDocuments(dataset, overflow, name, are_packed)
     if records := records_of(dataset):  # a selection, or several sets
         for record in records:
             record.check(rules, dataset)
@@ -124,8 +122,7 @@ def whole_documents(
     notes.append(_note_not_found(tokens, rules, name))
     notes.append(note_second_bos(tokens, rules.eos.tokenizer, name))
     hint = None
-    are_messages = {"messages", "conversations"} & {*columns} and "input_ids" not in columns
-    if formatting_func is None and are_messages:
+    if formatting_func is None and "input_ids" not in columns and {*_MESSAGES} & {*columns}:
         hint = _hint_at_train_on(tokens, rules)
     missing = note_missing_eos(tokens, rules.eos)
     if missing is not None and rules.eos.appends:
