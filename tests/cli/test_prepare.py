@@ -78,26 +78,22 @@ def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
     assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
 
 
-def test_the_data_sets_of_a_mixture_are_prepared_one_by_one(place, capsys):
-    entry = {"path": "chats.jsonl", "weight": 1}
-    mixture_call([entry, entry | {"source": "more"}])
-    capsys.readouterr()
-    said = says(capsys, "prepare", "made", "--config", "run.yaml", status=2)
-    assert "the data sets of a mixture are prepared one by one" in said
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([*RUN], "name the data and the folder to write first"),
         (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
         (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
-        (["chats.jsonl", "out", *RUN, "--maxlength", "3"], "--maxlength"),
         (["out", *RUN], "name the model and the data"),
+        (["out", "--config", "run.yaml"], "the data sets of a mixture are prepared one by one"),
     ],
 )
 def test_mistakes_are_one_line(place, capsys, words, said):
-    assert re.search(said, says(capsys, "prepare", *words, status=2))
+    entry = {"path": "chats.jsonl", "weight": 1}
+    mixture_call([entry, entry | {"source": "more"}])
+    capsys.readouterr()
+    assert main(["prepare", *words]) == 2
+    assert re.search(said, capsys.readouterr().err.splitlines()[-1])
     assert not (place / "out").exists()
 
 
@@ -112,16 +108,12 @@ def test_the_recipe_trains_prepared_splits_and_refuses_others(pairs):
     for others, said in (
         ("--prompt_column answer", "prompt_column='question', and here prompt_column='answer'"),
         ("--test_split_size 0.5", "test_split_size='0.25', and here test_split_size=0.5"),
-        ("--dataset_train_split test", "dataset_train_split=None, and here"),
-        ("--dataset_streaming true --max_steps 1", "leave dataset_streaming out"),
     ):
         with pytest.raises(ValueError, match=said):
             call_of(*words, *others.split())
 
 
 def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pairs):
-    with pytest.raises(ValueError, match="out holds prepared data: leave streaming out"):
-        read(SourceConfig("out"), streaming=True)
     with pytest.raises(ValueError, match="out holds prepared data: leave prompt_column out"):
         read(SourceConfig("out", prompt_column="question"), streaming=False)
     with pytest.raises(ValueError, match=r"test_split_size=0\.2 cannot divide .* prepared data"):
@@ -136,22 +128,11 @@ def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "rows"),
-    [
-        ("every_turn", chats(20)),
-        (
-            "shared_prefixes",
-            [{"prompt": f"Why {i}?", "answers": [f"So {i}.", "Because."]} for i in range(9)],
-        ),
-    ],
-)
-def test_recipes_take_a_prepared_folder(place, capsys, recipe, rows):
-    write("rows.jsonl", rows)
+def test_recipes_take_a_prepared_folder(place, capsys):
+    write("rows.jsonl", [{"prompt": f"Why {i}?", "answers": ["So.", f"{i}."]} for i in range(9)])
     run = ["--model", "model", "--max_length", "64"]
-    says(capsys, "prepare", f"{recipe}.py", "rows.jsonl", "out", *run, "--hub_token", "hf_1")
+    words = ["shared_prefixes.py", "rows.jsonl", "out", *run, "--hub_token", "hf_1"]
+    says(capsys, "prepare", *words)
     assert "hf_1" not in (place / "out" / "manifest.json").read_text()
-    rows, out = (
-        says(capsys, "plan", f"{recipe}.py", "--data", d, *run) for d in ("rows.jsonl", "out")
-    )
-    assert rows == out
+    made = [["plan", "shared_prefixes.py", "--data", data, *run] for data in ("rows.jsonl", "out")]
+    assert says(capsys, *made[0]) == says(capsys, *made[1])

@@ -39,7 +39,6 @@ def columns(document):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"train_on": "assistant", "max_length": 64},
         {"completion_only_loss": False, "overflow": "split", "max_length": 60},
         {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},

@@ -106,7 +106,7 @@ def template_folder(folder) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["template file", "template of a tokenizer", "eos", "pad", "append_eos", "skip"]
+    "name", ["template file", "template of a tokenizer", "eos", "append_eos", "skip"]
 )
 def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, template_file, name):
     texts = Dataset.from_list([{"text": "So."}, {"text": "Not so."}])
@@ -118,7 +118,6 @@ def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, templa
         "template file": (chats, {"chat_template_path": template_file}),
         "template of a tokenizer": (chats, cloned),
         "eos": (texts, {"eos_token": "<|other|>"}),
-        "pad": (texts, {"pad_token": "<|other|>"}),
         # The document ends where generation stops, so nothing is appended.
         "append_eos": (Dataset.from_list([{"input_ids": tokens}] * 2), {"append_eos": True}),
         "skip": (Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * 2), skips),
@@ -187,11 +186,11 @@ def command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
 
-    def run(name: str, data: str | bytes | list[dict], *options: str) -> tuple[int, str, str]:
+    def run(name: str, data: str | list[dict], *options: str) -> tuple[int, str, str]:
         file = tmp_path / "data.jsonl"
         if isinstance(data, list):
             data = "".join(json.dumps(row) + "\n" for row in data)
-        file.write_bytes(data.encode() if isinstance(data, str) else data)
+        file.write_text(data)
         status = main([name, "--model", "model", "--data", str(file), *options])
         return status, *capsys.readouterr()
 
@@ -202,8 +201,6 @@ def command(tmp_path, capsys, monkeypatch):
     ("data", "options", "sentence"),
     [
         ('{"text": "So."}\n{"text": ', [], "data.jsonl: JSON parse error"),
-        ("", [], "data.jsonl: it is empty"),
-        (b'{"text": "\xff\xfe"}\n', [], "can't decode byte 0xff"),
         ('{"text": "So."}\n', ["--rows", "7"], "row 7 is not among the 1 rows"),
         ('{"text": "So."}\n', ["--train_on", "me"], "me"),
     ],
@@ -217,11 +214,9 @@ def test_what_cannot_be_shown_is_one_line(command, data, options, sentence):
 
 def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
     rows = [chat_row("So."), chat_row("So.") | {"messages": [{"role": "wizard", "content": "!"}]}]
-    status, out, _ = command("inspect", rows, "--rows", "1")
-    assert (status, "row 0" in out) == (1, False)
-    assert "row 1 · not trained: message 0 of 'messages' has the role 'wizard'" in out
     status, out, _ = command("inspect", rows, "--rows", "0", "1")
-    assert (status, "⟦" in out, "row 1 · not trained" in out) == (1, True, True)
+    assert (status, "⟦" in out) == (1, True)
+    assert "row 1 · not trained: message 0 of 'messages' has the role 'wizard'" in out
     assert command("inspect", rows, "--rows", "0")[0] == 0
 
 
