@@ -211,8 +211,8 @@ def options_of(command: str) -> set[str]:
     if command not in commands:
         return set()
     named = [a.option_strings for a in commands[command]._actions]
-    named += [names for names, *_ in RUN] if command not in ("doctor", "compare") else []
-    own = {s.lstrip("-").replace("-", "_") for strings in named for s in strings}
+    own = options_in(RUN) if command not in ("doctor", "compare") else set()
+    own |= {s.lstrip("-").replace("-", "_") for strings in named for s in strings}
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
     return own | (fields if command not in ("doctor", "compare") else set())
 

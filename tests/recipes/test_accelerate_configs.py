@@ -37,23 +37,22 @@ def test_accelerate_reads_it(name):
         assert config.deepspeed_config["zero_stage"] == int(name[-1])
 
 
-def run(name: str, folder: Path, launcher: list[str], arguments: list[str]) -> str:
+def run(name: str, folder: Path, launcher: str = "", arguments: str = "") -> str:
     """Run the recipe on a tiny model with a config, on CPUs; return its output."""
     data = folder / "data.jsonl"
     if not data.exists():
         rows = [{"prompt": f"What is {i}?", "completion": f" {i} and {i}."} for i in range(24)]
         data.write_text("\n".join(map(json.dumps, rows)))
         save_tiny_model(folder, "qwen2", chat=False)
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(CONFIGS / f"{name}.yaml"), *launcher]
-    command += [str(RECIPES / "sft_packed.py"), "--model_name_or_path", "tiny-qwen2"]
-    command += ["--dataset_name", str(data), "--output_dir", "out", "--max_steps", "3"]
-    command += ["--max_length", "64", "--per_device_train_batch_size", "1"]
-    command += ["--logging_steps", "1", "--report_to", "none"]
-    command += ["--learning_rate", "0.01", "--optim", "sgd", "--save_strategy", "no"]
-    command += arguments
+    words = (
+        f"-m accelerate.commands.launch --config_file {CONFIGS / name}.yaml {launcher} "
+        f"{RECIPES / 'sft_packed.py'} --model_name_or_path tiny-qwen2 --dataset_name data.jsonl "
+        "--output_dir out --max_steps 3 --max_length 64 --per_device_train_batch_size 1 "
+        "--logging_steps 1 --report_to none --learning_rate 0.01 --optim sgd --save_strategy no "
+        f"{arguments}"
+    )
     done = subprocess.run(
-        command,
+        [sys.executable, *words.split()],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parent)},
         stdout=subprocess.PIPE,
@@ -79,7 +78,7 @@ def same(expected: list[float]):
 def alone(tmp_path_factory) -> list[float]:
     """The printed losses of one process with twice the accumulation."""
     folder = tmp_path_factory.mktemp("single")
-    found = losses(run("single", folder, [], ["--gradient_accumulation_steps", "2"]))
+    found = losses(run("single", folder, arguments="--gradient_accumulation_steps 2"))
     assert len(found) == 3
     assert len(set(found)) > 1
     assert (folder / "out" / "model.safetensors").exists()
@@ -91,9 +90,8 @@ def alone(tmp_path_factory) -> list[float]:
 def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp_path):
     if name != "ddp" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: `make .venv/.all`")
-    launcher = ["--num_processes", "2", "--mixed_precision", "no"]
-    launcher += ["--main_process_port", str(free_port())]
-    output = run(name, tmp_path, launcher, [])
+    port = f"--main_process_port {free_port()}"
+    output = run(name, tmp_path, f"--num_processes 2 --mixed_precision no {port}")
     assert losses(output) == same(alone)
     assert "2 ranks" in output
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -102,4 +100,4 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp
 @pytest.mark.slow
 def test_another_accumulation_prints_other_losses(alone, tmp_path):
     """Control: four digits tell runs apart."""
-    assert losses(run("single", tmp_path, [], [])) != same(alone)
+    assert losses(run("single", tmp_path)) != same(alone)

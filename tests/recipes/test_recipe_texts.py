@@ -5,17 +5,7 @@ import re
 import subprocess
 import sys
 
-import pytest
-from helpers.recipes import FOLDER, RECIPES, ROOT, YAMLS, expected_output, module
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_docstring_says_how_to_run_it_and_what_comes_out(recipe):
-    text = module(recipe).__doc__
-    assert f"recipes/{recipe}.py --config recipes/" in text
-    assert len(expected_output(recipe)) >= 3
-    for path in re.findall(r"(?:recipes|docs)/[\w./]+\.(?:py|yaml|md)", text):
-        assert (ROOT / path).exists() or "/accelerate/" in path, path
+from helpers.recipes import FOLDER, RECIPES, YAMLS
 
 
 def test_every_recipe_sets_the_wait_policy_of_openmp_before_torch_is_loaded():

@@ -106,7 +106,6 @@ def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, n
     ("more", "sentence"),
     [
         ({"eval_strategy": "steps"}, "evaluation needs a test_split_size"),
-        ({"prompt_column": "a"}, "prompt_column belongs into the entries"),
         ({"mixture": {"trl": {"epochs": 2}}}, "say the same; give one"),
     ],
 )

@@ -178,8 +178,6 @@ def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys, monkeypatc
     printed = capsys.readouterr().out
     assert "Exact match on 4 held-out prompts: 0.0% before" in printed
     assert re.search(r"^step     2 · epoch 0.01 · loss ", printed, flags=re.M)
-    lines = [line for line in printed.splitlines() if "real_accelerator.py" not in line]
-    assert max(map(len, lines)) <= 100
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

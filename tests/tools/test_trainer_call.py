@@ -81,7 +81,6 @@ LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.
     ("text", "sentence"),
     [
         ("pass", "train.py builds no PackedSFTTrainer"),
-        ("sys.exit(3)", "train.py ended with status 3"),
         (
             "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
             "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",

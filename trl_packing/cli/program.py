@@ -1,9 +1,5 @@
 """The program `trl-packing`: its commands with their options, and errors as one line.
 
-trl-packing plan --config recipes/lora_8b.yaml --ranks 8
-trl-packing inspect --config recipes/chat_data.yaml --rows 0 17
-trl-packing verify --model HuggingFaceTB/SmolLM2-135M-Instruct
-
 The options that describe a run are those of its training command:
 
 accelerate launch train.py --config c.yaml --max_length 512   trains
@@ -70,47 +66,35 @@ _OUTPUT: dict[str, dict[str, Any]] = {
     "--color": {"choices": ("auto", "always", "never"), "default": "auto", "help": _COLORS},
 }
 
-# Options of sft_packed.py that a preview needs most often; their help would take seconds to import.
-RUN = (
-    (("--config",), "FILE", "YAML file with options, as in training"),
-    (("--model_name_or_path", "--model"), "NAME", "hub id or folder of a model"),
-    (("--dataset_name", "--data"), "NAME", "hub id, .json, .jsonl or .parquet file, or folder"),
-    (("--dataset_config",), "NAME", "subset of a data set on the hub"),
-    (("--dataset_train_split", "--split"), "SPLIT", "split or part of it: 'train[:1000]'"),
-    (("--prompt_column",), "NAME", "column of the prompt, such as question"),
-    (("--completion_column",), "NAME", "column of the completion, such as answer"),
-    (("--messages_column",), "NAME", "column of conversations"),
-    (("--max_length", "--max-length"), "N", "tokens of a bin; documents beyond it are cut"),
-    (("--model_revision", "--revision"), "NAME", "branch, tag or commit of the model"),
-    (("--trust_remote_code",), "[BOOL]", "run code that comes with the model"),
-)
+# The options of sft_packed.py that a preview needs most often: importing its help takes seconds.
+RUN = """the run:
+  SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does
+  not train. Without it, the run is that of recipes/sft_packed.py. All settings
+  work as in training, those of trl_packing too (docs/settings.md). Most needed:
 
+  --config FILE             YAML file with options, as in training
+  --model NAME              hub id or folder of a model (--model_name_or_path)
+  --data NAME               hub id, file or folder (--dataset_name)
+  --split SPLIT             split or part of it: 'train[:1000]'
+  --dataset_config NAME     subset of a data set on the hub
+  --prompt_column NAME      column of the prompt, such as question
+  --completion_column NAME  column of the completion, such as answer
+  --messages_column NAME    column of conversations
+  --max_length N            tokens of a bin; documents beyond it are cut
+  --revision NAME           branch, tag or commit of the model
+  --trust_remote_code BOOL  run code that comes with the model
+
+"""
 _USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose help lists the options of a run, if any."""
-
-    is_of_run = False
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         from trl_packing.data.printable import escape_hidden
 
         self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}\n")
-
-    def format_help(self) -> str:
-        if not self.is_of_run:
-            return super().format_help()
-        self.is_of_run = False
-        run = self.add_argument_group(
-            "the run",
-            "SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does\n"
-            "not train. Without it, the run is that of recipes/sft_packed.py. All settings\n"
-            "work as in training, those of trl_packing too (docs/settings.md). Most needed:",
-        )
-        for names, metavar, text in RUN:
-            run.add_argument(*names, metavar=metavar, help=text)
-        return super().format_help()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -188,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         command.epilog = epilog
         if name not in _WITHOUT_RUN:
             command.usage = _USAGE.format(name, " [DATA] OUT" * (name == "prepare"))
-            command.is_of_run = True
+            command.epilog = RUN + epilog
         command.set_defaults(run=run)
     return parser
 
