@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
-from helpers.recipes import FOLDER, ROOT, YAMLS, commands_of, module
+from helpers.recipes import FOLDER, ROOT, YAMLS, assert_prints, commands_of, module
 from helpers.tiny import save_tiny_model, tiny_rows
 
 from trl_packing import PackedSFTTrainer
@@ -20,6 +20,7 @@ from trl_packing.tools.preview.previewed_run import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
 COMPARISONS = ("compare_packing", "padding_free")
+PRINTED = ("chat_data", "response_template", "streaming", "tool_calling")  # as their docstrings say
 
 
 def chats() -> list[dict[str, Any]]:
@@ -97,7 +98,7 @@ def commands() -> list[Any]:
 
 
 @pytest.mark.parametrize(("recipe", "options"), commands())
-def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
+def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch, capsys):
     if "4bit" in options or "qlora" in options:
         pytest.importorskip("bitsandbytes")
     for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.prepared"):
@@ -118,8 +119,10 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch):
         words += ["--dataloader_num_workers", "0"]  # four, on a machine of two cores, warn
     if recipe in COMPARISONS:
         words += ["--num_documents", "8"]
-    module(recipe).main(words)
+    module(recipe).main([*words, "--logging_steps", "1"])
     assert trained
+    if recipe in PRINTED:
+        assert_prints(recipe, capsys.readouterr().out)
     assert all(0 < trainer.state.global_step <= 2 for trainer in trained)
     assert all(trainer._trl_path is None for trainer in trained)
     if shown is not None:

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from harness import TWO_RUNS
@@ -27,40 +26,19 @@ def model(tmp_path_factory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama", chat=True)
 
 
-def rows_of(recipe: str) -> list[dict[str, Any]]:
-    chats = tiny_rows("conversational_language_modeling", 64)
-    pairs = tiny_rows("question_answer", 48)
-    if recipe == "evaluation":
-        return [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
-    if recipe == "streaming":
-        return chats
-    if recipe == "tool_calling":
-        return tiny_rows("tools", 24)
-    if recipe == "chat_data":
-        names = {"question": "instruction", "answer": "output"}
-        return [{names[k]: v for k, v in row.items()} | {"input": ""} for row in pairs]
-    if recipe == "response_template":
-        form = "### Instruction:\n{question}\n\n### Response:\n{answer}"
-        return [{"text": form.format(**row), "number": str(i)} for i, row in enumerate(pairs)]
-    return pairs
-
-
 def options(recipe: str, model: str, folder: Path) -> list[str]:
     """Return the arguments of a short run on `model` with the YAML file of the recipe."""
-    rows, data = rows_of(recipe), folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    parts = {f"{i}": rows[i::4] for i in range(4)} if recipe == "streaming" else {"train": rows}
-    if recipe == "evaluation":
-        parts["test"] = rows[:12]
-    for name, part in parts.items():
+    chats = tiny_rows("conversational_language_modeling", 64)
+    sourced = [row | {"source": "gsm8k" if i % 3 else "alpaca"} for i, row in enumerate(chats)]
+    rows = sourced if recipe == "evaluation" else tiny_rows("question_answer", 48)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for name, part in {"train": rows, "test": rows[:12]}.items():
         lines = "".join(json.dumps(row) + "\n" for row in part)
-        (data / f"{name}.jsonl").write_text(lines)
-    words = ["--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")]
-    words += ["--model_name_or_path", model, "--dataset_name", str(data)]
-    words += ["--dataset_config", "default", "--dataset_train_split", "train"]
-    words += ["--dataset_test_split", "test"] if recipe == "evaluation" else []
+        (folder / "data" / f"{name}.jsonl").write_text(lines)
     return [
-        *words,
+        *("--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")),
+        *("--model_name_or_path", model, "--dataset_name", str(folder / "data")),
+        *("--dataset_config", "default", "--dataset_train_split", "train"),
         *("--output_dir", str(folder / "out"), "--max_length", "512"),
         *("--max_steps", "10", "--gradient_accumulation_steps", "1", "--logging_steps", "5"),
         *("--learning_rate", "1e-3", "--lr_scheduler_type", "constant", "--warmup_steps", "0"),
@@ -102,31 +80,6 @@ def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_pa
         return
     adapter = weights(tmp_path / "out", "adapter_model.safetensors")
     assert any(tensor.any() for name, tensor in adapter.items() if trained in name)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "row", "text"),
-    [
-        ("chat_data", 0, "Beautiful.<|im_end|>"),
-        ("response_template", 0, "Beautiful.<|im_end|>"),
-        ("tool_calling", 3, "It is 3 degrees."),
-        ("streaming", None, ""),
-    ],
-)
-def test_a_recipe_prints_what_it_promises_and_trains_the_answers(
-    recipe, row, text, model, tmp_path, capsys
-):
-    trainer = run(recipe, model, tmp_path, "--dataloader_num_workers", "0")
-    assert_prints(recipe, capsys.readouterr().out)
-    assert trainer.state.global_step == 10
-    assert decreases(trainer)
-    if recipe == "streaming":
-        return
-    document = trainer.train_dataset[row]
-    trained = np.asarray(document["labels"]) != -100
-    found = trainer.processing_class.decode(np.asarray(document["input_ids"])[trained])
-    assert text in found
-    assert found.count("3 degrees") == (recipe == "tool_calling")  # the tool said it too
 
 
 @pytest.mark.parametrize("recipe", ["shared_prefixes", "every_turn", "vision"])
@@ -173,7 +126,7 @@ def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
 def test_evaluation_reports_sources_and_keeps_the_best_model(model, tmp_path, capsys):
     trainer = run(
         *("evaluation", model, tmp_path, "--counts_right", "true", "--max_steps", "8"),
-        *("--eval_steps", "4", "--save_steps", "4"),
+        *("--eval_steps", "4", "--save_steps", "4", "--dataset_test_split", "test"),
     )
     assert_prints("evaluation", capsys.readouterr().out)
     evaluated = [e for e in trainer.state.log_history if "eval_loss" in e]

@@ -9,7 +9,6 @@ from helpers.tiny import CHATML, save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
-from trl_packing.tools import compare_preparations
 from trl_packing.tools.compare_preparations import (
     DIFFERENCES,
     DROPPED,
@@ -90,9 +89,8 @@ def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
         documents_by_trl(run_of(own, "--prompt_template", "{question}"))
 
 
-def test_one_label_among_many_rows_is_found(monkeypatch):
+def test_one_label_among_many_rows_is_found():
     """The negative control: everything is equal but for one label of one row."""
-    monkeypatch.setattr(compare_preparations, "_CHUNK", 7)
     rows = tokenized([list(range(7, 12))] * 50)
     assert compared(rows)["is_equal"]
     comparison = compared(rows, other=changed(rows, 33, "labels", 3, -100))

@@ -40,7 +40,6 @@ WEIGHTS = "weights differ"
 DIFFERENCES = (DROPPED, TOKENS, LABELS, WEIGHTS)
 
 _EXAMPLES = 3  # differences of each kind that are kept
-_CHUNK = 1000  # rows that are read at once
 _BEFORE, _AFTER = 12, 60  # tokens shown before the first one that differs, and from there on
 
 # The settings of TRL on which tokens and labels depend. The tokenizer of the run has its EOS and
@@ -91,7 +90,7 @@ class Side(NamedTuple):
     by_trl: bool = False
 
     def rows(self) -> Iterator[Tokens]:
-        """Yield the documents of each row of the data set, reading 1,000 rows at a time."""
+        """Yield the documents of each row of the data set."""
         run = self.run.with_row_numbers().with_settings(shuffle_dataset=False)
         if any(is_packed(rows) for rows in run.sets.values()):
             raise ValueError("the rows are packed already (they have seq_lengths)")
@@ -105,20 +104,14 @@ class Side(NamedTuple):
         documents, numbers = ArrowDocuments(dataset, present, scalars), numbers_of(dataset)
         order = np.argsort(numbers, kind="stable")
         bounds = np.searchsorted(numbers[order], np.arange(run.num_rows + 1))
-        for first in range(0, run.num_rows, _CHUNK):
-            of_rows = bounds[first : first + _CHUNK + 1]
-            found = documents.__getitems__(order[of_rows[0] : of_rows[-1]].tolist())
-            for start, stop in pairwise((of_rows - of_rows[0]).tolist()):
-                yield _laid_out(found[start:stop])
+        for start, stop in pairwise(bounds.tolist()):
+            yield _laid_out(documents.__getitems__(order[start:stop].tolist()))
 
 
 def documents_by_trl(run: PreviewedRun) -> Dataset:
     """Return the documents of `run` as TRL prepares them with packing=False, and all columns.
 
     Settings that TRL does not have (`train_on`, `overflow`, templates, ...) have no effect.
-
-    Raises:
-        ValueError: TRL cannot prepare these rows; the message has its reason.
     """
     if isinstance(run.dataset, dict) or run.images.packs:
         raise ValueError("TRL prepares one data set without images; compare data sets one by one")

@@ -186,7 +186,7 @@ def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
     trials = {}
     for name in CHOICES[1:]:
         reason = reasons.get(name)
-        if name in flash_attn.VERSIONS and name not in flash_attn.installed():
+        if name in {*flash_attn.VERSIONS} - {*flash_attn.installed()}:
             trials[name] = Trial("not installed", reason or "")
         elif reason is not None:
             trials[name] = Trial("refused", reason)

@@ -48,18 +48,7 @@ _NOT_KEPT = ("hub_token", "push_to_hub_token", "env")
 
 @dataclass(frozen=True)
 class TrainerCall:
-    """The arguments of `PackedSFTTrainer` that decide how data are prepared and packed.
-
-    Attributes:
-        model: a name, or a model.
-        args: a `PackedSFTConfig` or a plain `SFTConfig`.
-        train_dataset: rows, or a stream.
-        processing_class: the tokenizer; None: the model's.
-        data_collator: None, or a collator that finds the trained tokens.
-        formatting_func: the user's function from a row to its text.
-        eval_dataset: rows, a dictionary of data sets, or None.
-        compute_loss_func: the user's loss, or None.
-    """
+    """The arguments of `PackedSFTTrainer` that decide how data are prepared and packed."""
 
     model: Any
     args: Any
@@ -78,12 +67,7 @@ class _Built(BaseException):
 def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
     """Run `script` up to its first `PackedSFTTrainer`, and return the arguments of that.
 
-    Its output goes to stderr. The trainer is not built: nothing is trained or written by it.
-    Settings that need another device, such as bf16, are changed.
-
-    Args:
-        script: a Python file.
-        words: its command line.
+    Its output goes to stderr, and settings that need another device are changed.
 
     Raises:
         ValueError: the script ends before, or builds another trainer.
@@ -147,13 +131,7 @@ def fits_any_machine() -> Any:
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A training command without its launcher.
-
-    Attributes:
-        script: a Python file.
-        words: its options.
-        is_named: the user has named the script; otherwise it is sft_packed.py.
-    """
+    """A training command without its launcher; a script that is not named is sft_packed.py."""
 
     script: str
     words: tuple[str, ...]
@@ -198,20 +176,12 @@ class TrainingCommand:
 
     @cached_property
     def call(self) -> TrainerCall:
-        """The arguments of the trainer; the script runs once, and only now.
-
-        Raises:
-            ValueError: the script refuses its options or its data, or builds no trainer.
-        """
+        """The arguments of the trainer; the script runs once, and only now."""
         self.check()
         return call_of_script(self.script, self.words)
 
     def model_and_settings(self) -> tuple[Any, Any]:
-        """Return the model, or its name, and the settings; only a script that is named loads data.
-
-        Raises:
-            ValueError: no model is named, or an option cannot be used.
-        """
+        """Return the model, or its name, and the settings; only a named script loads data."""
         if self.is_named:
             return self.call.model, self.call.args
         if "model_name_or_path" not in values_of(self.words):
@@ -226,11 +196,7 @@ class TrainingCommand:
 
 
 def config_from_settings(settings: Sequence[str]) -> "PackedSFTConfig":
-    """Return the config that the options of a command line describe, on any machine.
-
-    Raises:
-        ValueError: an option is unknown, or has a value that it cannot have.
-    """
+    """Return the config that the options of a command line describe, on any machine."""
     from trl import TrlParser
 
     from trl_packing.config import PackedSFTConfig
@@ -243,11 +209,7 @@ def config_from_settings(settings: Sequence[str]) -> "PackedSFTConfig":
 
 
 def processing_class_of(model: Any, args: Any) -> Any:
-    """Return the tokenizer or processor of `model`, a model or its name, as the trainer loads it.
-
-    Raises:
-        OSError: the model has neither, or does not exist.
-    """
+    """Return the tokenizer or processor of a model or its name, as the trainer loads it."""
     from transformers import AutoProcessor
 
     name = model if isinstance(model, str) else model.config.name_or_path
@@ -255,11 +217,7 @@ def processing_class_of(model: Any, args: Any) -> Any:
 
 
 def config_of(model: Any, args: Any) -> Any:
-    """Return the config of `model`, a model or its name.
-
-    Raises:
-        OSError: a folder or a hub id has none.
-    """
+    """Return the config of `model`, a model or its name."""
     from transformers import AutoConfig
 
     if not isinstance(model, str):

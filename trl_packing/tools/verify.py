@@ -79,13 +79,10 @@ class VerifiedModel:
         """Return the model of a run.
 
         Args:
-            model: a hub id, a folder with a causal language model, or a model.
-            args: the settings of the run: `attention`, `max_length`, `model_init_kwargs`.
+            model: a hub id, a folder, or a model.
+            args: the settings of the run.
             dtype: a data type of torch, or ``"auto"``; None: that of the run, or float32.
             device: None uses CUDA if it is available, and the CPU otherwise.
-
-        Raises:
-            ValueError: `dtype` is no data type of torch.
         """
         dtype = str(dtype or (args.model_init_kwargs or {}).get("dtype") or "float32")
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

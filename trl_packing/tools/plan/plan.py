@@ -149,15 +149,9 @@ def variant_of(
     is_run: bool,
     shared: PrefixIndex | None = None,
 ) -> Variant:
-    """Return the epoch of documents of these lengths.
+    """Return the epoch of documents of these lengths, with the `facts` of `Sampling.facts`.
 
-    Args:
-        sampling: with the settings.
-        lengths: of documents, or packed rows.
-        facts: as `Sampling.facts` returns them.
-        name: of the settings.
-        is_run: the run has these settings.
-        shared: the prefixes that documents share within a row; None if they do not.
+    `shared` are the prefixes that documents share within a row; None if they do not.
     """
     sampler = sampling.sampler(lengths, **facts)
     epoch = PlannedEpoch(sampler)
@@ -228,11 +222,7 @@ class RunPlan:
 
 
 def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
-    """Return the plan of the first epoch of `run` on `ranks` data-parallel processes.
-
-    Raises:
-        ValueError: `ranks` is below 1, or preparation refuses the data.
-    """
+    """Return the plan of the first epoch of `run` on `ranks` data-parallel processes."""
     sampling, whole = run.sampling(ranks), run.whole_documents()
     prepared, counts = run.documents() if whole is None else fit_documents(whole, run.preparation)
     documents = token_documents(prepared)

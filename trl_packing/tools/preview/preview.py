@@ -76,11 +76,7 @@ def preview_losses(run: PreviewedRun) -> str:
 
 
 def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
-    """Return the report that the trainer would print before an epoch on `ranks` processes.
-
-    Raises:
-        ValueError: `ranks` is below 1, or preparation refuses the data.
-    """
+    """Return the report that the trainer would print before an epoch on `ranks` processes."""
     sampling = run.sampling(ranks)
     prepared, counts = run.documents()
     documents = token_documents(prepared)
@@ -112,11 +108,7 @@ def report_on(
 
 
 def collator_of(run: PreviewedRun) -> PackedCollator:
-    """Return the collator of a run, without the pixels of its images.
-
-    Raises:
-        ValueError: `static_shapes` is set.
-    """
+    """Return the collator of a run, without the pixels of its images."""
     args, options = run.args, PackingOptions.of(run.args)
     given = run.call.data_collator
     multiple = args.pad_to_multiple_of or getattr(given, "pad_to_multiple_of", None)

@@ -96,9 +96,8 @@ class PreviewedRun:
         Args:
             dataset: rows in any form that the trainer takes.
             tokenizer: or a processor; it is copied.
-            settings: options of `PackedSFTConfig` as on a command line,
-                ``["--train_on", "assistant"]``.
-            model: a name or a folder; its generation config lists the tokens that end a generation.
+            settings: options of `PackedSFTConfig`: ``["--train_on", "assistant"]``.
+            model: a name; its generation config lists the tokens that end a generation.
 
         Raises:
             ValueError: an option cannot be used, or TRL's code would prepare the data.
@@ -168,8 +167,6 @@ class PreviewedRun:
 
     def sampling(self, ranks: int = 1) -> Sampling:
         """Return what draws the micro-batches of the run on rank 0 of `ranks`."""
-        if ranks < 1:
-            raise ValueError(f"ranks={ranks} must be at least 1")
         # An image belongs to one document.
         groups = PackingOptions.of(self.args).prefix_sharing == "group" and not self.images.packs
         model = self.call.model
