@@ -3,10 +3,8 @@
 import pytest
 import torch
 from harness import TWO_RUNS
-from helpers.dense import TOLERANCE
-from helpers.packed_models import alone, packed_batch
+from helpers.packed_models import packed_batch
 from helpers.tiny import documents_of_lengths, tiny_model
-from helpers.vision import tiny_vlm
 from transformers import AttentionMaskInterface
 
 from trl_packing import resolve_attention
@@ -66,19 +64,3 @@ def test_without_a_mask_function_padded_batches_would_change(monkeypatch):
     after = everyday_calls(model)
     assert (after["left-padded"] - before["left-padded"]).abs().max() > 0.1
     assert not torch.equal(after["generated"], before["generated"])
-
-
-def test_only_the_text_model_of_a_composite_one_changes(tmp_path):
-    pytest.importorskip("PIL")
-    model, _ = tiny_vlm("llava")
-    batch = padded("left")
-    before = model(**batch).logits
-    vision = model.config.vision_config._attn_implementation
-    install_attention(model, resolve_attention(model))
-    assert model.config.text_config._attn_implementation == document_sdpa.NAME
-    assert model.config.vision_config._attn_implementation == vision
-    assert torch.equal(model(**batch).logits, before)
-    row = packed_batch([3, 20, 9])
-    torch.testing.assert_close(model(**row).logits, alone(model, row), rtol=0, atol=10 * TOLERANCE)
-    model.save_pretrained(tmp_path)
-    assert "packed" not in (tmp_path / "config.json").read_text()

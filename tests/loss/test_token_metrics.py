@@ -76,7 +76,6 @@ RUNS = {
         "gradient_accumulation_steps": 8,
     },
     "padded rows": {"attention": "padded"},
-    "label smoothing": {"label_smoothing_factor": 0.1},
     "weights": {"documents": weighted(DOCUMENTS)},
     "several steps a log, and a save between": {
         "logging_steps": 2,

@@ -161,15 +161,9 @@ def test_virtual_tokens_are_refused_also_if_they_come_later(tmp_path):
         first_step(get_peft_model(model, PromptTuningConfig(**VIRTUAL)), packed(), tmp_path)
 
 
-def test_a_mask_beside_boundaries_may_hide_nothing():
+def test_numbered_documents_in_several_rows_are_refused():
     model, dataset = tiny_model("llama"), packed()
     enable_packing(model)
-    batch = PackedCollator()(DOCUMENTS[:2])
-    ones = torch.ones_like(batch["input_ids"])
-    expected = model(**batch).logits
-    torch.testing.assert_close(model(**batch, attention_mask=ones).logits, expected, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="attention_mask that hides tokens"):
-        model(**batch, attention_mask=ones.index_fill(1, torch.tensor(1), 0))
     two = DataCollatorForSeq2Seq(tiny_tokenizer())([dataset[0], dataset[1]])
     with pytest.raises(ValueError, match="a packed batch is one row, got 2"):
         model(**two)

@@ -122,11 +122,7 @@ class StepLoss:
         *,
         padded: bool,
     ) -> Any:
-        """Return the loss of a micro-batch, and with `return_outputs` the model's outputs.
-
-        Arguments as of `SFTTrainer.compute_loss`; `padded` says that an evaluation on padded rows
-        runs.
-        """
+        """Return what `SFTTrainer.compute_loss` does; `padded`: of an evaluation on padded rows."""
         trainer, args, undo = self.trainer, self.trainer.args, 1
         of_user, training = trainer.compute_loss_func, trainer.model.training
         if args.loss_type not in ("nll", "dft"):

@@ -122,9 +122,6 @@ def enable_packing(
     return guard.attention
 
 
-# --- models that cannot be enabled ----------------------------------------------------------------
-
-
 def _check_model(model: Any, base: Any) -> None:
     """Raise an error for a model that is not packed exactly; `base` is the model inside PEFT's."""
     config: Any = getattr(base, "config", None)
@@ -176,9 +173,6 @@ def _divides_by_count(base: Any) -> bool:
         return bool(accepts)
     parameters = inspect.signature(base.forward).parameters.values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-# --- the calls of an enabled model ----------------------------------------------------------------
 
 
 @dataclass(eq=False)
