@@ -211,6 +211,8 @@ def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
     ("row", "sentence"),
     [
         (PACKED, "train stream were packed before"),
+        ({**TOKENS, "input_ids": [5, 6, 2**63]}, "rows 0 to 3: .* beyond 64 bits"),
+        ({**LABELLED, "input_ids": [5, 6, -(2**63) - 1]}, "rows 0 to 3: .* beyond 64 bits"),
         ({**WEIGHTED, "loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing"),
         ({"text": "a", "loss_weights": [1.0]}, "'loss_weight', .*tokenized rows"),
     ],

@@ -28,6 +28,7 @@ from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     check_same_columns,
     document_labels,
+    refused_beyond_int64,
 )
 from trl_packing.packing.collator import PackedCollator
 
@@ -175,8 +176,9 @@ def _label_batch(
 ) -> dict[str, list[np.ndarray]]:
     check_same_columns(batch, rows, columns)
     labels = []
-    for number, values in enumerate(batch["input_ids"]):
-        ids = np.asarray(values, np.int64)
+    with refused_beyond_int64(rows):
+        ids_of_rows = [np.asarray(values, np.int64) for values in batch["input_ids"]]
+    for number, ids in enumerate(ids_of_rows):
         if template is None:
             labels.append(document_labels({name: batch[name][number] for name in masks}, ids))
             continue

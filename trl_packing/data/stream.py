@@ -27,6 +27,7 @@ from trl_packing.documents.labels import (
     TURN,
     check_same_columns,
     document_columns,
+    refused_beyond_int64,
     token_columns,
 )
 
@@ -73,7 +74,8 @@ class StreamFit:
         self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
     ) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
-        table = pa.table({name: pa.array(batch[name]) for name in self.columns})
+        with refused_beyond_int64(rows):
+            table = pa.table({name: pa.array(batch[name]) for name in self.columns})
         documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)

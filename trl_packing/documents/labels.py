@@ -8,7 +8,8 @@
 The first token of a document is never a target: the position before it is another document's.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -129,3 +130,15 @@ def check_same_columns(
                 f"row {rows[wrong[0]]} of the stream has {has} {column!r}, unlike its first row; "
                 f"give all rows the same columns, and no null values{and_others(wrong)}"
             )
+
+
+@contextmanager
+def refused_beyond_int64(rows: Sequence[int]) -> Iterator[None]:
+    """Raise ValueError, naming `rows` of a batch, for an OverflowError of NumPy or Arrow inside."""
+    try:
+        yield
+    except OverflowError as error:
+        raise ValueError(
+            f"rows {rows[0]} to {rows[-1]}: a token id or label is beyond 64 bits; was it "
+            "tokenized with another tokenizer?"
+        ) from error
