@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -258,6 +257,7 @@ def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
 
 def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
     from trl_packing.cli import main
+    from trl_packing.isolation.check import IsolationReport
     from trl_packing.isolation.guard import Checked
 
     (shown,) = blocks(ROOT / "README.md", "text")
@@ -266,8 +266,8 @@ def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line in plan] == plan
     assert attention == "attention    document-wise SDPA (cpu, float32)"
-    numbers = map(float, re.findall(r" (\d[\d.e-]*)", checked))
-    measured = SimpleNamespace(**dict(zip(("difference", "allowed", "leak"), numbers, strict=True)))
+    difference, allowed, leak = map(float, re.findall(r" (\d[\d.e-]*)", checked))
+    measured = IsolationReport("isolated", difference, allowed / 4, leak, "", "", "", "")
     assert checked == f"checked      {Checked('isolated', '', measured)}"
 
 

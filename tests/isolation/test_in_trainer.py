@@ -12,7 +12,7 @@ from harness import make_trainer
 from helpers.leaks import AddRowMean, longrope, packed_model, with_layer
 from helpers.tiny import documents_of_lengths
 
-from trl_packing.isolation.guard import brief
+from trl_packing.isolation.check import brief
 
 
 def trainer(model, folder, lengths=(5, 9, 30, 12, 7, 20, 3, 16), **options):

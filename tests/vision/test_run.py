@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from harness import TWO_RUNS
 from helpers.vision import image_dataset
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig
-from trl_packing.training.columns import documents_of
 from trl_packing.vision import run_images, support
 
 
@@ -93,7 +92,7 @@ def test_what_trls_path_would_ignore_is_refused(trainer_of, monkeypatch):
         trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)
     monkeypatch.setattr(support, "FAMILIES", ())
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
-    with pytest.raises(ValueError, match=r"has .loss_weight., but .* drop the column"):
+    with pytest.raises(ValueError, match="loss_weight does nothing on TRL.s path"):
         trainer_of(dataset, packing=False)
 
 
@@ -118,30 +117,3 @@ def test_a_processor_that_contradicts_its_arithmetic_is_refused(processor, train
     monkeypatch.setattr(real, "replace_image_token", brighter)
     with pytest.raises(ValueError, match=r"row 0 of the train .* by its image sizes.*SFTTrainer"):
         trainer_of()
-
-
-# --- curriculum -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("curriculum", "layout"), [("length", "bins"), ("hardness", "bins"), ("length", "documents")]
-)
-def test_documents_with_images_come_in_order(curriculum, layout, trainer_of):
-    rows = concatenate_datasets([image_dataset(12)] * 4)
-    rows = rows.add_column("hardness", np.random.default_rng(0).random(len(rows)))
-    options = {"documents_per_step": 4} if layout == "documents" else {"max_patches": 400}
-    options |= {"curriculum": curriculum, "per_device_train_batch_size": 1}
-    trainer = trainer_of(rows, **options)
-    documents = documents_of(trainer.train_dataset, None)
-    sampler = trainer._sampling.for_training(documents)
-    batches = sampler.micro_batches()
-    assert sorted(np.concatenate(batches)) == [*range(len(rows))]
-    lengths = documents.lengths()  # with the tokens of images
-    numbers = lengths if curriculum == "length" else np.array(trainer.train_dataset["hardness"])
-    first, second = (numbers[half].mean() for half in np.array_split(np.concatenate(batches), 2))
-    assert second - first > 0.8 * numbers.std()
-    patches = sampler.loads.patches
-    assert patches.sum()
-    if layout == "bins":
-        assert max(lengths[batch].sum() for batch in batches) <= 320
-        assert max(patches[batch].sum() for batch in batches) <= 400

@@ -129,8 +129,3 @@ def test_a_preview_prepares_the_documents_of_the_trainer(model, processor, train
     epoch, report = preview_epoch(run.with_all_images()), trainer.packing_report
     assert (epoch.sources, str(epoch.images)) == (report.sources, str(report.images))
     assert (epoch.bins, epoch.utilization) == (report.bins, report.utilization)
-    (document,), reason = run.documents_of_row(7)  # of the pictures, with two images
-    assert reason == ""
-    assert len(document["image_sizes"]) == 2
-    (document,), _ = run.documents_of_row(0)
-    assert document["image_sizes"] == []

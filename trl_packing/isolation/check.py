@@ -57,28 +57,18 @@ NOT_FINITE = "not finite"  # the verdict on a model that no backend can train
 class IsolationReport:
     """The verdict on a model, and its evidence. It is true if documents are isolated.
 
-    Attributes:
-        verdict: ``"isolated"``, ``"leaks"`` or ``"inconclusive"``.
-        difference: between packed and alone, the largest of logits (with `fused_head`, of
-            log-probabilities and entropies), in the probe that decided.
-        noise: the largest difference that rounding makes.
-        leak: the largest difference that contamination makes.
-        probe: the documents that decided.
-        model: the class of the model.
-        attention: its attention.
-        mode: "training" or "evaluation".
-        gradient_difference: of the loss, relative to the largest gradient; None if not requested.
+    Differences are the largest of logits; with `fused_head`, of log-probabilities and entropies.
     """
 
-    verdict: str
-    difference: float
-    noise: float
-    leak: float
-    probe: str
-    model: str
+    verdict: str  # "isolated", "leaks" or "inconclusive"
+    difference: float  # between packed and alone, in the probe that decided
+    noise: float  # by rounding
+    leak: float  # by contamination
+    probe: str  # the documents that decided
+    model: str  # its class
     attention: str
-    mode: str
-    gradient_difference: float | None = None
+    mode: str  # "training" or "evaluation"
+    gradient_difference: float | None = None  # relative to the largest gradient
 
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
@@ -88,12 +78,27 @@ class IsolationReport:
         """The largest difference that is put down to rounding; a larger one is a leak."""
         return NOISE_FACTOR * self.noise
 
+    @property
+    def numbers(self) -> str:
+        """What decided, in words."""
+        differs, allowed, leak = map(brief, (self.difference, self.allowed, self.leak))
+        return f"differs by {differs}, rounding allows {allowed}, a leak would be {leak}"
+
     def __str__(self) -> str:
-        return (
-            f"{VERDICTS[self.verdict]}: {self.model}, {self.attention}, {self.mode} mode, "
-            f"{self.probe}: differs by {self.difference:.2g} (rounding allows {self.allowed:.2g}, "
-            f"a leak would be {self.leak:.2g})"
-        )
+        where = f"{self.model}, {self.attention}, {self.mode} mode, {self.probe}"
+        return f"{VERDICTS[self.verdict]}: {where}: {self.numbers}"
+
+
+def brief(number: float) -> str:
+    """Return a number of any size in a few characters.
+
+    Example:
+        >>> brief(0.0), brief(0.00068), brief(0.25), brief(20.3)
+        ('0', '7e-4', '0.25', '20')
+    """
+    if number and abs(number) < 0.01:
+        return f"{number:.0e}".replace("e-0", "e-")
+    return f"{number:.2g}" if abs(number) < 100 else f"{number:,.0f}"
 
 
 class CannotRun(ValueError):

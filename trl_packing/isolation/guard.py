@@ -43,6 +43,7 @@ from trl_packing.isolation.check import (
     IsolationReport,
     Refusal,
     attempt,
+    brief,
     check_fused_head,
     check_isolation,
     check_probes,
@@ -428,7 +429,7 @@ def _in_short(result: CheckResult) -> str:
         return f"refused ({result.error[:80]})"
     where = " with images" if "image" in result.probe else ""
     leaks = result.verdict == "leaks"
-    return f"leaks by {result.difference:.2g}{where}" if leaks else f"{result.verdict}{where}"
+    return f"leaks by {brief(result.difference)}{where}" if leaks else f"{result.verdict}{where}"
 
 
 _FROM_BEST = ("isolated", "inconclusive", "leaks", "refused", NOT_FINITE)
@@ -486,23 +487,8 @@ class Checked:
             return f"{self.reason}: the model refuses packed ones ({self.error})"
         if self.evidence is None:
             return f"nothing ({self.reason})"
-        numbers = (
-            f"differs by {brief(self.evidence.difference)}, rounding allows "
-            f"{brief(self.evidence.allowed)}, a leak would be {brief(self.evidence.leak)}"
-        )
+        numbers = self.evidence.numbers
         if self.reason == _PADDED:
             return f"{_PADDED}, for documents would LEAK into each other: {numbers}"
         word = VERDICTS[self.verdict].removeprefix("documents are ")
         return f"{word}: {numbers}" + f"; {self.reason}" * bool(self.reason)
-
-
-def brief(number: float) -> str:
-    """Return a number of any size in a few characters.
-
-    Example:
-        >>> brief(0.0), brief(0.00068), brief(0.25), brief(20.3)
-        ('0', '7e-4', '0.25', '20')
-    """
-    if number and abs(number) < 0.01:
-        return f"{number:.0e}".replace("e-0", "e-")
-    return f"{number:.2g}" if abs(number) < 100 else f"{number:,.0f}"
