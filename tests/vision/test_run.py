@@ -92,7 +92,7 @@ def test_what_trls_path_would_ignore_is_refused(trainer_of, monkeypatch):
         trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)
     monkeypatch.setattr(support, "FAMILIES", ())
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
-    with pytest.raises(ValueError, match="loss_weight does nothing on TRL.s path"):
+    with pytest.raises(ValueError, match="loss_weight does nothing on TRL's path"):
         trainer_of(dataset, packing=False)
 
 
