@@ -65,23 +65,6 @@ def test_trained_spans_are_the_contents_of_the_assistant_and_stop_tokens(name, d
     assert_turns(name, ChatTemplate(tokenizer_for(name)), rows)
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama 2", "alpaca", "zephyr"])
-def test_sentencepiece_tokens_are_trained_if_they_hold_what_the_assistant_says(name):
-    tokenizer = sentence_tokenizer()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "extra_special_tokens": ["<|im_end|>"]}
-    tokenizer.add_special_tokens(special)
-    tokenizer.chat_template = source_of(name)
-    messages = [*THREE, turn("user", "naïve"), turn("assistant", " 東京 🦙, naïve.\n")]
-    text, trained = tokenizer.apply_chat_template(messages, tokenize=False), set()
-    for number in (1, 3, 5, 7):
-        written = FORMATS[name].written(messages[number]["content"], number == 7)
-        start = text.index(written, max(trained, default=0))
-        trained |= {*range(start, start + len(written))}
-    held = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    [row] = prepared(ChatTemplate(tokenizer), [messages])
-    assert (row["labels"] != -100).tolist() == [bool(trained & {*range(*at)}) for at in held]
-
-
 @pytest.mark.parametrize("name", ["chatml", "alpaca"])
 def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_it_is(name):
     tokenizer = sentence_tokenizer()

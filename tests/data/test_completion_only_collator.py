@@ -40,18 +40,6 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
         torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
 
 
-def test_padding_free_is_exactly_the_batch_of_the_packed_collator():
-    documents = [
-        {"input_ids": [50, 10, 11, 60, 61], "labels": [-100, -100, -100, 60, 61]},
-        {"input_ids": [10, 11, 62], "labels": [-100, -100, 62]},
-    ]
-    expected = PackedCollator(0, 16)(documents)
-    batch = collator_of(padding_free=True, pad_to_multiple_of=16)(TWO)
-    assert batch.keys() == expected.keys()
-    for name, values in expected.items():
-        torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
-
-
 def test_padding_in_the_examples_is_taken_out():
     padded = {"input_ids": [0, 50, 10, 11, 60, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
     ours, expected = collator_of()([padded]), collator_of()([[50, 10, 11, 60]])

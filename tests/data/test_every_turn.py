@@ -175,20 +175,6 @@ def test_reasoning_that_a_prompt_has_closed_or_a_template_drops_is_refused():
 
 # --- other prompts --------------------------------------------------------------------------------
 
-# The system message stands in the last message if this is the user's (Mistral 7B, version 0.3).
-SYSTEM_LAST = """\
-{% set system = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}<s>\
-{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] \
-{{ system + '\\n\\n' if loop.last and system else '' }}{{ m.content }}[/INST]{% else %} \
-{{ m.content }}</s>{% endif %}{% endfor %}"""
-
-
-def test_the_history_is_that_of_the_prompt_where_a_finished_turn_changes_it():
-    tokenizer = with_template(SYSTEM_LAST)
-    messages = [turn("system", "Be brief."), *THREE]
-    assert "Be brief" not in tokenizer.apply_chat_template(messages, tokenize=False)
-    assert turns_of(tokenizer, messages) == [f" say {n}</s>" for n in "123"]
-
 
 def test_a_template_without_a_stop_ends_turns_as_the_next_one_begins():
     tokenizer = tokenizer_for("glm4moe")

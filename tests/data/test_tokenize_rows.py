@@ -3,6 +3,7 @@
 import json
 import logging
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -107,15 +108,10 @@ def by_trl(*args: Any, **settings: Any) -> list[tuple[list, list]]:
 def trained_text(chat: Any, documents: list[tuple]) -> list[str]:
     """Return the trained parts of each document, separated from each other."""
     texts = []
-    for ids, labels in documents:
-        parts, part = [], []
-        for token, label in zip([*ids, None], [*labels, -100], strict=True):
-            if label != -100:
-                part.append(token)
-            elif part:
-                parts.append(chat.decode(part))
-                part = []
-        texts.append("|".join(parts))
+    for document in documents:
+        runs = groupby(zip(*document, strict=True), key=lambda token: token[1] != -100)
+        trained = [[token for token, _ in run] for is_trained, run in runs if is_trained]
+        texts.append("|".join(map(chat.decode, trained)))
     return texts
 
 
@@ -246,9 +242,7 @@ def test_train_on_trains_turns_of_a_completion_and_not_of_its_prompt(tmp_path):
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_response_template_is_found_in_text_however_it_is_tokenized(tmp_path, turns):
     chat, both = tokenizer("qwen2_5"), {"instruction_template": "### Question:"}
-    rows = Dataset.from_list(
-        [{"text": "### Question: Why?\n### Answer: Because of you.\n" * turns}]
-    )
+    rows = [{"text": "### Question: Why?\n### Answer: Because of you.\n" * turns}]
     for more, answers in (({}, 1), (both, turns)):
         found = documents(rows, chat, tmp_path, response_template="### Answer:", **more)
         assert trained_text(chat, found) == ["|".join([" Because of you.\n"] * answers) + "</s>"]
@@ -257,17 +251,13 @@ def test_a_response_template_is_found_in_text_however_it_is_tokenized(tmp_path, 
 def test_raw_fields_get_a_prompt(tmp_path):
     chat, question = tokenizer("qwen2_5"), "2 + 3?"
     rows = [
-        {"query": question, "response": "5"},
         {"instruction": question, "output": "5"},
         {"question": question, "output": "6", "answer": "7", "response": "5"},
     ]
-    settings = {"prompt_template": "alpaca"}
-    found = [one for row in rows for one in documents([row], chat, tmp_path, **settings)]
-    assert all(each == found[0] for each in found)
-    text = chat.decode(found[0][0])
-    assert text.startswith("Below is an instruction")
-    assert text.endswith("### Response:\n5</s>")
-    assert trained_text(chat, found[:1]) == ["5</s>"]
+    for row in rows:
+        found = documents([row], chat, tmp_path, prompt_template="qa")
+        assert chat.decode(found[0][0]) == "Question: 2 + 3?\nAnswer:\n5</s>"
+        assert trained_text(chat, found) == ["5</s>"]
 
 
 # --- cache and columns ----------------------------------------------------------------------------

@@ -38,36 +38,13 @@ LLAMA_2 = """\
 ' [/INST]' }}{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}\
 {% endfor %}"""
 
-MISTRAL = """\
-{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}\
-{{ '[INST] ' + message['content'] + '[/INST]' }}{% else %}\
-{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"""
-
-ZEPHYR = """\
-{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' + message['content'] + eos_token
-+ '\\n' }}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\
-{% endfor %}"""
-
 ALPACA = """\
 {% for message in messages %}{% if message['role'] == 'assistant' %}\
 {{ '### Response:\\n' + message['content'] + eos_token + '\\n\\n' }}{% else %}\
 {{ '### Instruction:\\n' + message['content'] + '\\n\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"""
 
-SMOLLM_2 = """\
-{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
-{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM<|im_end|>\\n' }}{% endif %}\
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-WRITTEN = {
-    "chatml": CHATML,
-    "llama 2": LLAMA_2,
-    "mistral": MISTRAL,
-    "zephyr": ZEPHYR,
-    "alpaca": ALPACA,
-    "smollm 2": SMOLLM_2,
-}
+WRITTEN = {"chatml": CHATML, "llama 2": LLAMA_2, "alpaca": ALPACA}
 
 
 @dataclass(frozen=True)
@@ -82,8 +59,8 @@ def ends(stop: str, trim: Callable[[str], str] = str) -> Callable[[str, bool], s
     return lambda content, last: trim(content) + stop
 
 
-def space_first(stop: str) -> Callable[[str, bool], str]:  # and no generation prompt that has it
-    return lambda content, last: " " + content.strip() + stop
+def llama2(content: str, last: bool) -> str:  # no generation prompt has the space
+    return " " + content.strip() + " </s>"
 
 
 def qwen3(content: str, last: bool) -> str:
@@ -113,7 +90,6 @@ FORMATS = {
     "qwen3": Format(qwen3),
     "qwen3_5_think": Format(qwen3_5),
     "llama3": Format(ends("<|eot_id|>", str.strip)),
-    "llama3_1": Format(ends("<|eot_id|>", str.strip)),
     "gemma": Format(ends("<end_of_turn>", str.strip), system=False),
     "gemma3": Format(ends("<end_of_turn>", str.strip)),
     "gemma4": Format(ends("<turn|>", str.strip)),
@@ -128,11 +104,8 @@ FORMATS = {
     "nemotron_3_nano": Format(ends("<|im_end|>", str.rstrip)),
     "muse_glimmer": Format(muse),
     "chatml": Format(ends("<|im_end|>")),
-    "llama 2": Format(space_first(" </s>")),
-    "mistral": Format(space_first("</s>"), system=False),
-    "zephyr": Format(ends("</s>")),
+    "llama 2": Format(llama2),
     "alpaca": Format(ends("</s>")),
-    "smollm 2": Format(ends("<|im_end|>")),
 }
 
 _SPECIAL = re.compile(
@@ -168,7 +141,7 @@ def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
 def with_template(source: str) -> PreTrainedTokenizerFast:
     backend = Tokenizer.from_str(_words())
     special = ["<s>", "</s>", *sorted(set(_SPECIAL.findall(source)) - {"<|user|>", "<|system|>"})]
-    if "[gMASK]" in source:  # GLM's roles are tokens, Zephyr's are not
+    if "[gMASK]" in source:  # GLM's roles are tokens
         special += ["<|user|>", "<|system|>"]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return PreTrainedTokenizerFast(
@@ -206,11 +179,7 @@ def conversations(draw, system: bool) -> list[dict[str, str]]:
     return messages
 
 
-# --- conversations --------------------------------------------------------------------------------
-
 SENTENCES = [turn("user", "Hi"), turn("assistant", "Hello")]
-
-
 THREE = [m for n in "123" for m in (turn("user", f"ask {n}"), turn("assistant", f"say {n}"))]
 
 

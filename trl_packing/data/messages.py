@@ -49,10 +49,7 @@ def is_sharegpt(messages: Any) -> bool:
 def messages_from_sharegpt(
     turns: Sequence[Mapping[str, Any]], *, tool_calls: bool
 ) -> list[Message]:
-    """Return messages with the keys and roles of chat templates.
-
-    Without `tool_calls`, function calls stay plain text. Raises ValueError for an unknown role.
-    """
+    """Return messages as chat templates read them; without `tool_calls`, calls stay text."""
     messages = []
     for number, turn in enumerate(turns):
         speaker, content = turn.get("from"), turn.get("value")
@@ -80,10 +77,7 @@ def _calls(value: Any) -> list[dict[str, Any]] | None:
 
 
 def tools_from_value(value: Any, *, sharegpt: bool = False) -> list[Any] | None:
-    """Return the tools of a row, a list or JSON of one; None if there are none.
-
-    With `sharegpt`, bare functions get the form of chat templates. Raises ValueError for others.
-    """
+    """Return the tools of a row, a list or JSON of one; with `sharegpt`, wrap bare functions."""
     if isinstance(value, str):
         with suppress(ValueError):
             value = json.loads(value.strip() or "null")
@@ -182,10 +176,7 @@ def flag_of(message: Any) -> str | None:
 
 
 def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
-    """Return whether any message has a "train" or "weight" that is not null.
-
-    Of a stream, whether messages of its `first` row name one of them, also if it is null.
-    """
+    """Return whether a message has "train" or "weight"; of a stream, its first row names one."""
     if isinstance(dataset, IterableDataset):
         return any(isinstance(m, Mapping) and {*_FLAGS} & m.keys() for m in messages_in(first))
     columns = [name for name in _COLUMNS if name in dataset.column_names]
@@ -219,12 +210,8 @@ def check_lists(
 ) -> None:
     """Raise ValueError for the first content that is a list and that `text` garbles or leaves out.
 
-    Some templates write it as Python does, or leave it out, without an error.
-
-    Args:
-        messages: of a conversation.
-        text: the conversation as the chat template renders it.
-        render: renders other messages; None if the template refuses them.
+    Some templates write it as Python does, or leave it out, without an error. `render` renders
+    other messages, or returns None.
     """
     contents = {n: message.get("content") for n, message in enumerate(messages)}
     lists = {n: each for n, each in contents.items() if isinstance(each, (list, tuple))}

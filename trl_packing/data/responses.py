@@ -87,8 +87,8 @@ class ResponseTemplate:
     def answers(self, document: str | np.ndarray) -> list[Span] | None:
         """Return what answers a template, in characters of a text or tokens of ids ``(T,)``.
 
-        This is the span behind each response template, up to the next instruction template. Without
-        instructions, it is that behind the last response template. None if one is not found.
+        Spans are behind each response template, up to the next instruction template; without
+        instructions, behind the last one. None if one is not found.
         """
         responses = self.response.places(document)
         if not responses:
@@ -141,12 +141,7 @@ def label_tokenized(
 ) -> Dataset | IterableDataset:
     """Return tokenized rows with `labels`, by a template or, as TRL does, by their masks.
 
-    Args:
-        dataset: has `input_ids`, and perhaps `completion_mask` and `assistant_masks`.
-        completion_only: apply `completion_mask`; `assistant_masks` are always applied.
-        template: searched in each document of a packed row. Without it, labels stay.
-        num_proc: processes.
-        name: of the data set, for messages.
+    `assistant_masks` are always applied, `completion_mask` with `completion_only`.
     """
     present = get_dataset_column_names(dataset)
     if template is None and "labels" in present:

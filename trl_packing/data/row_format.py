@@ -131,10 +131,7 @@ class PromptTemplate:
 
 
 def column_among(columns: Iterable[str], name: str) -> str:
-    """Return the column that "query" or "response" stands for; any other name is a column.
-
-    Raises ValueError if several columns may be meant.
-    """
+    """Return the column that "query" or "response" stands for; any other name is a column."""
     names = next((names for names in (_QUERIES, _ANSWERS) if names[0] == name), (name,))
     found = [other for other in names if other in columns]
     if len(found) > 1 and name not in found:
@@ -191,10 +188,7 @@ class RowFormat:
     def from_args(
         cls, args: SFTConfig, tokenizer: Any, *, chat_template: str | None, completion_only: bool
     ) -> "RowFormat":
-        """Return the rules of a run; TRL decides on `chat_template` and `completion_only`.
-
-        Raises ValueError for templates that are empty or cannot be read.
-        """
+        """Return the rules of a run; TRL decides on `chat_template` and `completion_only`."""
         options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
         chat.check_numbers()
         response, prompt, calls_tools = options.response_template, options.prompt_template, False
@@ -263,8 +257,7 @@ class RowFormat:
     def documents(self, row: Row, form: str) -> list[Rendered]:
         """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.
 
-        A conversation without a trained turn is one document, of which nothing is trained. Raises
-        ValueError for a row that cannot be rendered.
+        A conversation without a trained turn is one document, of which nothing is trained.
         """
         found = self.form(row)
         if found != form:

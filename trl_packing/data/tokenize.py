@@ -32,7 +32,7 @@ class Rendered:
 
     Attributes:
         text: the whole document.
-        spans: (start, stop, weight) in characters; None if every token is trained.
+        spans: (start, stop, weight) in characters; None trains everything.
         prompt: untrained text that TRL tokenizes alone to find the start of the completion; None
             without one.
         only_whole: tokens that are partly outside of a span are masked.
@@ -72,10 +72,7 @@ class Tokenized:
 
 
 def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids, labels and weights of all T tokens of documents laid end to end, ``(T,)`` each.
-
-    An array for each document would cost a tenth of the preparation.
-    """
+    """Return ids, labels and weights of the T tokens of documents end to end, ``(T,)`` each."""
     stops = np.cumsum([len(document.input_ids) for document in documents]).tolist()
     input_ids = np.fromiter(
         chain.from_iterable(d.input_ids for d in documents), np.int64, stops[-1]
@@ -182,10 +179,7 @@ _SPACE = "Ġ" + string.whitespace
 
 
 class _Offsets:
-    """Maps characters to tokens by the offsets of a fast tokenizer.
-
-    `trimmed` are the tokens, if their offsets exclude leading and trailing space.
-    """
+    """Maps characters to tokens; `trimmed` are the tokens if offsets exclude space around them."""
 
     def __init__(self, encoding: Any, input_ids: list[int], trimmed: list[str] | None):
         self.encoding, self.input_ids, self.trimmed = encoding, input_ids, trimmed

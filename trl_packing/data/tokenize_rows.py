@@ -52,10 +52,7 @@ _DTYPES = {
 
 
 def can_prepare(processing_class: Any) -> bool:
-    """Return whether a tokenizer renders and tokenizes with the code of transformers.
-
-    Processors, slow tokenizers and classes that override either method are prepared by TRL's code.
-    """
+    """Return whether a fast tokenizer renders and tokenizes with the code of transformers."""
     cls = type(processing_class)
     return (
         isinstance(processing_class, PreTrainedTokenizerBase)
@@ -90,16 +87,12 @@ def documents_from_rows(
     rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
     first, is_stream = next(iter(rows)), isinstance(rows, IterableDataset)
     flagged = has_flags(dataset, first)
-    if flagged and row_format.flags_decide:
-        if is_stream and not any(map(flag_of, messages_in(first))):
-            raise ValueError(
-                f"messages of the {name} stream have 'train' or 'weight', null in its first row; "
-                "set train_on='assistant', where they count, or 'all'"
-            )
+    decides = any(map(flag_of, messages_in(first))) if is_stream else flagged
+    if decides and row_format.flags_decide:
         if row_format.answers is not None:
             raise ValueError(
-                f"messages of the {name} dataset have 'train' or 'weight', and response_template "
-                "is set: both say what is trained; remove one"
+                f"'train' or 'weight' of messages of the {name} dataset and response_template both "
+                "say what is trained; remove one"
             )
         row_format = replace(row_format, train_on="assistant")
     try:
@@ -154,7 +147,7 @@ def _prepare_batch(
     version: str,
     is_alone: bool,
 ) -> dict[str, list[Any]] | pa.Table:
-    """Return the documents of a batch of rows; a table if no other column stays beside theirs."""
+    """Return the documents of a batch; a table if no other column stays beside theirs."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     tokenizer = row_format.chat.tokenizer
 
@@ -206,10 +199,7 @@ def _prepare_batch(
 def _documents_of(
     rows: Sequence[Row], render: Callable[[Row], list[Rendered]], tokenizer: Any
 ) -> tuple[list[Tokenized], list[int], list[int]]:
-    """Return the documents of a batch, the place of each one's row, and the number of its turn.
-
-    The number is -1 for a conversation without a trained turn.
-    """
+    """Return documents, places of their rows, and numbers of turns, -1 without a trained one."""
     rendered = (
         (place, turn if document.spans else -1, document)
         for place, row in enumerate(rows)

@@ -62,11 +62,7 @@ class RenderedConversation:
         return self.chat.try_render(self.conversation.of(messages))
 
     def around(self, number: int) -> tuple[str, str]:
-        """Return the texts before and after the content of a message, had it nothing else.
-
-        Both are the mark, which the text does not hold, if the template refuses this: a tool's
-        message may follow, whose call is replaced, too.
-        """
+        """Return the texts around the content of a message, had it nothing else, or two marks."""
         message = self.messages[number]
         plain = {"role": message["role"], "content": message.get("content")}
         marked = self.with_marks({number: plain})
@@ -74,6 +70,12 @@ class RenderedConversation:
             return self.mark, self.mark
         before, _, after = marked.partition(self.mark)
         return before, after
+
+
+_UNKNOWN = (
+    "the chat template renders message {} differently beside other messages; use one with "
+    "{{% generation %}}, or train_on='all'"
+)
 
 
 # --- spans of one text ----------------------------------------------------------------------------
@@ -88,9 +90,6 @@ def trained_spans(
         chat: renders the conversation.
         conversation: messages without "train" and "weight".
         weights: the weight of each message that is trained, by its number.
-
-    Raises:
-        ValueError: the template leaves out part of a message, or a message cannot be located.
     """
     text, marked = chat.render_marked(conversation)
     rendered = RenderedConversation(chat, conversation, text)
@@ -101,8 +100,6 @@ def trained_spans(
     found = [*_spans(rendered, [n for n in weights if n not in assistants]).items()]
     if len(marked) == len(assistants):
         found += zip(assistants, marked, strict=True)
-    elif assistants and {*weights} >= {*assistants} and len({*weights.values()}) == 1:
-        found += ((assistants[-1], span) for span in marked)  # it does not matter which
     else:  # the last message that starts before the end of the span
         starts = {number: _start_and_after(rendered, number)[0] for number in assistants}
         for span in marked:
@@ -174,7 +171,7 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
     for stop in stops:
         if start <= stop <= limit:
             return start, stop
-    raise _unknown_place(number)
+    raise ValueError(_UNKNOWN.format(number))
 
 
 def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, str]:
@@ -187,19 +184,12 @@ def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, 
         if prompt and text.startswith(prompt):
             return len(prompt), after
     if not text.startswith(before):
-        raise _unknown_place(number)
+        raise ValueError(_UNKNOWN.format(number))
     start = before.rindex(header) + len(header) if header in before else 0
     # Some templates continue the turn of the message before, whose header this then is.
     earlier = rendered.first(number) if number else None
     is_own = start > common_prefix_length(earlier or "", text)
     return start if is_own else len(before), after
-
-
-def _unknown_place(number: int) -> ValueError:
-    return ValueError(
-        f"the chat template renders message {number} differently beside other messages; use one "
-        "with {% generation %}, or train_on='all'"
-    )
 
 
 def _text(message: Message) -> str | None:
@@ -244,11 +234,7 @@ def missing_part(message: Message, text: str) -> tuple[str, str] | None:
 def render_every_turn(
     chat: ChatTemplate, conversation: Conversation, weights: Mapping[int, float]
 ) -> list[Rendered]:
-    """Return one document for each trained message of a conversation; arguments as above.
-
-    Raises:
-        ValueError: it is not known what a model would write.
-    """
+    """Return one document for each trained message of a conversation; arguments as above."""
     documents = []
     for number, weight in weights.items():
         if conversation.messages[number]["role"] != "assistant" or number == 0:
@@ -268,10 +254,7 @@ _OPENED = re.compile(r"<(\w+)>\s*\Z")
 
 
 def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, Iterable[Span]]:
-    """Return the generation prompt, the last message as it follows, and the trained parts of it.
-
-    All of it is trained, unless the template marks parts with ``{% generation %}``.
-    """
+    """Return the generation prompt, the last message as it follows, and the trained parts of it."""
     *history, message = conversation.messages
     number = len(history)
     try:
@@ -317,20 +300,9 @@ def _start_of_turn(turn: RenderedConversation, prompt: str) -> int | None:
     text, words = turn.text, prompt.rstrip()
     if text.startswith(prompt):
         return len(prompt)
-    if words and text.startswith(words):
+    if words and text.startswith(words):  # white space differs
         return len(text) - len(text[len(words) :].lstrip())
-    # Where the history is rendered differently, the end of the generation prompt, from the
-    # content of the last message on, must stand before the turn.
-    content = turn.messages[-2].get("content")
-    content = content.strip() if isinstance(content, str) else ""
-    if not content or content not in prompt:
-        return None
-    ending, before = prompt[prompt.rindex(content) :], turn.around(len(turn.messages) - 1)[0]
-    if ending not in before:
-        return None
-    start = before.rindex(ending) + len(ending)
-    is_known = before[start:] in ("", turn.chat.around_answer[0])
-    return start if is_known and text.startswith(before[:start]) else None
+    return None
 
 
 def _stop_of_turn(turn: RenderedConversation, start: int) -> int | None:
@@ -347,11 +319,7 @@ def _stop_of_turn(turn: RenderedConversation, start: int) -> int | None:
 
 
 def _stop_size(chat: ChatTemplate, after: str) -> int:
-    """Return how many characters of `after` are the stop: one special token, or several.
-
-    Of tokens that follow each other directly (Command A's end of a response and of a turn), the
-    tokenizer's EOS is the last.
-    """
+    """Return how many characters of `after` are the stop: special tokens, up to the EOS."""
     size, eos = chat.stop_size(after), chat.tokenizer.eos_token
     while size and not (eos and after[:size].endswith(eos)):
         following = (len(t) for t in chat.special_tokens if t and after.startswith(t, size))
