@@ -37,12 +37,12 @@ def looks() -> list[dict[str, Any]]:
     return list(module("demo_pictures").demo_rows(16))
 
 
+ALPACA = "### Instruction:\n{instruction}\n\n### Response:\n{output}"
 # Rows with the columns of the data sets on the hub.
 HUB = {
     "openai/gsm8k": lambda: pairs("question", "answer"),
     "tatsu-lab/alpaca": lambda: [
-        {**row, "input": "", "text": f"{row['instruction']}\n\n### Response:\n{row['output']}"}
-        for row in pairs("instruction", "output")
+        {**row, "input": "", "text": ALPACA.format(**row)} for row in pairs("instruction", "output")
     ],
     "hkust-nlp/dart-math-uniform": lambda: pairs("query", "response"),
     "llamafactory/glaive_toolcall_en": lambda: tiny_rows("tools", 24),

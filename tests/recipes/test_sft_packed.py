@@ -104,8 +104,6 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
     "row",
     [
         {"messages": MESSAGES, "loss_weight": 0.5},
-        {"conversations": MESSAGES},
-        {"text": "Why?"},
         {"input_ids": [1, 2], "completion_mask": [0, 1]},
         {"prompt": MESSAGES, "completion": [{"role": "assistant", "content": "Because."}]},
     ],

@@ -216,9 +216,7 @@ def test_a_row_is_added_for_a_property_that_the_first_rows_lack():
 
 def test_the_page_is_bounded_and_says_what_is_left_out():
     run = run_of(Dataset.from_dict({"input_ids": [[9, 10, 11, 12]] * 100}), "--max_length", "8")
-    html = page_of(run, max_rows=3)
-    assert len(data_of(html)["rows"]) == 3
-    assert "3 rows of 50" in html
+    assert "3 rows of 50" in page_of(run, max_rows=3)
     assert [len(row["ids"]) for row in data_of(page_of(run, max_tokens=20))["rows"]] == [8, 8]
     one = data_of(page_of(run, max_tokens=5))["rows"]
     assert [(row["stop"] - row["start"], len(row["ids"])) for row in one] == [(8, 5)]

@@ -102,16 +102,11 @@ def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tm
 
 
 def test_the_output_of_a_script_is_no_part_of_the_result(model, tmp_path, capsys):
-    """The title of the page names the script, and the command is that of the arguments."""
     file = script(tmp_path, "print('loading')\n" + SCRIPTS["positional"])
-    words = ["plan", file, model, str(tmp_path / "out"), "--json"]
-    assert main([*words, "--html", str(tmp_path / "plan.html")]) == 0
+    assert main(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["documents"] == 6
     assert "loading" in err
-    page = (tmp_path / "plan.html").read_text()
-    assert "<h1>Plan · train.py " in page
-    assert f"trl-packing plan {file} {model}" in page
 
 
 def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):

@@ -101,9 +101,6 @@ def test_a_max_length_that_the_run_refuses_says_why():
     longest = max(map(len, whole.documents["input_ids"]))
     assert refused.refused == f"a document has {longest} tokens"
     assert (fits.refused, fits.steps > 0) == ("", True)
-    drops = previewed(texts(), "--overflow", "drop", limit=512).whole_documents()
-    (nothing,) = other_max_lengths(drops, run.preparation, sampling, [1])
-    assert nothing.refused == "no trained token is left"
 
 
 @pytest.mark.parametrize(
@@ -239,14 +236,6 @@ def test_the_page_opens_without_errors_and_hostile_text_does_nothing(tmp_path, w
     (tmp_path / "plan.html").write_text(html.unescape(text), encoding="utf-8")
     with open_page(tmp_path / "plan.html") as page:  # the negative control
         assert "hostile text acts" in page.problems()
-
-
-def test_the_page_of_many_documents_stays_small():
-    number = 5_000
-    lengths = np.minimum(np.random.default_rng(0).lognormal(2, 1, number).astype(int) + 2, 5000)
-    rows = {"input_ids": [[5 + k % 55 for k in range(n)] for n in lengths.tolist()]}
-    plan = plan_run(previewed(Dataset.from_dict(rows), limit=2048), ranks=8)
-    assert len(plan_page(plan).encode()) < 600_000
 
 
 def test_the_command_writes_a_page(tmp_path, capsys):

@@ -131,10 +131,9 @@ def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, templa
         assert found != list(inspect(rows, tokenizer, plain, rows=[0, 1]))
 
 
-def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model, template_file):
+def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model):
     rows = Dataset.from_list([chat_row("word " * n) for n in range(1, 30)])
     for options in (
-        {"chat_template_path": template_file, "max_length": 128},
         {"static_shapes": True, "pad_to_multiple_of": 48, "max_length": 256},
         {"eos_token": "<|other|>", "max_length": 256, "train_on": "assistant"},
     ):

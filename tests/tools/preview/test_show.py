@@ -149,16 +149,6 @@ def test_a_row_beyond_its_capacity_is_refused():
         show_rows([[3, 4]], capacity=6)
 
 
-@settings(max_examples=60)
-@given(rows=st.lists(st.lists(st.integers(1, 9), max_size=5), max_size=5), line=st.integers(1, 20))
-def test_every_token_is_drawn_once(rows, line):
-    drawn = show_rows(rows, capacity=45, cells_per_line=line)
-    lengths = [length for row in rows for length in row]
-    counted = [drawn.count(letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(lengths)]]
-    assert counted == lengths
-    assert drawn.count("·") == 45 * len(rows) - sum(lengths)
-
-
 def test_the_page_of_multipack_is_reproduced():
     """axolotl's picture of a batch of 4 × 4,096 tokens, packed into one row, and its boundaries."""
     printed = io.StringIO()
