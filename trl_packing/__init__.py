@@ -78,9 +78,7 @@ __all__ = [*_HOME]
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the `__getattr__` of `package`, which imports the module of a name on first use.
 
-    Args:
-        package: `__name__` of the package.
-        homes: public name -> module of the package that defines it.
+    `homes` is public name -> module of the package that defines it.
     """
 
     def load(name: str) -> Any:

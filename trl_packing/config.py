@@ -216,11 +216,7 @@ _NEEDS = {
 def check_options(args: Any, *, is_final: bool = True) -> None:
     """Raise ValueError for the first setting of `args` that is not possible, with the way out.
 
-    A plain `SFTConfig` does not check its settings for packing, so the trainer calls this for it.
-
-    Args:
-        args: the settings.
-        is_final: whether all settings are known, so that one may have no effect beside the others.
+    `is_final`: all settings are known, so that one may have no effect beside the others.
     """
     options = PackingOptions.of(args)
     check_types(args)
@@ -282,8 +278,6 @@ def _check_mixture(mixture: Any) -> None:
             )
 
 
-# --- types ----------------------------------------------------------------------------------------
-
 _WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "a whole number",
@@ -296,11 +290,7 @@ _CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike),
 
 
 def check_types(args: Any) -> None:
-    """Raise ValueError for the first setting whose value is not of the type of its field.
-
-    Fields that also take dictionaries, lists or names of enumerations are left to transformers, and
-    so are its texts, which often take more than they say.
-    """
+    """Raise ValueError for the first setting whose value is not of the type of its field."""
     for name, kinds in _types().items():
         value: Any = getattr(args, name, None)
         if hasattr(args, name) and not any(_is(value, kind) for kind in kinds):
@@ -310,7 +300,10 @@ def check_types(args: Any) -> None:
 
 @cache
 def _types() -> dict[str, tuple[Any, ...]]:
-    """Return the types of each setting that takes only those of `_WORDS`."""
+    """Return the types of each setting that takes only those of `_WORDS`.
+
+    Texts of transformers are left to it: they often take more than they say.
+    """
     hints = get_type_hints(SFTConfig) | get_type_hints(PackingOptions)
     inherited = {field.name for field in fields(TrainingArguments)}
     kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}

@@ -274,13 +274,9 @@ class PackedSFTTrainer(SFTTrainer):
     def _loss_is_ours(self) -> bool:
         return self._is_ours("compute_loss") and not self._loss_is_between()
 
-    # --- data sets ----------------------------------------------------------------------------
-
     @packed_runs_only
     def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
         return self._run_data.prepare(super()._prepare_dataset, *args, **kwargs)
-
-    # --- data loaders -------------------------------------------------------------------------
 
     @packed_runs_only
     def _get_dataloader(
@@ -309,8 +305,6 @@ class PackedSFTTrainer(SFTTrainer):
         if isinstance(train_dataset, ArrowDocuments):
             return self._sampling.for_training(train_dataset)
         return super()._get_train_sampler(train_dataset)
-
-    # --- training -----------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
@@ -424,8 +418,6 @@ class PackedSFTTrainer(SFTTrainer):
         self._step_loss.check_was_computed(inputs, self)
         super()._track_num_input_tokens(for_counting(inputs))
 
-    # --- logging ------------------------------------------------------------------------------
-
     @packed_runs_only
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log what a person reads; all that was measured is in `state.log_history`."""
@@ -436,8 +428,6 @@ class PackedSFTTrainer(SFTTrainer):
         logs.update(shown)
         super().log(logs, start_time)
         self.state.log_history[-1].update(measured)
-
-    # --- checkpoints --------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save the place in the epoch too, and delete older checkpoints when this one is whole."""
@@ -452,8 +442,6 @@ class PackedSFTTrainer(SFTTrainer):
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""
         with nullcontext() if _internal_call else gather_full_state_dict(self.accelerator):
             super().save_model(output_dir, _internal_call)
-
-    # --- evaluation ---------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate while the clock of training stands still."""

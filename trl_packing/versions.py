@@ -1,8 +1,4 @@
-"""Tested versions of the libraries that this package builds on, and a warning about others.
-
-`constraints-oldest.txt` and `constraints.txt` install the two ends of each range.
-`tests/test_versions.py` checks that these files, `pyproject.toml` and this table agree.
-"""
+"""Tested versions of the libraries that this package builds on, and a warning about others."""
 
 import logging
 import re

@@ -37,9 +37,6 @@ logger = get_logger(__name__)
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
 
 
-# --- TRL's path -----------------------------------------------------------------------------------
-
-
 def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
     """Return why a run takes TRL's path, images and parallelism aside; None if it is ours."""
     ours = (PackedCollator, DataCollatorForCompletionOnlyLM)
@@ -63,7 +60,7 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         parallelism = ParallelismConfig()
     if parallelism is None or not (parallelism.cp_enabled or parallelism.sp_enabled):
         return None
-    packs = getattr(args, "packing", False) and not _packs_by_default(args)
+    packs = getattr(args, "packing", False) and not getattr(args, "_packing_is_default", False)
     if packs or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False):
         raise ValueError(
             "Packing is not compatible with context parallelism or sequence parallelism, which "
@@ -74,13 +71,6 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
 
 def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: Any) -> None:
     """Turn `packing` off if it has our default, and warn that the run takes TRL's path.
-
-    Args:
-        args: the settings.
-        reason: for TRL's path.
-        train: the training set.
-        evaluated: the evaluation sets, which may be None.
-        collator: the user's, which may use weights by itself; None without one.
 
     Raises:
         ValueError: a setting, weights or preparation would be ignored there.
@@ -99,16 +89,9 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         raise ValueError(
             f"{ignored[0]} does nothing on TRL's path, taken since {reason}; leave one of them out"
         )
-    if _packs_by_default(args):
+    if getattr(args, "_packing_is_default", False):
         args.packing = False
     logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
-
-
-def _packs_by_default(args: Any) -> bool:
-    return getattr(args, "_packing_is_default", False)
-
-
-# --- our path -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -174,13 +157,7 @@ def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
 
 
 def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> None:
-    """Raise ValueError for a collator or a training set that a built trainer cannot take.
-
-    Args:
-        collator: `data_collator` of the trainer.
-        ours: the one that the trainer was built with.
-        dataset: `train_dataset` of the trainer.
-    """
+    """Raise ValueError for a collator or a training set that a built trainer cannot take."""
     if collator is not ours:
         raise ValueError(
             f"data_collator was set to a {type(collator).__name__} on a built trainer, whose rows "

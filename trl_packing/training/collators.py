@@ -60,11 +60,7 @@ class RunCollators:
         self.hold_shapes()
 
     def for_evaluation(self, *, padded: bool) -> Any:
-        """Return the collator of an evaluation.
-
-        Args:
-            padded: logits are requested, of one row for each document.
-        """
+        """Return the collator of an evaluation; `padded`: of one row for each document."""
         if padded:
             if self.packed.images is not None:
                 raise ValueError(
@@ -84,11 +80,9 @@ class RunCollators:
         shaped = self.packed if self.packed.static_shapes is None else self._with_shapes(1)
         return shaped.replaced(shares_prefixes=False)  # `PrefixSharing` has a check of its own
 
-    # --- shared prefixes ----------------------------------------------------------------------
-
     @property
     def makes_rows_unchanged(self) -> bool:
-        """Whether rows are ours, as no class of a user has changed them."""
+        """Whether no class of a user changes the rows."""
         return type(self.packed).__call__ is PackedCollator.__call__
 
     def share_prefixes(self, shares: bool, *, training: bool) -> None:
@@ -98,8 +92,6 @@ class RunCollators:
         if training or not self.makes_rows_unchanged:
             # In place, because the data loader already holds the collator.
             self.packed.shares_prefixes = shares
-
-    # --- static shapes ------------------------------------------------------------------------
 
     @property
     def tokens_per_micro_batch(self) -> int | None:
@@ -115,8 +107,8 @@ class RunCollators:
         if isinstance(dataset, Dataset) and not is_packed(dataset):
             documents = documents_of(dataset, self.trainer.compute_loss_func)
             sampler = self.sampling.for_training(documents)
-            of_epoch["most_documents"] = sampler.most_documents()
-            of_epoch["longest"] = int(sampler.lengths.max())
+            longest = int(sampler.lengths.max())
+            of_epoch = {"most_documents": sampler.most_documents(), "longest": longest}
         self.packed = self._with_shapes(self.sampling.batch_size, **of_epoch)
         self.trainer.data_collator = self.packed
         self.drop_shapes_of_padded_rows()

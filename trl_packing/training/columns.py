@@ -26,15 +26,10 @@ _ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, IMAGE_IDS, SEQ_LENGTHS)
 def documents_of(
     dataset: Dataset, compute_loss_func: Any, source_ids: np.ndarray | None = None
 ) -> ArrowDocuments:
-    """Return the documents of `dataset`, read from Arrow without a copy.
+    """Return the documents of prepared rows, read from Arrow without a copy.
 
-    Args:
-        dataset: prepared rows.
-        compute_loss_func: a user's loss, which knows no weights; None for ours.
-        source_ids: the source of each row, ``(rows,)`` int64, where losses are told apart.
-
-    Raises:
-        ValueError: the weights are damaged, or nothing would use them.
+    `source_ids` is the source of each row, ``(rows,)`` int64, where losses are told apart. Raises
+    ValueError for weights that are damaged, or that `compute_loss_func`, a user's, does not know.
     """
     check_weights_can_be_used(compute_loss_func, dataset.column_names)
     scalars = {}

@@ -108,14 +108,7 @@ class RunIsolation:
             )
 
     def settle(self, called: nn.Module) -> None:
-        """Make a call of the model exact where no check has run: in a loop of the user's own.
-
-        Args:
-            called: the model, a part of it, or a copy.
-
-        Raises:
-            RuntimeError: the model cannot be checked here, or is not exact.
-        """
+        """Check the model, `called` in a loop of the user's own; RuntimeError if it fails."""
         trainer, guard = self.trainer, self.guard
         if allows_other_rows() or not guard.checks:  # the check itself, or isolation_check="off"
             return
@@ -195,8 +188,6 @@ class PackedLoaders:
         """Whether micro-batches have weights: of the training set, or sums over documents."""
         return self._has_weights or self.collators.packed.shares_prefixes
 
-    # --- training -----------------------------------------------------------------------------
-
     def train(self, by_trl: ByTrl, dataset: Any, sampler_of: Any) -> DataLoader:
         """Return the training data loader; arguments as for `evaluate`."""
         trainer, options, sampling = self.trainer, self.options, self.sampling
@@ -219,17 +210,17 @@ class PackedLoaders:
         dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
         drawn: Any = dataloader.batch_sampler
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
-        is_ours = isinstance(planned, PackedBatchSampler)
-        self.room = planned.tokens_per_batch if is_ours else None
-        if is_ours:
+        self.room = None
+        if isinstance(planned, PackedBatchSampler):
+            self.room = planned.tokens_per_batch
             self.epochs.follow(planned, documents)
-        if is_ours and planned is not drawn:
-            # A resumed epoch wraps the sampler once more, and `set_epoch` then reaches only this
-            # wrapper: without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
-            drawn.set_epoch = planned.set_epoch
+            if planned is not drawn:
+                # A resumed epoch wraps the sampler again, and `set_epoch` reaches only the wrapper:
+                # without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
+                drawn.set_epoch = planned.set_epoch
+        else:
+            self._check_user_sampler()
         if not self.isolation.report.samples_bins:
-            if not is_ours:
-                self._check_user_sampler()
             self.isolation.report.plan(planned, len(dataloader))
         return dataloader
 
@@ -256,8 +247,6 @@ class PackedLoaders:
                 "leave the method out, or return super()'s, to pack them"
             )
 
-    # --- evaluation ---------------------------------------------------------------------------
-
     def evaluate(self, by_trl: ByTrl, dataset: Any, sampler_of: Any, name: str) -> DataLoader:
         """Return the data loader of an evaluation set, or of a "test" set to predict.
 
@@ -274,10 +263,8 @@ class PackedLoaders:
         elif is_test:
             dataset = self.data.prepare_later(dataset, name)
         # Callers that ask for logits expect a row for each document, of which none can leak.
-        padded = trainer.compute_metrics is not None
-        if is_test:
-            padded = not trainer.args.prediction_loss_only
-        limits = isolation.guard.limits
+        asks = not trainer.args.prediction_loss_only if is_test else trainer.compute_metrics
+        padded, limits = bool(asks), isolation.guard.limits
         limits.check(dataset, name)
         with use_attention(trainer.model, isolation.guard.attention):
             if padded:
@@ -318,8 +305,6 @@ class PackedLoaders:
         stream = getattr(dataloader, "dataset", None)
         if isinstance(stream, StreamBatches) and (words := str(stream.counts_of_all_ranks())):
             logger.warning_once(f"evaluation stream: {words}")
-
-    # --- loaders ------------------------------------------------------------------------------
 
     def _by_trl(self, by_trl: ByTrl, rows: Any, sampler_of: Any, collator: Any) -> DataLoader:
         # Columns are chosen already: TRL would remove weights.

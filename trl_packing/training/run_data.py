@@ -69,8 +69,6 @@ class RunData:
     """Prepares the data sets of a run.
 
     Attributes:
-        trainer: its data sets, tokenizer, template and settings are read.
-        sampling: knows whether documents are packed.
         sets: of a training set that is a dictionary; None for one data set.
         tokenize_images: as `vision.run_images.RunImages.tokenize`.
         counts: what was kept and lost of each data set, by its name.
@@ -141,8 +139,6 @@ class RunData:
             if isinstance(dataset, IterableDataset):
                 limits.check_first(dataset, name)
 
-    # --- preparation --------------------------------------------------------------------------
-
     def prepare(
         self,
         by_trl: Callable[..., Any],
@@ -155,10 +151,8 @@ class RunData:
     ) -> Any:
         """Return the documents of a data set, or of all sources, and keep the counts.
 
-        Args:
-            by_trl: TRL's `_prepare_dataset`.
-            dataset: the user's rows; the first source stands for all of them.
-            processing_class: an argument of TRL's, as are those that follow.
+        Arguments but the first are those of `by_trl`, TRL's `_prepare_dataset`. Of several sources,
+        the first stands for all.
         """
         name = dataset_name
         if name == "train" and self._has_training_set:
@@ -225,9 +219,6 @@ class RunData:
         return dataset if stays else self.prepare_later(dataset)
 
 
-# --- several data sets ----------------------------------------------------------------------------
-
-
 def source_sets(
     train_dataset: Any, args: Any = None, collator: Any = None
 ) -> dict[str, Any] | None:
@@ -274,10 +265,7 @@ def prepare_sources(
 ) -> tuple[Any, PreparationCounts | None]:
     """Return the documents of all sources, and counts of what was kept and lost.
 
-    Args:
-        sets: the user's.
-        prepare_rows: does the same for a data set and its name.
-        args: the settings of the run.
+    `prepare_rows` does the same for a data set and its name.
     """
     # Messages write "the 'web' dataset": the name of a source may be any word.
     prepared = {name: prepare_rows(dataset, repr(name)) for name, dataset in sets.items()}

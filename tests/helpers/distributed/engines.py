@@ -34,22 +34,12 @@ def options(engine: str | None, model: str) -> dict[str, Any]:
         return {"fsdp": True, "fsdp_config": {"version": 2, **wrapped}}
     if engine is None:
         return {}
-    return {
-        "deepspeed": {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": int(engine[-1]),
-                "stage3_gather_16bit_weights_on_model_save": True,
-                # By default parameters this small stay whole on every rank.
-                "stage3_param_persistence_threshold": 0,
-            },
-        }
-    }
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    zero = {"stage": int(engine[-1]), "stage3_gather_16bit_weights_on_model_save": True}
+    zero["stage3_param_persistence_threshold"] = 0  # by default small parameters stay whole
+    config = dict.fromkeys((*sizes, "gradient_clipping"), "auto") | {"bf16": {"enabled": "auto"}}
+    config |= {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    return {"deepspeed": config}
 
 
 def fsdp_on_cpu(*, head_apart: bool = False) -> None:

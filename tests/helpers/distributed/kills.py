@@ -128,18 +128,11 @@ def finish(processes: list[int]) -> list[int]:
                 if done:
                     statuses[process] = status
         if any(status != 0 for status in statuses.values()):
-            kill([process for process in processes if process not in statuses])
+            for process in processes:
+                if process not in statuses:
+                    os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
     return [statuses[process] for process in processes]
-
-
-def kill(processes: list[int]) -> None:
-    for process in processes:
-        os.kill(process, signal.SIGKILL)
-
-
-def half_written(folder: Path) -> int:
-    return len(list((folder / "run").glob("checkpoint-*/being_written")))
 
 
 def epoch_reached(folder: Path) -> int:
@@ -150,10 +143,10 @@ def epoch_reached(folder: Path) -> int:
 
 
 def uninterrupted(folder: Path, ranks: int) -> dict:
-    folder.mkdir(parents=True)
+    """Train to the end, and return the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
     processes, _ = forked(folder, ranks)
-    statuses = finish(processes)
-    assert not any(statuses), (folder / "log.0").read_text()[-3000:]
+    assert not any(finish(processes)), (folder / "log.0").read_text()[-3000:]
     return torch.load(folder / "weights.pt")
 
 
@@ -178,17 +171,15 @@ def main() -> None:
                 assert ended is None, (killed / "log.0").read_text()[-3000:]
                 time.sleep(0.005)
             time.sleep(random.uniform(0, 2 * STEP_SECONDS))
-            kill(processes)
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
         finish(processes)
         if (killed / "weights.pt").exists():
             break  # it came to its end before it could be killed
         done += 1
         epochs.append(epoch_reached(killed))
-        halves += half_written(killed) > 0
-    processes, _ = forked(killed, ranks)
-    statuses = finish(processes)
-    assert not any(statuses), (killed / "log.0").read_text()[-3000:]
-    weights = torch.load(killed / "weights.pt")
+        halves += any((killed / "run").glob("checkpoint-*/being_written"))
+    weights = uninterrupted(killed, ranks)
     same = all(torch.equal(weights[name], value) for name, value in expected.items())
     result = {"kills": done, "epochs": epochs, "half_written": halves, "same_weights": same}
     print(json.dumps(result))

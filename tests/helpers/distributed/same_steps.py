@@ -42,6 +42,7 @@ def trained(run: Run) -> dict:
     losses: as logged after every step.
     """
     import torch
+    from datasets import Dataset
     from harness import make_trainer
     from trl import SFTTrainer
 
@@ -58,38 +59,21 @@ def trained(run: Run) -> dict:
             documents.setdefault(self.state.global_step, []).extend(found)
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    settings = {
-        "packing": False,
-        "max_length": 32,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-    }
+    settings = {"packing": False, "max_length": 32, "learning_rate": 1e-3, "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 4} | run.settings
     tokenizer = tiny_tokenizer(chat=run.chat_template is not None)
     if run.chat_template is not None:
         tokenizer.chat_template = run.chat_template
-    settings |= run.settings
-    trainer = make_trainer(
-        run.output_dir, _dataset(run), cls=Recorder, tokenizer=tokenizer, **settings
-    )
+    rows = Dataset.from_list(run.rows)
+    rows = rows if run.shards is None else rows.to_iterable_dataset(run.shards)
+    rows = rows if run.shuffle is None else rows.shuffle(**run.shuffle)
+    trainer = make_trainer(run.output_dir, rows, cls=Recorder, tokenizer=tokenizer, **settings)
     if run.seeded_before_training is not None:
         torch.manual_seed(run.seeded_before_training)
     checkpoint = f"{run.output_dir}/checkpoint-{run.resume}" if run.resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
-    history = trainer.state.log_history
-    return {
-        "documents": documents,
-        "losses": [entry["loss"] for entry in history if "loss" in entry],
-    }
-
-
-def _dataset(run: Run):
-    from datasets import Dataset
-
-    dataset = Dataset.from_list(run.rows)
-    if run.shards is not None:
-        dataset = dataset.to_iterable_dataset(run.shards)
-    return dataset if run.shuffle is None else dataset.shuffle(**run.shuffle)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"documents": documents, "losses": losses}
 
 
 def documents_of(inputs: dict) -> list[tuple[int, ...]]:
@@ -130,13 +114,10 @@ def assert_same_steps(theirs: dict, ours: dict) -> None:
 def joined(results: list[dict]) -> dict:
     """Return the documents that all ranks trained in each step, and the losses, the same on all."""
     assert all(rank["losses"] == results[0]["losses"] for rank in results)
-    steps = sorted({step for rank in results for step in rank["documents"]})
-    return {
-        "documents": {
-            s: [d for rank in results for d in rank["documents"].get(s, [])] for s in steps
-        },
-        "losses": results[0]["losses"],
-    }
+    found: dict[int, list] = {}
+    for step in sorted({step for rank in results for step in rank["documents"]}):
+        found[step] = [d for rank in results for d in rank["documents"].get(step, [])]
+    return {"documents": found, "losses": results[0]["losses"]}
 
 
 on_ranks = partial(ranks.on_ranks, trained)
