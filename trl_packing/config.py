@@ -174,10 +174,8 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
 
 
 # Smallest values; transformers does not check its own.
-_FROM_ONE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"),
-    *("max_length", "pad_to_multiple_of", "max_patches"),
-)
+_FROM_ONE = ["per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"]
+_FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches"]
 _LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
 _MOST_TOKENS = 2**31 - 1
 # A setting, or one value of it, and values of others beside which it is refused; None is any.
@@ -205,12 +203,10 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("prefix_sharing", "group"): {"packing_strategy": ("wrapped",)},
     ("overflow", "overlap"): {"packing_strategy": ("wrapped",)},
 }
-# Settings that do nothing without another one, or without this value of it.
-_NEEDS = {
-    "prefix_group_size": ("prefix_sharing", "group"),
-    "instruction_template": ("response_template", None),
-    "mixture_unit": ("mixture", None),
-}
+# Settings that do nothing without another one.
+_NEEDS = {"prefix_group_size": "prefix_sharing", "instruction_template": "response_template"}
+_NEEDS |= {"mixture_unit": "mixture"}
+_WITHOUT = (None, "off", "bin")
 
 
 def check_options(args: Any, *, is_final: bool = True) -> None:
@@ -233,19 +229,17 @@ def check_options(args: Any, *, is_final: bool = True) -> None:
     if args.packing or args.eval_packing:
         if args.max_length is None:
             raise ValueError(
-                "When packing is enabled, `max_length` can't be `None`: it is the capacity of a "
-                "bin. Set max_length, or packing=False and eval_packing=False."
+                "When packing is enabled, `max_length` can't be `None`; set it, or packing=False "
+                "and eval_packing=False"
             )
         if args.max_length > _MOST_TOKENS:  # kernels count the tokens of a row in 32 bits
             raise ValueError(f"max_length={args.max_length} must be at most {_MOST_TOKENS}")
     _check_exclusions(args, options)
     _check_mixture(options.mixture)
-    for name, (other, needed) in _NEEDS.items() if is_final else ():
-        value, found = getattr(options, name), getattr(options, other)
-        is_met = found is not None if needed is None else found == needed
-        if value != getattr(PackingOptions, name) and not is_met:
-            needs = other if needed is None else f"{other}={needed!r}"
-            raise ValueError(f"{name}={value!r} has no effect without {needs}; leave {name} out")
+    for name, other in _NEEDS.items() if is_final else ():
+        value = getattr(options, name)
+        if value != getattr(PackingOptions, name) and getattr(options, other) in _WITHOUT:
+            raise ValueError(f"{name}={value!r} has no effect without {other}; leave {name} out")
 
 
 def _check_exclusions(args: Any, options: PackingOptions) -> None:
@@ -278,14 +272,8 @@ def _check_mixture(mixture: Any) -> None:
             )
 
 
-_WORDS: dict[Any, str] = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    list[int]: "a list of token ids",
-    NoneType: "None",
-}
+_WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number"}
+_WORDS |= {str: "a text", list[int]: "a list of token ids", NoneType: "None"}
 _CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike), NoneType: NoneType}
 
 

@@ -154,6 +154,7 @@ class PackedSFTTrainer(SFTTrainer):
         **newer: Any,
     ):
         rest = newer | {
+            "processing_class": processing_class,
             "compute_loss_func": compute_loss_func,
             "compute_metrics": compute_metrics,
             "optimizers": optimizers,
@@ -184,14 +185,12 @@ class PackedSFTTrainer(SFTTrainer):
         rest["callbacks"] = [*(callbacks or ()), self._recorder]
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
-            super().__init__(
-                model, args, data_collator, train_dataset, eval_dataset, processing_class, **rest
-            )
+            super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
             return
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._run_data.completion_only, data_collator = data_collator, None
-            processing_class = processing_class or self._run_data.completion_only.tokenizer
+            rest["processing_class"] = processing_class or self._run_data.completion_only.tokenizer
         rows = self._images.take(rows, "train")
         eval_dataset = self._images.take(eval_dataset, "eval")
         if sets:
@@ -200,9 +199,7 @@ class PackedSFTTrainer(SFTTrainer):
         # Data sets are prepared before `self.model` is set.
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
-            super().__init__(
-                model, args, None, train_dataset, eval_dataset, processing_class, **rest
-            )
+            super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
         keep_outputs_precise(self.accelerator)
         self._run_data.check()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -215,25 +212,22 @@ class PackedSFTTrainer(SFTTrainer):
     def _build_packed_run(self, collator: Any) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         options, data, meter = self._options, self._run_data, self._meter
-        self._sampling.follow(self)
+        sampling = self._sampling
+        sampling.follow(self)
         self._guard = guard = self._images.guard(
             self.model,
             attention=options.attention,
             isolation_check=options.isolation_check,
-            packing_requested=data.packing_requested(),
+            packing_requested=sampling.packing or sampling.eval_packing or self.args.padding_free,
         )
         make_model_ready(guard, self.args)
         rows = data.pad_to_multiple_of()
         ours = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
         collator = self._images.add_to(ours if collator is None else collator, self)
-        collators = RunCollators(self, guard, self._sampling, options, collator, rows)
+        collators = RunCollators(self, guard, sampling, options, collator, rows)
         sharing = PrefixSharing(self, collators, loss_is_ours=self._loss_is_ours)
         self._run_report = report = RunReport(
-            self,
-            collators,
-            data.counts,
-            sharing,
-            self._epochs,
+            *(self, collators, data.counts, sharing, self._epochs),
             samples_bins=self._is_ours("_get_train_sampler"),
             before_first_step=self._before_first_step,
             so_far=meter.so_far,

@@ -138,10 +138,8 @@ NUM_ROWS = 20  # steps of 8, 8 and 4 documents, three epochs
 def places(tmp_path, monkeypatch):
     """Changes besides the imports: the places of the model and the data, and no CUDA here."""
     monkeypatch.chdir(tmp_path)
-    rows = [
-        {"instruction": q, "output": a}
-        for q, a in (QUESTIONS_AND_ANSWERS[i % 12] for i in range(NUM_ROWS))
-    ]
+    pairs = [QUESTIONS_AND_ANSWERS[i % 12] for i in range(NUM_ROWS)]
+    rows = [{"instruction": question, "output": answer} for question, answer in pairs]
     tokenizer = tiny_tokenizer()
     texts = [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in rows]
     tokens = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
@@ -161,8 +159,8 @@ def places(tmp_path, monkeypatch):
 
 def run(sample: str, *changes: dict[str, str]):
     """Execute `sample`, each of `changes` made in it; return its trainer."""
-    for old, new in (item for change in changes for item in change.items()):
-        if old in sample:
+    for change in changes:
+        for old, new in change.items():
             sample = sample.replace(old, new)
     names: dict = {"__name__": "sample"}
     exec(compile(sample, "sample", "exec"), names)
@@ -173,22 +171,16 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-OUR_FLATTENING = {
-    "from transformers import DataCollatorWithFlattening": (
-        "from trl_packing import DataCollatorWithFlattening"
-    )
-}
+THEIR_COLLATOR = "from transformers import DataCollatorWithFlattening"
+THEIR_TRAINER = "from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM"
+OUR_FLATTENING = {THEIR_COLLATOR: "from trl_packing import DataCollatorWithFlattening"}
 OUR_TRAINER = {
-    "from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM": (
-        "from trl import SFTConfig\n"
-        "from trl_packing import PackedSFTTrainer as SFTTrainer, DataCollatorForCompletionOnlyLM"
-    )
+    THEIR_TRAINER: "from trl import SFTConfig\n"
+    "from trl_packing import PackedSFTTrainer as SFTTrainer, DataCollatorForCompletionOnlyLM"
 }
-
-
 # The padded run that the post compares with: rows padded to the longest, every token trained.
 PADDED = {
-    "from transformers import DataCollatorWithFlattening": "from helpers.padded import Padded",
+    THEIR_COLLATOR: "from helpers.padded import Padded",
     "DataCollatorWithFlattening()": "Padded()",
 }
 ENABLED = {

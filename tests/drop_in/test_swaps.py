@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 from harness import TWO_RUNS
 from helpers.drop_in import (
     TEXT_FORMS,
@@ -25,7 +25,6 @@ from helpers.drop_in import (
     unchanged,
 )
 from helpers.tiny import (
-    CHATML,
     VOCAB_SIZE,
     documents_of_lengths,
     save_tiny_model,
@@ -68,20 +67,6 @@ def test_option_trains(tmp_path, changes, packing):
         train_moves_all(trainer_for(tmp_path, "prompt_completion", packing=packing, **changes))
     finally:
         torch.use_deterministic_algorithms(deterministic)
-
-
-@both_modes
-@pytest.mark.parametrize("form", [*TEXT_FORMS, "packed"])
-def test_every_form_trains_and_evaluates(tmp_path, form, packing):
-    """As a data set, and as a stream that does not know its columns."""
-    arguments = {"eval_dataset": tiny_dataset(form, 5)}
-    trainer = trainer_for(tmp_path, form, packing=packing, arguments=arguments)
-    train_moves_all(trainer)
-    assert math.isfinite(trainer.evaluate()["eval_loss"])
-    if form == "conversational_prompt_completion":
-        stream = IterableDataset.from_generator(lambda: iter(tiny_rows(form)))
-        options = {"processing_class": tokenizer_for(form), "packing": packing}
-        train_moves_all(trainer_for(tmp_path, stream, **options))
 
 
 @both_modes
@@ -176,22 +161,6 @@ def test_documents_are_the_rows_that_trl_prepares(tmp_path, name):
     for packing in (False, True)[: 1 + (PackedSFTTrainer is not SFTTrainer)]:
         ours = trainer_for(tmp_path, rows, packing=packing, **options)
         assert documents(ours.train_dataset) == theirs
-
-
-def test_eos_pad_and_template_reach_the_model_and_the_checkpoint(tmp_path):
-    model, path = tiny_model("llama"), tmp_path / "template.jinja"
-    path.write_text(CHATML, encoding="utf-8")
-    model.generation_config.eos_token_id = [2, 4]
-    rows = tiny_dataset("conversational_language_modeling")
-    options = {"eos_token": "<|im_start|>", "chat_template_path": str(path)}
-    options |= {"save_strategy": "steps", "save_steps": 2, "model": model}
-    tokenizer = tiny_tokenizer(pad="<|other|>")
-    trainer = trainer_for(tmp_path / "out", rows, processing_class=tokenizer, **options)
-    assert trainer.model.config.eos_token_id == trainer.processing_class.eos_token_id == 3
-    assert trainer.model.generation_config.eos_token_id == [3, 2, 4]
-    assert trainer.model.config.pad_token_id == trainer.processing_class.pad_token_id == 5
-    trainer.train()
-    assert (tmp_path / "out/checkpoint-2/chat_template.jinja").read_text() == CHATML
 
 
 @both_modes
@@ -300,15 +269,3 @@ def test_a_checkpoint_holds_what_trl_writes(tmp_path, packing):
     assert configs[0] == configs[1]
     saved = transformers.AutoModelForCausalLM.from_pretrained(mine / "checkpoint-2")
     assert all(torch.equal(p, ours.model.get_parameter(n)) for n, p in saved.named_parameters())
-
-
-@both_modes
-def test_the_best_model_is_loaded_and_a_trainer_trains_again(tmp_path, packing):
-    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    steps |= {"load_best_model_at_end": True, "arguments": {"eval_dataset": tiny_dataset(rows=5)}}
-    trainer = trainer_for(tmp_path, packing=packing, **steps)
-    train_moves_all(trainer)
-    best = min(logged(trainer, "eval_loss"))
-    assert trainer.state.best_metric == pytest.approx(best, rel=TWO_RUNS)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=TWO_RUNS)
-    train_moves_all(trainer)

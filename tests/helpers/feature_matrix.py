@@ -239,7 +239,7 @@ ON_RANKS = {
     "DDP": [
         *("packing", "padding-free", "stream", "evaluation", "source_column", "compute_metrics"),
         *("resuming", "prefixes in a bin", "groups of prefixes", "mixture", "curriculum"),
-        *("overlap", "every_turn"),
+        "overlap",
     ],
     "FSDP2, ZeRO-2, ZeRO-3": [
         *("packing", "padding-free", "LoRA", "stream", "evaluation", "resuming"),

@@ -40,11 +40,9 @@ SAME_STEPS = {
     },
 }
 EVALUATIONS = {
-    "unpacked": {"options": {"eval_packing": False}, "batch_size": 2},
     "fewer documents than ranks": {"eval_lengths": [9]},
     "stream": {"stream": True, "max_steps": 1},
     "stream, by rank": {"stream": True, "max_steps": 1, "shards": 2},
-    "one padded row a document": {"counts_correct": True, "batch_size": 2},
 }
 # Each rank reads two of four shards; the documents of rank 1 fill a quarter of the bins.
 UNEVEN = [*[31] * 8, *[7] * 8] * 2
@@ -66,7 +64,7 @@ def scenarios(base, accumulation: int) -> dict[str, Scenario]:
         made[f"evaluation: {name}"] = {"lengths": LENGTHS, "eval_lengths": MANY[:7], **arguments}
     made |= {f"by rank: {name}": arguments for name, arguments in BY_RANK.items()}
     made["evaluation, then training"] = options | {"lengths": MANY, "eval_lengths": MANY[:3]}
-    made |= {"a leak on one rank": LEAKS, "refused": {"lengths": [9]}}
+    made["a leak on one rank"] = LEAKS
     return {
         name: Scenario(str(base / f"{accumulation} {number}"), **arguments)
         for number, (name, arguments) in enumerate(made.items())
@@ -180,8 +178,6 @@ def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
     expected = one_rank["metrics"]
     for rank in two_ranks[f"evaluation: {name}"]:
         assert rank["metrics"]["eval_loss"] == pytest.approx(expected["eval_loss"], abs=TOLERANCE)
-        for key in ("eval_rows", "eval_correct"):
-            assert rank["metrics"].get(key) == expected.get(key)
 
 
 @pytest.mark.slow
@@ -196,9 +192,3 @@ def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
     ranks = two_ranks["a leak on one rank"]
     assert [rank["attention"] for rank in ranks] == ["padded", "padded"]
     assert ranks[0]["losses"] == ranks[1]["losses"]
-
-
-@pytest.mark.slow
-def test_fewer_documents_than_ranks_are_refused_on_every_rank(two_ranks):
-    for rank in two_ranks["refused"]:
-        assert rank.get("error", "").startswith("1 documents cannot keep 2 ranks busy")

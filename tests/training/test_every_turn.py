@@ -4,7 +4,6 @@ import pytest
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
 from helpers.combinations import fast
-from helpers.distributed.same_steps import Run, assert_same_steps, joined, on_ranks, trained
 from helpers.tiny import tiny_tokenizer
 
 # The prompt opens thoughts, and those of earlier turns are dropped.
@@ -129,32 +128,3 @@ def test_a_stream_trains_and_counts_the_same_documents(tmp_path):
     trainer.train()
     counted = trainer.packing_report.preparation
     assert counted.turns == 7 * counted.conversations // 5
-
-
-TWO_TURNS = [row for row in conversations(36) if len(row["messages"]) == 4]
-
-
-@pytest.mark.slow
-def test_two_ranks_train_the_turns_that_one_trains(tmp_path):
-    data = {"turns": TWO_TURNS, "documents": by_hand(TWO_TURNS)}
-    kinds = {
-        "packed": {"packing": True, "per_device_train_batch_size": 1},
-        "documents_per_step": {"documents_per_step": 6},
-        "stream": {"packing": True, "per_device_train_batch_size": 1, "max_steps": 3},
-    }
-
-    def run(name, of, accumulation=1):
-        settings = kinds[name] | {"max_length": 256, "gradient_accumulation_steps": accumulation}
-        settings |= {"train_on": "every_turn"} if of == "turns" else {}
-        options = {"shards": 2 if name == "stream" else None, "chat_template": THINKS}
-        folder = str(tmp_path / name / of)
-        return Run(folder, "PackedSFTTrainer", data[of], settings=settings, **options)
-
-    runs = {f"{name} {of}": run(name, of) for name in kinds for of in data}
-    of_ranks = {name: joined(found) for name, found in on_ranks(runs, tmp_path / "ranks").items()}
-    for name in kinds:
-        turns, documents = of_ranks[f"{name} turns"], of_ranks[f"{name} documents"]
-        assert turns == documents
-        assert len(turns["losses"]) > 2
-        if name != "stream":  # one rank reads its shards in another order
-            assert_same_steps(trained(run(name, "turns", accumulation=2)), turns)

@@ -105,11 +105,6 @@ class RunData:
                 "the check that prepared data fit this run; leave it out"
             )
 
-    def packing_requested(self) -> bool:
-        """Return whether packed or padding-free rows were requested."""
-        packs = self.sampling.packing or self.sampling.eval_packing
-        return packs or self.trainer.args.padding_free
-
     def pad_to_multiple_of(self) -> int | None:
         """Return the multiple to which rows are padded, also if a user's collator names it."""
         of_collator = getattr(self.completion_only, "pad_to_multiple_of", None)
@@ -122,7 +117,7 @@ class RunData:
         pads = self.pad_to_multiple_of() or self.options.static_shapes
         if trainer.aux_loss_enabled and pads:
             raise ValueError(
-                "pad_to_multiple_of and static_shapes would let padding take part in the balance "
+                "static_shapes=True or pad_to_multiple_of would let padding take part in the balance "
                 "of experts; leave them out, or set router_aux_loss_coef=0.0"
             )
         if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:

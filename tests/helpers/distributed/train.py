@@ -147,14 +147,13 @@ def _run(scenario: Scenario) -> dict:
             prompt = prompts[number % len(prompts)]["input_ids"][: 24 + 8 * (number % 6)]
             labels = [-100] * len(prompt) if number % 4 else prompt
             row["input_ids"], row["labels"] = prompt + row["input_ids"], labels + row["labels"]
-        if scenario.weighted:
-            rows = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
-        # An evaluation set may be shorter.
-        for row, weight in zip(rows, scenario.document_weights, strict=False):
-            row["loss_weight"] = weight
         sources = scenario.sources if seed else scenario.trained_sources
-        for row, source in zip(rows, sources, strict=False):
-            row["source"] = source
+        columns = {"loss_weight": scenario.document_weights, "source": sources}
+        if scenario.weighted:
+            columns["loss_weights"] = [token_weights(row["input_ids"]) for row in rows]
+        for name, values in columns.items():  # an evaluation set may be shorter
+            for row, value in zip(rows, values, strict=False):
+                row[name] = value
         if not (scenario.sets and seed == 0):
             return streamed(Dataset.from_list(rows))
         left = iter(rows)
@@ -172,22 +171,14 @@ def _run(scenario: Scenario) -> dict:
         targets = prediction.label_ids[:, 1:]
         return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
 
-    settings = {
-        "max_length": 32,
-        "packing": scenario.packing,
-        "per_device_train_batch_size": scenario.batch_size,
-        "per_device_eval_batch_size": scenario.batch_size,
-        "gradient_accumulation_steps": scenario.accumulation,
-        "num_train_epochs": scenario.epochs,
-        "max_steps": scenario.max_steps,
-        "dataloader_num_workers": scenario.workers,
-        "save_strategy": "steps" if scenario.save_steps else "no",
-        "save_steps": scenario.save_steps or 500,
-        "learning_rate": 0.02,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "isolation_check": "off",
-    }
+    size, saves = scenario.batch_size, scenario.save_steps
+    settings = {"max_length": 32, "learning_rate": 0.02, "lr_scheduler_type": "constant"}
+    settings |= {"packing": scenario.packing, "dataloader_num_workers": scenario.workers}
+    settings |= {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    settings |= {"gradient_accumulation_steps": scenario.accumulation}
+    settings |= {"num_train_epochs": scenario.epochs, "max_steps": scenario.max_steps}
+    settings |= {"save_strategy": "steps" if saves else "no", "save_steps": saves or 500}
+    settings |= {"logging_steps": 1, "isolation_check": "off"}
     settings |= engines.options(scenario.engine, scenario.model) | scenario.options
 
     def leak(module, inputs, output):
@@ -215,13 +206,11 @@ def _run(scenario: Scenario) -> dict:
         compute_metrics=correct if scenario.counts_correct else None,
         peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
     )
-    metrics = {}
-    if scenario.eval_lengths and scenario.evaluates == "before":
-        metrics = trainer.evaluate()
+    when = scenario.evaluates if scenario.eval_lengths else None
+    metrics = trainer.evaluate() if when == "before" else {}
     output = trainer.train(resume_from_checkpoint=scenario.resume)
     is_sharded = engines.is_sharded(scenario.engine, trainer)
-    if scenario.eval_lengths and scenario.evaluates == "after":
-        metrics = trainer.evaluate()
+    metrics = trainer.evaluate() if when == "after" else metrics
     history = trainer.state.log_history
     return {
         "batches": batches,
