@@ -117,8 +117,8 @@ class RunData:
         pads = self.pad_to_multiple_of() or self.options.static_shapes
         if trainer.aux_loss_enabled and pads:
             raise ValueError(
-                "static_shapes=True or pad_to_multiple_of would let padding take part in the balance "
-                "of experts; leave them out, or set router_aux_loss_coef=0.0"
+                "static_shapes=True or pad_to_multiple_of would let padding take part in the "
+                "balance of experts; leave them out, or set router_aux_loss_coef=0.0"
             )
         if trainer.args.world_size > 1 and not trainer.args.average_tokens_across_devices:
             raise ValueError(
