@@ -30,7 +30,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "isolation": ("attention data documents loss packing", "accelerate datasets numpy torch"),
     "vision": (
         "attention data documents isolation packing",
-        "datasets numpy packaging pyarrow torch tqdm transformers trl",
+        "datasets numpy packaging pyarrow torch transformers trl",
     ),
     "training": (
         "attention config data documents isolation loss packing versions",

@@ -91,10 +91,8 @@ class IsolationGuard:
         model: the model on which backends are installed; PEFT may wrap it.
         attention: the name of a backend, or "auto" for the fastest one that is exact.
         isolation_check: "error", "warn" or "off", as in `PackedSFTConfig`.
-        packing_requested: whether packed or padding-free rows were requested. If not, and no
-            backend is exact, rows are padded, so that existing TRL code keeps running.
-        is_ours: whether `PackedSFTTrainer` runs the model: through TRL's fused LM head, and with
-            all ranks at the same backend.
+        packing_requested: if not, and no backend is exact, rows are padded, as in TRL.
+        is_ours: `PackedSFTTrainer` runs the model: by TRL's fused LM head, ranks alike.
     """
 
     def __init__(
@@ -149,11 +147,7 @@ class IsolationGuard:
         return unwrap_peft(self.model)
 
     def select_backend(self, precision: Precision) -> None:
-        """Install the fastest backend for `precision`, before any check.
-
-        Raises:
-            ValueError: the requested backend is unknown, or cannot be exact on this model.
-        """
+        """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
         self._use(install_first(self.model, self._resolve(precision)), precision)
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
@@ -217,7 +211,7 @@ class IsolationGuard:
         wrapped: nn.Module | None = None,
         collator: PackedCollator | None = None,
     ) -> None:
-        """Return once packed documents are isolated; check what no earlier check covers.
+        """Return once packed documents are isolated, or raise NotIsolated.
 
         Args:
             documents: token ids ``(T,)`` of documents that represent those to run.
@@ -225,9 +219,6 @@ class IsolationGuard:
             precision: its device and dtype, by default those of the last `select_backend`.
             wrapped: the model as it is called, by default `model`.
             collator: makes the packed rows, by default a `PackedCollator`.
-
-        Raises:
-            NotIsolated: no backend that may be used isolates them.
         """
         precision = precision or self._precision
         assert precision is not None, "no backend was selected"

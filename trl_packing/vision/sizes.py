@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm.auto import tqdm
 
 #: Height and width of an image, and how many images its row has, up to 2.
 Size = tuple[int, int, int]
@@ -28,7 +27,6 @@ _TRIALS: tuple[Size, ...] = (
     *((96, 480, 1), (1000, 1000, 1)),  # other grids of tiles
     *((70, 210, 1), (210, 126, 1)),  # odd numbers of patches
 )
-_PROGRESS = 50  # sizes from which measuring them shows a progress bar
 
 
 class Placeholder(NamedTuple):
@@ -79,8 +77,7 @@ class Placeholders:
             for size, length, amount in zip(new, *numbers, strict=True):
                 self._known[size] = Placeholder(self.feature_token, (length,), factor * amount)
             return
-        for size in tqdm(new, desc="Measuring image sizes", disable=len(new) < _PROGRESS):
-            self._known[size] = self._measured(size)
+        self._known |= {size: self._measured(size) for size in new}
 
     def of(self, size: Size) -> Placeholder:
         """Return the placeholder of an image of a size that was learned."""
