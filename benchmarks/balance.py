@@ -23,7 +23,6 @@ import numpy as np
 from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
-from trl_packing.packing.epoch import arranged_bins
 from trl_packing.packing.sampler import PackedBatchSampler
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
@@ -74,14 +73,9 @@ class Bins:
 
     def steps(self, ranks: int, window: int, *, accumulation: int = 1, seed: int = 0) -> np.ndarray:
         """Return the bins of all full steps, (steps, ranks × accumulation)."""
-        bins, _ = arranged_bins(
-            self.plan,
-            self.costs.astype(np.int64),
-            slots=ranks * accumulation,
-            bins_per_batch=1,
-            window=window,
-            rng=np.random.default_rng(seed),
-        )
+        options = {"num_ranks": ranks, "accumulation": accumulation, "balance_window": window}
+        sampler = PackedBatchSampler(self.lengths, rows=True, seed=seed, **options)
+        bins, _ = sampler.arranged_bins(self.plan, self.costs.astype(np.int64))
         bins = bins.reshape(-1, ranks * accumulation)
         assert len(np.unique(bins)) == bins.size, "a bin is in two steps"
         return bins

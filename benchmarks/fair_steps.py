@@ -25,7 +25,7 @@ from machine import provenance, publish, table
 
 from trl_packing.packing.bins import PackingPlan, pack
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import arranged_bins
+from trl_packing.packing.sampler import PackedBatchSampler
 
 ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
 DOCUMENTS = 1_000_000
@@ -97,16 +97,10 @@ class Documents:
         squares = np.add.reduceat(
             self.lengths.astype(np.int64)[plan.indices] ** 2, plan.offsets[:-1]
         )
-        bins, _ = arranged_bins(
-            plan,
-            plan.tokens + (ATTENTION_COST * squares).astype(np.int64),
-            slots=size,
-            bins_per_batch=1,
-            window=64,
-            rng=np.random.default_rng(0),
-            sources=self.sources if fair else None,
-            lengths=self.lengths,
-        )
+        draw = self.draw if fair else None
+        sampler = PackedBatchSampler(self.lengths, rows=True, num_ranks=size, draw=draw)
+        costs = plan.tokens + (ATTENTION_COST * squares).astype(np.int64)
+        bins, _ = sampler.arranged_bins(plan, costs)
         bins = bins.reshape(-1, size)
         assert len(np.unique(bins)) == bins.size, "a bin is in two steps"
         return bins

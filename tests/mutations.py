@@ -96,14 +96,8 @@ MUTATIONS = [
     (
         "boundaries",
         "packing/prefix_tree.py",
-        "np.where(may_share, 0, -1 - np.arange(len(starts)))",
-        "np.zeros(len(starts), int)",
-    ),
-    (
-        "boundaries",
-        "packing/prefix_tree.py",
-        "np.where(labels == IGNORE_INDEX, ids, labels)",
-        "np.where(labels > 0, ids, labels)",
+        "if ((labels != IGNORE_INDEX) & (labels",
+        "if (False & (labels",
     ),
     (
         "positions",
@@ -162,7 +156,7 @@ MUTATIONS = [
     ("epoch", "packing/sampler.py", "order = order[: self.num_used]", "order = order[:]"),
     (
         "epoch",
-        "packing/epoch.py",
+        "packing/sampler.py",
         "bins.indices[chosen], *last]",
         "bins.indices[chosen], *last[1:]]",
     ),

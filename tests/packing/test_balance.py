@@ -3,8 +3,6 @@
 from functools import cache
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trl_packing.packing.balance import balanced_order
 from trl_packing.packing.bins import pack
@@ -92,27 +90,3 @@ def test_the_costliest_bin_is_as_likely_in_every_step():
         )
         found[np.argmax((shuffled[order] == 0).any(axis=(1, 2)))] += 1
     assert abs(found - 20).max() <= 4.5 * np.sqrt(20)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    number=st.integers(0, 200),
-    slots=st.integers(1, 9),
-    bins_per_batch=st.integers(1, 3),
-    window=st.integers(1, 12),
-    seed=st.integers(0, 5),
-)
-def test_every_bin_of_the_full_steps_is_used_once(number, slots, bins_per_batch, window, seed):
-    rng = np.random.default_rng(seed)
-    order = balanced_order(
-        (100 * (1 + rng.pareto(1, number))).astype(int),
-        tokens=np.full(number, 100),
-        documents=rng.integers(1, 50, number),
-        slots=slots,
-        bins_per_batch=bins_per_batch,
-        window=window,
-        rng=rng,
-    )
-    full = number // (slots * bins_per_batch)
-    assert order.shape == (full, slots, bins_per_batch)
-    assert sorted(order.ravel().tolist()) == list(range(full * slots * bins_per_batch))

@@ -60,18 +60,6 @@ def test_steps_ascend_or_descend(numbers, mode, descending):
     assert abs(np.corrcoef(others, np.arange(len(others)))[0, 1]) < 0.3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_epochs_differ_within_stages_and_are_equally_long(mode):
-    made = sampler(LENGTHS, **MODES[mode])
-    epochs = [steps_of(made, epoch) for epoch in (0, 1)]
-    assert len(epochs[0]) == len(epochs[1])
-    same = [set(a.tolist()) == set(b.tolist()) for a, b in zip(*epochs, strict=True)]
-    # The last stages by length may be a step each; the bins of next_fit are always the same.
-    assert np.mean(same) < 0.05 or mode == "next_fit"
-    again = steps_of(sampler(LENGTHS, **MODES[mode]), 1)
-    assert all(map(np.array_equal, again, epochs[1]))
-
-
 def test_no_bin_of_the_next_stage_comes_early_where_steps_exchange_bins():
     rng = np.random.default_rng(1)
     for seed in range(40):
@@ -111,10 +99,9 @@ def test_numbers_are_read_through_a_shuffle():
 @pytest.mark.parametrize(
     ("column", "problem"),
     [
-        ({"other": [1]}, "curriculum='hard' must name a column of numbers.*'other'"),
-        ({"hard": ["much"]}, "curriculum='hard' must name a column of numbers.*string"),
-        ({"hard": [None, 1.0]}, "document 0 of the training set has no 'hard'"),
-        ({"hard": [1.0, float("nan")]}, "document 1 of the training set has no 'hard'"),
+        ({"other": [1]}, "curriculum='hard' must name a column with a number.*'other'"),
+        ({"hard": ["much"]}, "curriculum='hard' must name .*string"),
+        ({"hard": [None, 1.0]}, "curriculum='hard' must name .*for each document"),
     ],
 )
 def test_a_column_without_numbers_is_refused(column, problem):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import SeedableRandomSampler
 from helpers.combinations import fast
 from helpers.distributed import same_steps
 from helpers.distributed.same_steps import (
@@ -15,11 +14,9 @@ from helpers.distributed.same_steps import (
     on_ranks,
     trained,
 )
-from helpers.steps import steps_in
 from helpers.tiny import documents_of_lengths
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from trl_packing import PackedBatchSampler
 from trl_packing.packing.draw import document_order
 
 LENGTHS = [3 + (i * 7) % 27 for i in range(41)]
@@ -99,39 +96,14 @@ def test_a_resumed_run_holds_the_documents_of_the_padded_run(tmp_path, step):
         assert sorted(resumed[1]["documents"][s]) == sorted(documents)
 
 
-# --- the order alone, against the samplers of accelerate and transformers -------------------------
-
-
-def order_of(strategy, epoch):
-    lengths = np.asarray(LENGTHS)
-    return document_order(strategy, lengths, seed=5, epoch=epoch, documents_per_rank=8).tolist()
-
-
-def test_the_random_order_is_that_of_accelerate():
-    sampler = SeedableRandomSampler(LENGTHS, data_seed=5)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        assert order_of("random", epoch) == list(sampler)
-
-
 def test_the_order_by_length_is_that_of_transformers():
     """Each epoch of a padded run draws the seed of its workers before its permutation."""
     torch.manual_seed(5)
     sampler = LengthGroupedSampler(8, lengths=LENGTHS)
     for epoch in range(3):
         torch.empty((), dtype=torch.int64).random_()
-        assert order_of("group_by_length", epoch) == list(sampler)
-
-
-def test_steps_of_documents_follow_the_order():
-    """On any number of ranks: test_sampler."""
-    sampler = PackedBatchSampler(LENGTHS, documents_per_step=12, accumulation=2, seed=5)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        order = order_of("random", epoch)
-        for number, groups in enumerate(steps_in(sampler)):
-            step = [document for group in groups for document in group]
-            assert sorted(step) == sorted(order[12 * number : 12 * number + 12])
+        order = document_order("group_by_length", np.array(LENGTHS), 5, epoch, 8)
+        assert order.tolist() == list(sampler)
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import PackedBatchSampler
-from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight
+from trl_packing.packing.draw import MixtureDraw, drawn_by_weight
 
 CAPACITY = 32
 
@@ -71,12 +71,6 @@ def test_documents_drawn_independently_are_not_as_often_as_their_share():
 def test_weights_divide_what_sources_hold(weights, sizes, units, expected):
     drawn = drawn_by_weight(weights, np.array(sizes), np.array(units))
     assert drawn.tolist() == expected
-
-
-def test_extreme_epochs_do_not_overflow():
-    drawn = drawn_by_epochs(np.array([1e300, 1.0]), np.array([1000, 500]))
-    assert drawn[0] > 1e15
-    assert drawn[1] == 500
 
 
 # --- in the sampler -------------------------------------------------------------------------------

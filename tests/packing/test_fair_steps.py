@@ -4,9 +4,7 @@ import numpy as np
 
 from trl_packing import PackedBatchSampler
 from trl_packing.packing.balance import COSTLY_FROM
-from trl_packing.packing.bins import pack
 from trl_packing.packing.draw import MixtureDraw
-from trl_packing.packing.epoch import arranged_bins
 
 CAPACITY = 2048
 
@@ -32,20 +30,10 @@ def shares_of_steps(steps, lengths, sources) -> np.ndarray:
 
 def packed(lengths, sources, *, fair: bool):
     """Return the micro-batches of an epoch of bins on two ranks, without the last step."""
-    plan = pack(lengths, CAPACITY, seed=(0, 0))
-    squares = np.add.reduceat(lengths.astype(np.int64)[plan.indices] ** 2, plan.offsets[:-1])
-    costs = plan.tokens + 1e-4 * squares
-    full, _ = arranged_bins(
-        plan,
-        costs.astype(np.int64),
-        slots=8,
-        bins_per_batch=1,
-        window=64,
-        rng=np.random.default_rng(0),
-        sources=sources if fair else None,
-        lengths=lengths,
-    )
-    return [plan[i] for i in full.ravel()]
+    draw = drawn_once(sources) if fair else None
+    options = {"num_ranks": 2, "accumulation": 4, "attention_cost": 1e-4, "draw": draw}
+    batches = PackedBatchSampler(lengths, CAPACITY, **options).micro_batches()
+    return batches[: len(batches) // 8 * 8]
 
 
 def in_steps(batches, slots: int = 8) -> list[np.ndarray]:

@@ -38,7 +38,7 @@ def test_order_and_common_tokens_are_those_of_sorted_lists(documents, size, at_o
     parts = [documents[i : i + size] for i in range(0, len(documents), size)]
     rows = st.integers(0, len(documents) - 1)
     stored = np.array(data.draw(st.lists(rows, max_size=20)), np.int64)
-    with mock.patch.object(prefix_index, "_COMPARED", at_once):
+    with mock.patch.object(prefix_index, "_AT_ONCE", at_once):
         order, common = prefix_index.prefix_order([flat(part) for part in parts], stored)
     assert sorted(order.tolist()) == list(range(len(stored)))
     chosen = [documents[n] for n in stored[order]]

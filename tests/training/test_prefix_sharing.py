@@ -22,7 +22,7 @@ from trl_packing.training import prefix_sharing
 from trl_packing.training.prefix_sharing import PrefixSharing, prefix_savings
 
 
-def answers(number=60, *, prompt=60, prompts=3, own_labels=False) -> list[dict]:
+def answers(number=60, *, prompt=60, prompts=3) -> list[dict]:
     """Return answers to parts of some prompts; every fourth document has no prompt."""
     rng = np.random.default_rng(0)
     questions = [rng.integers(6, 90, prompt).tolist() for _ in range(prompts)]
@@ -30,9 +30,6 @@ def answers(number=60, *, prompt=60, prompts=3, own_labels=False) -> list[dict]:
     for n in range(number):
         question = questions[n % prompts][: rng.integers(5, prompt)] if n % 4 else []
         rows.append(row_of(question, rng.integers(6, 90, rng.integers(2, 20)).tolist()))
-        if own_labels and n % 5 == 0:
-            labels = rows[-1]["labels"]
-            labels[len(labels) // 2] = 3
     return rows
 
 
@@ -213,10 +210,9 @@ def documents_of(**options) -> ArrowDocuments:
     return ArrowDocuments(Dataset.from_list(answers(**options)), ["input_ids", "labels"])
 
 
-@pytest.mark.parametrize("own_labels", [True, False])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_the_savings_are_those_of_the_collators_rows(name, own_labels):
-    documents = documents_of(own_labels=own_labels)
+def test_the_savings_are_those_of_the_collators_rows(name):
+    documents = documents_of()
     sampler = PackedBatchSampler(documents.lengths(), **SAMPLERS[name])
     found = prefix_savings(documents, sampler, "bin")
     assert found.is_whole
@@ -227,7 +223,7 @@ def test_the_savings_are_those_of_the_collators_rows(name, own_labels):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_groups_fill_bins_with_computed_tokens(name):
-    documents, options = documents_of(own_labels=True), SAMPLERS[name]
+    documents, options = documents_of(), SAMPLERS[name]
     lengths = documents.lengths()
     groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
     sampler = PackedBatchSampler(lengths, groups=groups, **options)

@@ -1,33 +1,10 @@
-"""Assign bins to optimizer steps so that ranks rarely wait for each other.
+"""Assign bins to optimizer steps so that ranks rarely wait, and steps of a mixture are fair.
 
-    window      some steps of the shuffled epoch, their bins by cost
-                    9 8 8 7 5 . . . . . . . . . . .          . ordinary: not sorted, at random
-    costly      a share of each step is gathered by cost, one step after the other
-                    step 0: 9 8       step 1: 8 7       step 2: 5 .       step 3: . .
-    fill        the other bins fill the steps so that all have about the same mean document length
-    step        bins -> micro-batches of equal cost -> the costliest first, so that the
-                micro-batches of a slot, which run on different ranks at once, cost about the same
-
-A slot lasts as long as its costliest micro-batch. Bins of one capacity differ in cost by their long
-documents, and with many ranks nearly every random step has such a bin. Sorting the whole epoch by
-cost would gather them in steps of their own. Here, only a share of each step is gathered, within
-windows of a random epoch: the smallest share that makes slots even, among those that keep steps
-fair. Every document is equally likely in every step, and the mean document length of steps varies
-no more than in random steps. Limitation: tokens of long documents still cluster
-(benchmarks/results/balance.md).
-
-Steps of a mixture are then made fair: they exchange bins, or documents, of several sources.
-
-    bins of 4 tokens       step 0        step 1        step 2        tokens of b
-    at random              aaab aaaa     abbb aabb     aaaa aaaa     1 5 0
-    exchanged              aaab aaaa     abbb aaaa     aabb aaaa     1 3 2
-
-Two steps exchange a bin of each if that brings both closer to the shares that sources have of the
-tokens of the epoch, and to its mean document length. Only bins of about equal cost change places,
-so ranks wait no longer than before. Every document remains equally likely in every full step,
-because the rule does not depend on the number of a step.
-
-All sums are of integers, or exact, so that every machine finds the same order.
+A slot lasts as long as its costliest micro-batch, and with many ranks nearly every random step has
+one with a long document. So in windows of a random epoch, a share of each step is gathered by cost:
+the smallest that makes slots even. The other bins fill steps so that their mean document length
+varies no more than at random. Every document is equally likely in every step
+(benchmarks/results/balance.md). All sums are of integers, or exact: every machine finds one order.
 """
 
 import math
@@ -60,27 +37,14 @@ def balanced_order(
     Random steps that are even enough already stay as they are. O(bins · log bins).
 
     Args:
-        costs: cost of each bin, in a random order, (bins,) integers. Bins at the end that do not
-            fill a step are left out.
-        tokens: tokens in each bin, (bins,) integers.
-        documents: documents in each bin, (bins,) integers.
-        slots: micro-batches in a step, ranks × accumulation. The order depends on the product only.
+        costs: of each bin, in a random order, (bins,) integers. Bins at the end that do not fill a
+            step are left out.
+        tokens: in each bin, (bins,) integers.
+        documents: in each bin, (bins,) integers.
+        slots: micro-batches in a step, ranks × accumulation.
         bins_per_batch: bins in a micro-batch.
         window: number of steps that exchange bins; 1 leaves every step as it is.
         rng: shuffles the new steps of each window.
-
-    Examples:
-        >>> order = balanced_order(
-        ...     np.array([9, 1, 1, 9, 9, 1, 1, 9]),
-        ...     tokens=np.full(8, 8),
-        ...     documents=np.full(8, 2),
-        ...     slots=2,
-        ...     bins_per_batch=1,
-        ...     window=4,
-        ...     rng=np.random.default_rng(0),
-        ... )
-        >>> order[..., 0].tolist()
-        [[6, 2], [4, 0], [5, 1], [7, 3]]
     """
     size = slots * bins_per_batch
     random_steps = np.arange(len(costs) // size * size).reshape(-1, size)
@@ -116,9 +80,8 @@ def _by_cost(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the bins of each window by falling cost, and the order in which they fill steps.
 
-    Bins of ordinary cost stay in random order. Steps that already have costly bins are filled first
-    with ordinary bins of many short documents, then with other ordinary bins, then with costly
-    bins, the cheapest first.
+    Ordinary bins of many short documents come first, then other ordinary ones, in random order,
+    then costly bins, the cheapest first.
     """
     bins = windows.reshape(len(windows), -1)
     cost = costs[bins]
@@ -143,7 +106,7 @@ def _dealt(
         windows: bins by falling cost, (windows, steps, bins).
         fill_order: order in which bins are chosen to fill steps, (windows, steps · bins). Of the
             others, each step takes the next `num_costly`.
-        positions: new places of the steps, (windows, steps); without them the costliest is first.
+        positions: new places of the steps, (windows, steps).
         num_costly: bins of each step that are gathered by cost.
         excess: of each bin, tokens above the mean for its number of documents.
     """
@@ -152,34 +115,37 @@ def _dealt(
     np.put_along_axis(fills, fill_order[:, : width * (size - num_costly)], True, 1)
     order = np.argsort(fills, axis=1, kind="stable")
     bins = np.take_along_axis(windows.reshape(num_windows, -1), order, 1)
-    dealt = np.empty_like(windows)
-    dealt[..., :num_costly] = bins[:, : width * num_costly].reshape(num_windows, width, -1)
-    sums = excess[dealt[..., :num_costly]].sum(axis=2)
-    for at in range(num_costly, size):
-        layer = bins[:, width * at : width * (at + 1)]
-        layer = np.take_along_axis(layer, np.argsort(excess[layer], axis=1, kind="stable"), 1)
-        highest = np.argsort(-sums, axis=1, kind="stable")  # gets the bin of least excess
-        np.put_along_axis(dealt[..., at], highest, layer, 1)
-        sums += excess[dealt[..., at]]
+    costly = bins[:, : width * num_costly].reshape(num_windows, width, -1)
+    layers = bins[:, width * num_costly :].reshape(num_windows, -1, width)
+    layers = np.take_along_axis(layers, np.argsort(excess[layers], axis=2, kind="stable"), 2)
+    _deal(layers, -excess, sums=-excess[costly].sum(axis=2))
+    dealt = np.concatenate([costly, layers.transpose(0, 2, 1)], axis=2)
     return np.take_along_axis(dealt, positions[..., None], 1).reshape(-1, size)
 
 
 def arranged(steps: np.ndarray, costs: np.ndarray, slots: int) -> np.ndarray:
     """Return micro-batches of about equal cost, the costliest first, (steps, slots, bins in each).
 
-    The bins of a step are dealt in layers, the costliest layer first. In each layer, the costliest
-    bin goes to the micro-batch that is the cheapest so far.
+    Of each layer of bins, the costliest goes to the micro-batch that is the cheapest so far.
     """
     by_cost = np.take_along_axis(steps, np.argsort(-costs[steps], axis=1, kind="stable"), 1)
     layers = by_cost.reshape(len(steps), steps.shape[1] // slots, slots)
-    sums = costs[layers[:, 0]]
-    for at in range(1, layers.shape[1]):
-        cheapest = np.argsort(sums, axis=1, kind="stable")
-        layer = layers[:, at].copy()
-        np.put_along_axis(layers[:, at], cheapest, layer, 1)
-        sums += costs[layers[:, at]]
+    sums = np.zeros((len(steps), slots), costs.dtype)
+    _deal(layers, costs, sums)
     order = np.argsort(-sums, axis=1, kind="stable")
     return np.take_along_axis(layers, order[:, None], 2).transpose(0, 2, 1)
+
+
+def _deal(layers: np.ndarray, values: np.ndarray, sums: np.ndarray) -> None:
+    """Give the first bin of each layer to the column whose sum is the lowest so far, and so on.
+
+    `layers`, (rows, layers, columns), and `sums` of the values of columns are changed in place.
+    """
+    for at in range(layers.shape[1]):
+        lowest = np.argsort(sums, axis=1, kind="stable")
+        layer = layers[:, at].copy()
+        np.put_along_axis(layers[:, at], lowest, layer, 1)
+        sums += values[layers[:, at]]
 
 
 def _unevenness(order: np.ndarray, costs: np.ndarray) -> float:
@@ -200,13 +166,11 @@ def _variation(order: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> 
 def excess_of_parts(
     sources: np.ndarray, lengths: np.ndarray, part_of: np.ndarray, number: int
 ) -> np.ndarray:
-    """Return how far each part is from a fair one: in its documents, and in the tokens of sources.
+    """Return how far each part, a bin or a document, is from a fair one; 0 for a fair step.
 
-    A step is fair where the sums of its parts, bins or single documents, are 0. In the first row
-    are the tokens beyond those of as many documents of mean length. The others have the tokens of
-    sources beyond their share of the part, ÷ √share: a small source varies as much as a large one
-    in random steps. The largest source is left out, because it has the remaining tokens; of many
-    sources, the smallest are one.
+    In the first row are the tokens beyond those of as many documents of mean length; in the others,
+    the tokens of sources beyond their share of the part, ÷ √share: a small source varies as much as
+    a large one at random. The largest source is left out; of many, the smallest are one.
 
     Args:
         sources: source of each document, ``(documents,)`` integers from 0.
@@ -246,7 +210,7 @@ def exchange_between_steps(
         order: bins or documents in the order of training, ``(N,)`` integers.
         size: of them in a step; the last step may have fewer.
         excess: of all bins or documents, as `excess_of_parts` returns it.
-        keys: integers; two of equal keys may change places. Each step keeps as many of each key.
+        keys: integers; only two of equal keys change places, so ranks wait no longer.
         rng: draws the steps and elements that are compared.
     """
     num_steps, nobody = -(-len(order) // size), len(keys)

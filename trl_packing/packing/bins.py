@@ -1,16 +1,12 @@
 """Lengths in, bins out: the documents that share a row. Needs NumPy only.
 
-    lengths   5 3 2 2 1 1        tokens of each document
-    capacity  7                  tokens that a bin holds
+lengths   5 3 2 2 1 1        tokens of each document
+capacity  7                  tokens that a bin holds
 
-    bin 0     5 2                plan[0] -> documents 0, 2      full
-    bin 1     3 2 1 1            plan[1] -> documents 1, 3 4 5  full
-
-A plan holds document *indices*, never tokens. Planning a million documents takes a fraction of a
-second, so every epoch gets a new plan. `STRATEGIES` lists the strategies and what each implies.
+bin 0     5 2                plan[0] -> documents 0, 2      full
+bin 1     3 2 1 1            plan[1] -> documents 1, 3 4 5  full
 """
 
-import operator
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +19,13 @@ from trl_packing.packing.remixing import random_order_within, remix, stable_args
 
 @dataclass(frozen=True)
 class Strategy:
-    """The meaning of a strategy's name, for everything that packs.
+    """The meaning of a strategy's name.
 
     Attributes:
         packs_as: the strategy that makes the same bins of documents that fit.
-        order_dependent: Documents are not sorted first, so the number of bins depends on their
-            order. All epochs then share one plan, because an epoch's length must not change.
-        shuffles: A seed shuffles the documents. If False, they keep the order of the data set.
+        order_dependent: The number of bins depends on the order of documents, so all epochs share
+            one plan: an epoch's length must not change.
+        shuffles: a seed shuffles the documents.
         overflow: the overflow policy that the name implies, or None.
     """
 
@@ -49,11 +45,7 @@ STRATEGIES = {
 
 
 def find_strategy(name: str) -> Strategy:
-    """Return the strategy called `name`.
-
-    Raises:
-        ValueError: there is no such strategy.
-    """
+    """Return the strategy called `name`. Raise ValueError if there is none."""
     if name not in STRATEGIES:
         raise ValueError(f"unknown packing strategy {name!r}; choose one of {tuple(STRATEGIES)}")
     return STRATEGIES[name]
@@ -85,10 +77,7 @@ class PackingPlan:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return the documents of one bin; negative indices count from the end."""
-        at = operator.index(index)
-        if not -len(self) <= at < len(self):
-            raise IndexError(f"bin {at} is out of range for a plan of {len(self)} bins")
-        at %= len(self)
+        at = range(len(self))[index]
         return self.indices[self.offsets[at] : self.offsets[at + 1]]
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -130,19 +119,14 @@ def pack(
             first.
 
     Raises:
-        ValueError: the strategy is unknown, a capacity or a length is below 1, lengths are missing
-            or no integers, or a document is longer than `capacity`.
+        ValueError: the strategy is unknown, lengths are missing or no integers, one is below 1, or
+            a document is longer than `capacity`.
 
     Examples:
         >>> [documents.tolist() for documents in pack([2, 4, 3, 1], 5, "next_fit")]
         [[0], [1], [2, 3]]
     """
     chosen = find_strategy(strategy)
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
-        raise ValueError(
-            f"capacity must be a positive integer, got {capacity!r}; "
-            "set max_length to the tokens that a row may hold"
-        )
     capacity = int(capacity)
     sizes = checked_lengths(lengths, capacity)
     rng = None if seed is None or not chosen.shuffles else np.random.default_rng(seed)
@@ -172,12 +156,10 @@ def pack(
 def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
     """Return lengths as integers. Raise ValueError for those that cannot be packed."""
     sizes = np.asarray(lengths)
-    if sizes.size == 0:
-        raise ValueError("lengths is empty: there is no document to pack; check the data set")
-    if sizes.dtype.kind not in "iu" or sizes.ndim != 1:
+    if not sizes.size or sizes.dtype.kind not in "iu" or sizes.ndim != 1:
         raise ValueError(
-            f"lengths must be one integer per document, got {sizes.ndim} dimension(s) of "
-            f"{sizes.dtype}; pass len(input_ids) of each document"
+            f"lengths must be one integer per document, got {sizes.dtype} of shape {sizes.shape}; "
+            "pass len(input_ids) of each document"
         )
     if sizes.min() < 1 or sizes.max() > capacity:
         at = int(np.argmax((sizes < 1) | (sizes > capacity)))
@@ -191,9 +173,8 @@ def checked_lengths(lengths: Any, capacity: int) -> np.ndarray:
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each document, given `sizes` in descending order.
 
-    It works on the histogram of lengths: bins with the same space left are interchangeable, so a
-    whole run of bins takes documents of one length at once. O(distinct lengths × runs touched), and
-    linear array work.
+    Bins with the same space left are interchangeable, so a whole run of them takes documents of one
+    length at once: O(distinct lengths × runs touched), and linear array work.
     """
     starts = np.flatnonzero(np.diff(sizes, prepend=0))
     counts = np.diff(starts, append=len(sizes)).tolist()
@@ -222,17 +203,12 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
                 num_bins += number
             # No other space lies in [length, space), so after one document the bin is still the
             # tightest fit for the next one. It takes as many as it holds, then the next bin does.
-            each = space // length
-            full, partial = min(number, count // each), 0
-            filled.append((first, full, each))
-            reopen(first, full, space - each * length)
-            count -= full * each
-            if count and full < number:
-                partial, count = count, 0
-                filled.append((first + full, 1, partial))
-                reopen(first + full, 1, space - partial * length)
-            used = full + (partial > 0)
+            each = min(space // length, count)
+            used = min(number, count // each)
+            filled.append((first, used, each))
+            reopen(first, used, space - each * length)
             reopen(first + used, number - used, space)
+            count -= used * each
     first, number, each = np.array(filled, dtype=_smallest_integer(len(sizes))).T
     return np.repeat(ranges(first, number).astype(first.dtype), np.repeat(each, number))
 

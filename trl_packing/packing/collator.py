@@ -4,36 +4,16 @@
     input_ids           11  12  13  21  22        (1, T) int64
     labels            -100  12  13 -100 22        (1, T) int64, prompt and document starts −100
     position_ids         0   1   2   0   1        (1, T) int64
-    loss_weights         0   1  .5   0   1        (1, T) float32, 0 on what is not trained; only if
-                                                  documents have weights, or loss_weighting is set
-    source_ids           0   0   0   3   3        (1, T) int64, −1 on padding; only if each document
-                                                  has `source_ids` (loss/sums.py)
+    loss_weights         0   1  .5   0   1        (1, T) float32, if there are any
+    source_ids           0   0   0   3   3        (1, T) int64, −1 on padding, if there are any
     seq_idx              0   0   0   1   1        (1, T) int32, for short convolutions
-    key_index, target_counts                      of a row with shared prefixes (prefix_tree.py)
     cu_seq_lens_q/k      0           3       5    (N + 1,) int32
     max_length_q/k       3                        int   } for models that are not prepared for
     use_cache            False                          } packing; not in a batch of `tensors_only`
 
-With `static_shapes`, T, N and max_length are the same in every batch (`StaticShapes`).
-
 A batch never has an attention_mask or a cache. With either one, transformers skips its detection of
 packed documents, and every token silently sees the documents before it
 (tests/attention/test_packed_models.py::test_attention_mask_or_cache_breaks_isolation).
-
-Loss weights of a batch, packed or padded:
-
-    documents         loss_weights 0 1 .5, loss_weight 2        loss_weights 0 1
-    packed row        0  2  1  0  1                             (1, T) float32
-    padded rows       0  2  1                                   (rows, T) float32
-                      0  1  0
-
-Batches of one shape, so that `torch.compile` and a GPU's allocator see one shape:
-
-    documents      a a a a a | b b | c c c                    10 tokens of 16
-    row            a a a a a | b b | c c c | . . . . . .      padded with a masked document
-    seq_lengths    5           2     3       0 0 0 0 6        four documents have no tokens
-    cu_seqlens     0 5 7 10 10 10 10 10 16
-    max_length     8                                          the longest document of the data set
 """
 
 import copy
@@ -68,11 +48,11 @@ _DOCUMENTS_MULTIPLE_OF = 8  # the number of documents in a row is rounded up to 
 
 @dataclass(frozen=True)
 class StaticShapes:
-    """The shape that all batches share.
+    """The shape that all batches share, for `torch.compile` and a GPU's allocator.
 
-    A masked document has no targets, and no other document sees it, so losses and gradients do not
-    change. FlashAttention-2 launches blocks for `max_length` queries of every document, also of
-    those without tokens: with the capacity instead of the longest document, nearly all would idle.
+        documents      a a a a a | b b | c c c                    10 tokens of 16
+        row            a a a a a | b b | c c c | . . . . . .      padded with a masked document
+        cu_seqlens     0 5 7 10 10 10 10 10 16                    four documents have no tokens
 
     Attributes:
         num_tokens: T of a row; a longer row is padded to a multiple of it.
@@ -104,8 +84,8 @@ class StaticShapes:
             model: limits the length of masked documents by its position embeddings.
             capacity: tokens that a bin may hold.
             bins: bins in a micro-batch.
-            most_documents: largest number of documents in a micro-batch of this epoch (the bins of
-                later epochs differ). None makes room for documents of 32 tokens.
+            most_documents: in a micro-batch of this epoch; later ones differ. None makes room for
+                documents of 32 tokens.
             longest: tokens of the longest document of the data set; None: `capacity`.
             pad_to_multiple_of: makes `num_tokens` a multiple of it.
         """
@@ -125,29 +105,21 @@ class StaticShapes:
             longest_tail=min([max_length, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
         )
 
-    def padding(self, num_tokens: int) -> list[int]:
-        """Return the lengths of the masked documents behind `num_tokens` tokens.
-
-        Examples:
-            >>> StaticShapes(16, max_length=8, num_documents=8, longest_tail=8).padding(5)
-            [8, 3]
-        """
-        missing = -num_tokens % self.num_tokens if num_tokens else self.num_tokens
-        full, left = divmod(missing, self.longest_tail)
-        return [self.longest_tail] * full + [left] * bool(left)
-
-    def empty_documents(self, num_documents: int) -> int:
-        """Return how many documents without tokens a row with `num_documents` needs, at least one.
+    def masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
+        """Return the lengths of the documents behind those of a row: empty ones, then padding.
 
         Examples:
             >>> shapes = StaticShapes(16, max_length=8, num_documents=8, longest_tail=8)
-            >>> shapes.empty_documents(3), shapes.empty_documents(8)
-            (5, 8)
+            >>> shapes.masked_documents(3, num_tokens=5)
+            [0, 0, 0, 8, 3]
         """
-        held = self.num_documents
-        while held <= num_documents:
+        missing = -num_tokens % self.num_tokens if num_tokens else self.num_tokens
+        full, left = divmod(missing, self.longest_tail)
+        padding = [self.longest_tail] * full + [left] * bool(left)
+        held, needed = self.num_documents, num_documents + len(padding)
+        while held <= needed:
             held *= 2
-        return held - num_documents
+        return [0] * (held - needed) + padding
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -161,24 +133,21 @@ class PackedCollator:
     `completion_mask` and/or `assistant_masks` (1 on trained tokens), or nothing (every token is
     trained). With `seq_lengths`, or an `attention_mask` that numbers its documents (1 1 2 2 2), it
     is a row that already holds several. `loss_weights` weigh each trained token, and `loss_weight`,
-    a number, weighs all of them (in a row of several documents, the tokens of each).
-    `PackedSFTTrainer` takes the weights out of the batch before the model is called. In a training
-    loop of your own, take them out for your loss: the model does not accept them.
+    a number, weighs all of them. Take the weights out of the batch in a training loop of your own:
+    the model does not accept them.
 
     An empty list of documents gives a batch with one masked token, so that a rank without documents
-    still takes part in the step. A blank image, also masked, does the same for the vision tower
-    where ranks wait for each other (vision/batch.py).
+    still takes part in the step, and a blank image where ranks wait for each other's vision tower.
 
     Attributes:
         pad_token_id: token id of the padding that `pad_to_multiple_of` adds.
         pad_to_multiple_of: makes T a multiple of it by one more document, which is masked.
         loss_weighting: effect of a document's length on its weights: "token", "document" or "sqrt"
-            (documents/weights.py). With the last two, the batch has `loss_weights` even if
-            documents have none.
+            (documents/weights.py).
         static_shapes: shape of every batch; overrides `pad_to_multiple_of`.
-        tensors_only: Leave out `max_length_q/k` and `use_cache`, which are not tensors, and add the
-            CPU copy of the row as `host` (`PackedBatch`). `PackedSFTTrainer` and `enable_packing`
-            pass to their models what is left out.
+        tensors_only: Leave out `max_length_q/k` and `use_cache`, and add the CPU copy of the row as
+            `host` (`PackedBatch`). `PackedSFTTrainer` and `enable_packing` pass to their models
+            what is left out.
         shares_prefixes: compute the tokens with which documents begin alike once (prefix_tree.py),
             on models that passed the check of such rows.
         images: adds the tensors of the images of documents (vision/batch.py); None without images.
@@ -203,32 +172,20 @@ class PackedCollator:
     shares_prefixes: bool = False
     images: Any = None
 
-    def __post_init__(self) -> None:
-        if self.shares_prefixes and self.static_shapes is not None:
-            raise ValueError(
-                "prefix_sharing makes rows of any length, and static_shapes=True holds them at "
-                "one; set prefix_sharing='off', or leave static_shapes out"
-            )
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ValueError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1, or None"
-            )
-
     def replaced(self, **attributes: Any) -> "PackedCollator":
         """Return a copy with other attributes; a subclass may have its own constructor."""
         made = copy.copy(self)
         vars(made).update(attributes)
-        made.__post_init__()
         return made
 
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> PackedBatch:
-        """Return the batch described in this module's docstring.
+        """Return the batch of `documents`, in one row.
 
         Raises:
             ValueError: labels, masks, weights or `seq_lengths` do not match `input_ids`, or weights
                 are not finite and ≥ 0.
         """
-        input_ids = [_token_ids(document["input_ids"]) for document in documents]
+        input_ids = [np.asarray(document["input_ids"], np.int64) for document in documents]
         labels = [document_labels(*pair) for pair in zip(documents, input_ids, strict=True)]
         rows = list(_seq_lengths(documents, input_ids))
         real = [length for row in rows for length in row if length]
@@ -249,14 +206,15 @@ class PackedCollator:
             "labels": flat_labels[None],
             **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
         }
-        sources = None
         if has_weights(documents, self.loss_weighting):
-            of_tokens, of_items = _weights_of(documents, [sum(row) for row in rows])
+            of_tokens = map(token_weights, documents, map(len, input_ids))
             weights = np.concatenate([*of_tokens, np.ones(tail)])
-            factors = [w for w, row in zip(of_items, rows, strict=True) for n in row if n]
+            of_rows = zip(map(document_weight, documents), rows, strict=True)
+            factors = [weight for weight, row in of_rows for length in row if length]
             factors += [1.0] * len(masked)
             flat = weights, flat_labels.numpy(), lengths, factors, self.loss_weighting
             batch[TOKEN_WEIGHTS] = torch.from_numpy(weigh_tokens(*flat))[None]
+        sources = None
         if any(SOURCE_IDS in document for document in documents):
             ids = [document[SOURCE_IDS] for document in documents]
             source_ids = np.repeat([*ids, -1], [*map(sum, rows), tail])
@@ -264,21 +222,6 @@ class PackedCollator:
             sources = source_ids[starts[: len(real)].numpy()]
         if self.images is not None:
             batch |= self.images.tensors([*documents, *blanks], tokens)
-        shared = None
-        if self.shares_prefixes and len(real) > 1 and self.images is None:
-            named = {*batch} & {"input_ids", "labels", TOKEN_WEIGHTS}
-            of_documents = {name: batch[name][0, : sum(real)].numpy() for name in named}
-            multiple = self.pad_to_multiple_of or 1
-            shared = share_prefixes(of_documents, real, multiple, self.pad_token_id, sources)
-            batch = batch if shared is None else shared[0]
-        if not self.tensors_only:
-            return PackedBatch(batch)
-        tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
-        # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
-        if type(self).__call__ is not PackedCollator.__call__:
-            return PackedBatch(tensors)
-        if shared is not None:
-            return PackedBatch(tensors, shared[1])
         host = HostRow(
             np.cumsum([0, *lengths], dtype=np.int64),
             flat_labels.numpy() != IGNORE_INDEX,
@@ -287,14 +230,22 @@ class PackedCollator:
             sources=sources,
             num_images=0 if self.images is None else self.images.count(documents),
         )
-        return PackedBatch(tensors, host)
+        if self.shares_prefixes and len(real) > 1 and self.images is None:
+            named = {*batch} & {"input_ids", "labels", TOKEN_WEIGHTS}
+            apart = {name: batch[name][0, : sum(real)].numpy() for name in named}
+            multiple = self.pad_to_multiple_of or 1
+            shared = share_prefixes(apart, real, multiple, self.pad_token_id, sources)
+            batch, host = shared or (batch, host)
+        if not self.tensors_only:
+            return PackedBatch(batch)
+        tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+        # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
+        is_ours = type(self).__call__ is PackedCollator.__call__
+        return PackedBatch(tensors, host if is_ours else None)
 
     def _masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
-        """Return the lengths of the masked documents behind a row: empty ones, then padding."""
-        shapes = self.static_shapes
-        if shapes is not None:
-            padding = shapes.padding(num_tokens)
-            return [0] * shapes.empty_documents(num_documents + len(padding)) + padding
+        if self.static_shapes is not None:
+            return self.static_shapes.masked_documents(num_documents, num_tokens)
         multiple = self.pad_to_multiple_of or 1
         tail = -num_tokens % multiple if num_tokens else multiple
         return [tail] if tail else []
@@ -303,52 +254,13 @@ class PackedCollator:
 class DataCollatorWithFlattening(PackedCollator):
     """transformers' class of this name, with document boundaries in every batch.
 
-    It takes the arguments of that class. Boundaries, `seq_idx` and `position_ids` are always in the
-    batch, so `return_flash_attn_kwargs` and `return_seq_idx` have no effect. Some models need more
-    than a batch to keep documents apart (`tests/drop_in/test_articles.py` has one): call
-    `enable_packing(model)` for these.
-
-    Args:
-        return_position_ids: must be True.
-        separator_id: must be -100.
-        return_flash_attn_kwargs: has no effect.
-        return_seq_idx: has no effect.
-        position_ids_start: must be 0.
-        return_tensors: must be "pt".
-
-    Raises:
-        ValueError: an argument has another value than the one it must have.
+    Boundaries, `seq_idx` and `position_ids` are always in the batch, so the two arguments have no
+    effect. Some models need more than a batch to keep documents apart: call `enable_packing(model)`
+    for these (`tests/drop_in/test_articles.py` has one).
     """
 
-    def __init__(
-        self,
-        *,
-        return_position_ids: bool = True,
-        separator_id: int = IGNORE_INDEX,
-        return_flash_attn_kwargs: bool = True,
-        return_seq_idx: bool = True,
-        position_ids_start: int = 0,
-        return_tensors: str = "pt",
-    ):
-        for name, value, needed in (
-            ("return_position_ids", return_position_ids, True),
-            ("separator_id", separator_id, IGNORE_INDEX),
-            ("position_ids_start", position_ids_start, 0),
-            ("return_tensors", return_tensors, "pt"),
-        ):
-            if value != needed:
-                raise ValueError(
-                    f"{name}={value!r} is not possible here, only {needed!r}; leave it out, or "
-                    "take transformers' DataCollatorWithFlattening"
-                )
+    def __init__(self, *, return_flash_attn_kwargs: bool = True, return_seq_idx: bool = True):
         super().__init__()
-
-
-def _token_ids(values: Any) -> np.ndarray:
-    ids = np.asarray(values)
-    if ids.dtype.kind not in "iu" and ids.size:
-        raise ValueError(f"input_ids must be integers, got {ids.dtype}; tokenize the text first")
-    return ids.astype(np.int64, copy=False)
 
 
 def _seq_lengths(
@@ -393,35 +305,14 @@ class WeightedPaddedCollator:
         labels = batch["labels"]
         if has_weights(documents, self.loss_weighting):
             sizes = [len(document["input_ids"]) for document in documents]
-            of_tokens, factors = _weights_of(documents, sizes)
             weights = np.zeros(labels.shape)
-            for row, given in zip(weights, of_tokens, strict=True):
-                row[: len(given)] = given
+            for row, document, size in zip(weights, documents, sizes, strict=True):
+                row[:size] = token_weights(document, size)
             weights[:, 0] = 0  # never a target
             flat = weights.ravel(), labels.numpy().ravel(), [labels.shape[1]] * len(labels)
-            found = weigh_tokens(*flat, factors, self.loss_weighting)
+            found = weigh_tokens(*flat, [*map(document_weight, documents)], self.loss_weighting)
             batch[TOKEN_WEIGHTS] = torch.from_numpy(found).view(labels.shape)
         if any(SOURCE_IDS in document for document in documents):
             source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])
             batch[SOURCE_IDS] = source_ids[:, None].repeat(1, labels.shape[1])
         return batch
-
-
-def named_token_weights(document: Document, num_tokens: int, which: str) -> np.ndarray:
-    """Return the weights of a document's tokens. Raise ValueError that names it if one is wrong."""
-    try:
-        return token_weights(document, num_tokens)
-    except ValueError as problem:
-        raise ValueError(f"{which}: {problem}") from None
-
-
-def _weights_of(
-    documents: Sequence[Document], sizes: Sequence[int]
-) -> tuple[list[np.ndarray], list[float]]:
-    """Return the weights of the tokens of each item of a batch, and the weight of each item."""
-    named = [
-        (document, size, f"document {number} of a micro-batch")
-        for number, (document, size) in enumerate(zip(documents, sizes, strict=True))
-    ]
-    of_items = [document_weight(document, which) for document, _, which in named]
-    return [named_token_weights(*of_item) for of_item in named], of_items

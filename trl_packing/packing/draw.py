@@ -1,34 +1,12 @@
 """The documents of each epoch, and their order before they are packed.
 
-    all of them      in a random order, or as a padded run of transformers draws them (below)
+    all of them      in a random order, or as a padded run of transformers draws them
     a mixture        some sources more than once, others in part
     a curriculum     in stages by a number of each document, such as its length
 
-source   documents   share of an epoch      epoch 0          epoch 1          epoch 2
-math     a b         2 times each           a b a b          a b a b          a b a b
-chat     c d e f g   2 of 5                 e c              g d              f e
-
 An epoch of a mixture draws whole copies of a source, and a remainder that goes on where that of the
-epoch before stopped. So no document is drawn twice before all others of its source are drawn once.
-A draw holds numbers of documents; no token is copied. It depends on (seed, epoch) alone.
-
-    train_sampling_strategy    drawn by                                    seed of an epoch
-    random                     accelerate's SeedableRandomSampler          seed + epoch
-    batch_rebalance            transformers' BatchRebalanceSampler         42 + epoch
-    group_by_length            LengthGroupedSampler, in mega-batches       torch's generator
-    sequential                 not drawn: the order of the data set
-
-A padded run takes this order in slices, one slice per optimizer step. A padding-free run with the
-same order therefore trains on the same documents at every step (transformers 5.23, accelerate
-1.15).
-
-    numbers          3  9  4  1  8  5       length, difficulty, ...
-    stages           0  2  1  0  2  1       of about equally many tokens
-    an epoch         3 1 | 4 5 | 9 8        stage after stage, each in a random order
-
-Within a stage of a curriculum, documents are drawn, packed and balanced as in an epoch without
-stages. A document is in the same stage in every epoch; which of several documents with equal
-numbers come first is drawn once, from the seed. So all epochs have equally many bins.
+epoch before stopped. Within a stage of a curriculum, documents are drawn, packed and balanced as in
+an epoch without stages. A draw depends on (seed, epoch) alone.
 """
 
 from dataclasses import dataclass
@@ -43,14 +21,10 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.balance import excess_of_parts, exchange_between_steps
 
-#: The seed that transformers gives `BatchRebalanceSampler`, whatever the seed of the run.
-REBALANCE_SEED = 42
-
 #: The value of the setting `curriculum` that orders by tokens.
 LENGTH = "length"
 
-# More stages are closer to a sorted epoch. Fewer have fuller bins: one of a stage may stay half
-# empty.
+# More stages are closer to a sorted epoch; fewer have fuller bins.
 _MOST_STAGES, _BINS_OF_A_STAGE = 64, 64
 
 _MIX_SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
@@ -61,13 +35,17 @@ _MOST_COUNTED = 2.0**60  # larger shares would not fit into 64 bits
 
 
 def document_order(
-    strategy: str, lengths: np.ndarray, *, seed: int, epoch: int, documents_per_rank: int
+    strategy: str, lengths: np.ndarray, seed: int, epoch: int, documents_per_rank: int
 ) -> np.ndarray:
-    """Return all documents in the order of training in `epoch`, ``(documents,)`` int64.
+    """Return all documents in the order of a padded run, ``(documents,)`` int64.
 
-    `LengthGroupedSampler` draws from torch's global generator, so its epochs follow from the seed
-    only if nothing else draws from that generator. This order assumes so: every dataloader draws a
-    seed for its workers first, then the sampler draws a permutation.
+    strategy            drawn by (transformers 5.23, accelerate 1.15)      seed of an epoch
+    random              accelerate's SeedableRandomSampler                 seed + epoch
+    batch_rebalance     transformers' BatchRebalanceSampler                42 + epoch
+    group_by_length     LengthGroupedSampler, in mega-batches              torch's generator
+    sequential          not drawn: the order of the data set
+
+    A padded run takes a slice of this order in each optimizer step.
 
     Args:
         strategy: a `train_sampling_strategy` of transformers.
@@ -83,6 +61,8 @@ def document_order(
     if strategy != "group_by_length":
         generator = torch.Generator().manual_seed(seed + epoch)
         return torch.randperm(number, generator=generator).numpy()
+    # Its epochs follow from the seed if nothing else draws from torch's generator: a dataloader
+    # draws a seed for its workers, then the sampler a permutation.
     generator = torch.Generator().manual_seed(seed)
     for before in range(epoch + 1):
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of workers
@@ -100,13 +80,10 @@ def packing_seed(args: TrainingArguments) -> int:
 def order_seed(strategy: str, *, data_seed: int | None, torch_seed: int) -> int:
     """Return the seed from which transformers draws the order of documents.
 
-    Args:
-        strategy: a `train_sampling_strategy` of transformers.
-        data_seed: `args.data_seed`.
-        torch_seed: seed of torch's global generator when training starts, usually `args.seed`.
+    `torch_seed` is that of torch's global generator when training starts, usually `args.seed`.
     """
     if strategy == "batch_rebalance":
-        return REBALANCE_SEED
+        return 42  # whatever the seed of the run
     return torch_seed if strategy == "group_by_length" or data_seed is None else data_seed
 
 
@@ -157,19 +134,13 @@ class MixtureDraw:
         return np.repeat(np.arange(len(self.source_ids)), times)
 
     def fair_order(
-        self, documents: np.ndarray, lengths: np.ndarray, *, epoch: int, documents_per_step: int
+        self, documents: np.ndarray, lengths: np.ndarray, epoch: int, documents_per_step: int
     ) -> np.ndarray:
         """Return the places of an epoch in an order of which every step is a fair mixture.
 
         A step holds each source in proportion to its documents, within one or two of them, and
         nearly in proportion to its tokens. A document that is drawn twice comes again when all
-        others of its source have come.
-
-        Args:
-            documents: of the epoch, as `documents` returns them.
-            lengths: tokens of each of them.
-            epoch: its number.
-            documents_per_step: documents in a step.
+        others of its source have come. `documents` and `lengths` are those of the epoch.
         """
         rng = np.random.default_rng((_MIX_SEED, self.seed, epoch))
         sources = self.source_ids[documents]
@@ -251,23 +222,17 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
     Raises:
         ValueError: there is no such column, or it does not hold numbers.
     """
-    name = column_of(curriculum)
+    name, dataset = column_of(curriculum), documents.dataset
     if name == LENGTH:
         return documents.lengths()
-    dataset = documents.dataset
-    column: Any = dataset.data.column(name) if name in dataset.column_names else None
-    stored = np.zeros(0, str) if column is None else column.to_numpy()
-    if stored.dtype.kind not in "iufb":
-        raise ValueError(
-            f"curriculum={curriculum!r} must name a column of numbers, and the training set has "
-            f"{dict(dataset.features)}; name another one, or set curriculum='length'"
-        )
+    stored = np.full(len(dataset.data), "")
+    if name in dataset.column_names:
+        stored = dataset.data.column(name).to_numpy()
     numbers = stored[documents.stored_rows(np.arange(len(documents)))]
-    if np.isnan(numbers).any():
-        row = int(np.argmax(np.isnan(numbers)))
+    if numbers.dtype.kind not in "iufb" or np.isnan(numbers).any():
         raise ValueError(
-            f"document {row} of the training set has no {name!r} (it is null or NaN), which "
-            "curriculum names; fill it in, or drop the row"
+            f"curriculum={curriculum!r} must name a column with a number for each document, and "
+            f"the training set has {dict(dataset.features)}; fill it in, or set 'length'"
         )
     return numbers
 

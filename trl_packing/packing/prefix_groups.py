@@ -5,22 +5,10 @@ groups                  S Q a   S Q b | S R c | S T d   S T e
 bins                    S Q a b T d e | S R c ...                    of whole groups
 
 Sorted neighbors are linked if they share a substantial part of the shorter one, beyond the
-background: the longest prefix that over half of all documents share. The background links nobody,
-because nearly every bin shares it anyway. Linked documents that fit into a bin, and are not too
-many, are a cluster.
-
-    linked, too many        S T ...                              a set, which is searched again
-    its clusters            S T Q a  S T Q b | S T R c | ...     its background is S T
-    in random order         S T R c | S T Q a  S T Q b | ...     and filled into groups one by one
-
-Documents that share tool definitions thus meet at random, and not by the first words of their
-questions.
-
-An order of documents may keep groups in one optimizer step:
-
-    drawn              a0 b0 c0 a1 d0 b1 e0 ...          groups: a of 3 documents, b of 2, ...
-    groups as drawn    a a a | b b | c | d | e | ...
-    steps of 4         a a a c | b b d e | ...           b does not fit behind a: c comes first
+background: the longest prefix that over half of all documents share, as nearly every bin does.
+Linked documents that fit into a bin are a cluster; larger sets are searched again with a background
+of their own. Clusters fill groups in random order, so documents with one system prompt meet at
+random, and not by the first words of their questions.
 """
 
 from collections import deque
@@ -33,9 +21,8 @@ import numpy as np
 from trl_packing.packing.bins import PackingPlan, checked_lengths, numbered_by_jumps, pack, ranges
 from trl_packing.packing.prefix_index import MIN_SHARED, PrefixIndex, shared_depths
 
-# Most tokens that the documents of a bin have, for each token of its capacity. Kernels gather the
-# keys of each document: 100 branches of 80 tokens behind a prompt of 8,192 would take 19 GiB in one
-# layer of an 8B model.
+# Most tokens that the documents of a bin have, for each token of its capacity: kernels gather the
+# keys of each document.
 _MOST_KEYS = 8
 
 _SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
@@ -52,7 +39,7 @@ class PrefixGroups:
     Attributes:
         index: of the data set.
         lengths: tokens of every document, ``(N,)`` integers.
-        documents: documents group by group, in the order of the index within a group, ``(N,)``.
+        documents: group by group, in the order of the index within a group, ``(N,)``.
         offsets: group g is ``documents[offsets[g]:offsets[g + 1]]``, ``(G + 1,)``.
     """
 
@@ -90,13 +77,7 @@ class PrefixGroups:
     def pack(self, capacity: int, strategy: str, seed: Sequence[int] | None) -> PackingPlan:
         """Return a plan with each group in one bin; `tokens` are those that a bin computes.
 
-        Args:
-            capacity: computed tokens that a bin may hold.
-            strategy: as in `bins.pack`.
-            seed: as in `bins.pack`.
-
-        Raises:
-            ValueError: a document is longer than `capacity`, or there is none.
+        Arguments and errors are those of `bins.pack`.
         """
         checked_lengths(self.lengths, capacity)
         # Tokens that any two documents share are in a bin once.
@@ -115,13 +96,11 @@ class PrefixGroups:
     def in_steps(self, order: np.ndarray, documents_per_step: int) -> np.ndarray:
         """Return `order` with the documents of each group next to each other, ``(documents,)``.
 
-        A group comes where the first of its documents was drawn. It comes a little later if it does
-        not fit into what is left of a step, and it is cut if no other group fits there.
-        O(documents).
+            drawn              a0 b0 c0 a1 d0 b1 e0 ...          a: a group of 3 documents
+            groups as drawn    a a a | b b | c | d | e | ...
+            steps of 4         a a a c | b b d e | ...           b does not fit behind a
 
-        Args:
-            order: documents as drawn; some of the data set may be missing.
-            documents_per_step: documents in a step.
+        A group is cut if no other fits into what is left of a step. O(documents).
         """
         _, first, group = np.unique(self.numbers[order], return_index=True, return_inverse=True)
         by_draw = np.lexsort((np.argsort(self.documents)[order], first[group]))
@@ -152,8 +131,7 @@ def group_documents(
     Args:
         index: of the data set.
         lengths: tokens of every document, ``(N,)`` integers.
-        capacity: computed tokens that a group may have; None sets no limit. A longer document is a
-            group of its own.
+        capacity: computed tokens that a group may have; a longer document is a group of its own.
         most: documents that a group may have.
     """
     number, of_order = len(lengths), lengths[index.order].astype(np.int64)
@@ -196,8 +174,8 @@ def _clusters(
         most: documents of a cluster.
 
     Returns:
-        Their order, ``(N,)``; and for each, the documents linked to it in the first search, and its
-        cluster, as ascending numbers, ``(N, 2)``.
+        Their order, ``(N,)``; and for each, the number of the set linked to it in the first search,
+        and of its cluster, ``(N, 2)``.
     """
     rng, order = np.random.default_rng(0), np.arange(len(common))
     depths = np.append(0, shared_depths(common[1:], lengths[:-1]))
@@ -205,7 +183,7 @@ def _clusters(
     keys = np.concatenate([[0], np.cumsum(lengths)])
     starts_family, starts_cluster = np.zeros((2, len(common)), bool)
     places = order  # in `order` of documents that are in no cluster yet, set by set
-    sets, base = np.zeros(len(common), np.int64), background(common, lengths)
+    sets, base = np.zeros(len(common), np.int64), _background(common, lengths)
     for level in range(_DEEPEST + 1):
         documents = order[places]
         is_linked = np.zeros(len(places), bool)
@@ -243,7 +221,7 @@ def _clusters(
     return order, np.stack([np.cumsum(starts_family), np.cumsum(starts_cluster)], 1)
 
 
-def background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the first tokens of each document that over half of all documents share, ``(N,)``."""
     middle = len(common) // 2  # over half of all places include the middle
     before = np.minimum.accumulate(common[middle:0:-1])[::-1]

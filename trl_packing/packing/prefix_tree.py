@@ -5,24 +5,10 @@
     position_ids    0 1 2 3 4 5 6 7   4 5 6   2 3 4 5
     C sees          S S _ _ _ _ _ _   _ _ _   S R R c
 
-Documents are sorted, and each adds to the row the tokens that it does not share with the document
-before it. A position has one label, the next token. Documents that differ in their next token do
-not share a position, so the last common token stands in the row once for each branch; only its
-first copy is a target. The weight of a target is the sum of its weights in all documents.
-
-The row is the depth-first order of the prefix tree of the documents. "Tree Training" (arXiv
-2511.00413) computes agent trajectories this way.
-
-A packed row of such documents is made from the row of the same documents apart:
-
-    apart        input_ids, labels, loss_weights, ...      (1, T)    a document after another
-    shared       the same keys, fewer tokens               (1, T')
-                 loss_weights                              sums over the documents at a position
-                 target_counts                             documents that train a position
-                 source_ids, _places, _weights             the targets of each source
-                 cu_seq_lens_k, key_index                  the keys of each segment
-
-Loss and gradients of both rows are the same.
+The row is the depth-first order of the prefix tree of the documents ("Tree Training", arXiv
+2511.00413). A position has one label, the next token, so the last common token stands in the row
+once for each branch; only its first copy is a target. The weight of a target is the sum of its
+weights in all documents. Loss and gradients are those of the documents apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +36,6 @@ from trl_packing.packing.prefix_index import MIN_SHARED
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
     """The row of N documents with shared prefixes: T tokens of documents, T' in the row.
-
-    Tokens of documents are counted through all of them, as given.
 
     Attributes:
         order: document of each run of the row, ``(N,)``: the documents in sorted order.
@@ -89,14 +73,11 @@ class PrefixTree:
         return np.bincount(self.targets, weights, minlength=len(self.tokens))
 
 
-def build_prefix_tree(
-    documents: Sequence[np.ndarray], *, groups: Sequence[int] | None = None, min_shared: int = 1
-) -> PrefixTree:
+def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -> PrefixTree:
     """Return the row of `documents`.
 
     Args:
         documents: token ids of each document, 1-D integers.
-        groups: a number for each document, ``(N,)``; only documents of one group share.
         min_shared: documents share at least so many tokens, or none.
 
     Examples:
@@ -106,7 +87,7 @@ def build_prefix_tree(
         >>> tree.position_ids.tolist()
         [0, 1, 2, 3, 2, 3]
     """
-    order, depths = _sort(documents, [0] * len(documents) if groups is None else groups, min_shared)
+    order, depths = _sort(documents, min_shared)
     sizes = np.fromiter(map(len, documents), np.int64, len(documents))
     offsets, lengths = np.append(0, np.cumsum(sizes)), sizes[order]
     starts = np.append(0, np.cumsum(lengths - depths))
@@ -144,16 +125,14 @@ def build_prefix_tree(
     )
 
 
-def _sort(
-    documents: Sequence[np.ndarray], groups: Sequence[int], min_shared: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _sort(documents: Sequence[np.ndarray], min_shared: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of documents, and how many tokens each takes from the path before it."""
     keys = [document.astype(">i8").tobytes() for document in documents]
-    order = sorted(range(len(documents)), key=lambda d: (groups[d], keys[d]))
+    order = sorted(range(len(documents)), key=keys.__getitem__)
     depths = np.zeros(len(documents), np.int64)
     first = 8 * min_shared  # bytes
     for i, (before, document) in enumerate(pairwise(order), 1):
-        if groups[document] == groups[before] and keys[document][:first] == keys[before][:first]:
+        if keys[document][:first] == keys[before][:first]:
             length = min(len(documents[before]), len(documents[document]))
             differs = documents[before][:length] != documents[document][:length]
             common = int(np.append(differs, True).argmax())
@@ -185,13 +164,11 @@ def share_prefixes(
     tree = tree_of_row(flat, lengths)
     if tree is None:
         return None
-    ids, labels = tree.place(flat["input_ids"]), tree.place(flat["labels"])
+    ids = tree.place(flat["input_ids"])
     tail = -len(ids) % padding
     counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
     weights = tree.sum_targets(flat[TOKEN_WEIGHTS]) if TOKEN_WEIGHTS in flat else counts
-    # A document with labels of its own shares nothing, so its labels are on its path.
-    labels = np.where(labels == IGNORE_INDEX, ids, labels)
-    labels = np.where(counts > 0, labels, IGNORE_INDEX)
+    labels = np.where(counts > 0, ids, IGNORE_INDEX)
     is_trained = np.append(counts > 0, np.zeros(tail, bool))
     values = {  # each with that of the padding
         "input_ids": (ids, np.full(tail, pad_token_id)),
@@ -228,17 +205,13 @@ def share_prefixes(
 
 def tree_of_row(flat: Mapping[str, np.ndarray], lengths: Sequence[int]) -> PrefixTree | None:
     """Return the tree of the documents of a row; arguments and None as of `share_prefixes`."""
-    starts, labels = np.cumsum([0, *lengths])[:-1], flat["labels"]
-    ids = np.split(flat["input_ids"], starts[1:])
-    # A document with labels of its own is a group of its own.
-    is_plain = (labels == flat["input_ids"]) | (labels == IGNORE_INDEX)
-    may_share = np.logical_and.reduceat(is_plain, starts)
-    groups = np.where(may_share, 0, -1 - np.arange(len(starts))).tolist()
+    labels, ids = flat["labels"], np.split(flat["input_ids"], np.cumsum(lengths)[:-1])
     # A quick look: rows without common prefixes end here.
-    begins = {(group, x[:MIN_SHARED].tobytes()) for group, x in zip(groups, ids, strict=True)}
-    if len(begins) == len(ids):
+    if len({document[:MIN_SHARED].tobytes() for document in ids}) == len(ids):
         return None
-    tree = build_prefix_tree(ids, groups=groups, min_shared=MIN_SHARED)
+    if ((labels != IGNORE_INDEX) & (labels != flat["input_ids"])).any():  # targets would be merged
+        return None
+    tree = build_prefix_tree(ids, min_shared=MIN_SHARED)
     return tree if tree.depths.any() else None
 
 

@@ -1,20 +1,15 @@
 """Exchange documents between bins, so that two seeds share no more pairs than chance would give.
 
 If few documents have equal lengths, best-fit decreasing gives nearly the same bins for every seed.
-Rounds over all bins at once change the partners of documents without a new bin:
 
     tails exchanged between two bins        5 3 | 2 1    →    5 3 | 3        cut where both hold
     that are cut at the same place          6 2 | 3           6 2 | 2 1      8 tokens
-
-Fewer documents than 1,000 find such cuts, too: after 12 rounds, pairs meet again as often as by
-chance.
 """
 
 import numpy as np
 
-# Sets this large are not re-mixed: enough documents share a length that shuffling ties suffices.
-# Smaller sets get more rounds: 2 at 1M documents, 8 at 200k. The smallest sets get fewer rounds,
-# because windows of a stream are planned often; their plan takes a few milliseconds.
+# In sets this large, enough documents share a length. Smaller sets get more rounds: 2 at 1M
+# documents, 8 at 200k; the smallest get fewer, because windows of a stream are planned often.
 _REMIX_BELOW = 5_000_000
 _MAX_ROUNDS = 40
 _SMALL, _MAX_ROUNDS_OF_SMALL = 1000, 12
@@ -25,13 +20,12 @@ _MATCHINGS = 2
 
 
 def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.Generator) -> None:
-    """Move documents between bins, in place, so that two seeds give them different partners.
+    """Move documents between bins, in place, without a new bin or one beyond `capacity`.
 
-    The number of bins stays the same, and none exceeds `capacity`. O(documents · log documents) per
-    round.
+    O(documents · log documents) per round.
 
     Args:
-        sizes: tokens of each document, ``(documents,)``, at least 1.
+        sizes: tokens of each document, ``(documents,)``.
         bin_of: bin of each document, ``(documents,)``, changed in place.
         capacity: tokens that a bin may hold.
         rng: draws the moves.
@@ -83,13 +77,7 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
 
 
 def random_order_within(groups: np.ndarray, largest: int, rng: np.random.Generator) -> np.ndarray:
-    """Return indices ``(documents,)`` int64 in ascending order of `groups`, random in each group.
-
-    Args:
-        groups: integers in [0, largest], ``(documents,)``.
-        largest: upper bound of `groups`.
-        rng: draws the order inside groups.
-    """
+    """Return indices int64 in ascending order of `groups` in [0, largest], random in each group."""
     random_bits = min(32, 64 - _bits(len(groups) - 1) - _bits(largest))
     keys = groups.astype(np.uint64)
     keys <<= np.uint64(random_bits)
@@ -105,11 +93,8 @@ def stable_argsort(keys: np.ndarray, largest: int) -> np.ndarray:
 
 
 def _order_of(keys: np.ndarray) -> np.ndarray:
-    """Return the stable sorting order of `keys`, which are overwritten.
-
-    The indices are the low bits of the sorted numbers: NumPy sorts numbers with vector
-    instructions, several times faster than `argsort` finds their order.
-    """
+    """Return the stable sorting order of `keys`, which are overwritten."""
+    # With indices as low bits: NumPy sorts numbers several times faster than `argsort` works.
     index_bits = _bits(len(keys) - 1)
     keys <<= np.uint64(index_bits)
     keys |= np.arange(len(keys), dtype=np.uint64)

@@ -6,47 +6,55 @@
 
 The micro-batches of a step depend on ranks × accumulation alone, so 1 rank × 4, 2 × 2 and 4 × 1
 train the same steps. Every rank computes the same epoch from (lengths, seed, epoch) and takes its
-part of it: no communication, every document exactly once, equally many micro-batches on every rank.
-The micro-batches of a slot run at the same moment and cost about the same (balance.py).
-
-An epoch of a mixture has places instead: a document that it draws twice has two of them (draw.py).
-Bins and steps are made of places, and micro-batches are yielded as documents.
+part of it. An epoch of a mixture has places: a document that it draws twice has two (draw.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.bins import PackingPlan, checked_lengths, find_strategy, pack, plan_of
+from trl_packing.packing.balance import (
+    COSTLY_FROM,
+    arranged,
+    balanced_order,
+    excess_of_parts,
+    exchange_between_steps,
+)
+from trl_packing.packing.bins import (
+    PackingPlan,
+    checked_lengths,
+    find_strategy,
+    pack,
+    plan_of,
+    ranges,
+)
 from trl_packing.packing.draw import MixtureDraw, document_order
 from trl_packing.packing.epoch import (
     EpochPlan,
     Steps,
-    arranged_bins,
+    equal_cost,
+    groups_of_equal_cost,
     in_stages,
-    micro_batches_per_rank,
     padded_batches,
     split_bins,
-    steps_of_bins,
-    steps_of_documents,
 )
 from trl_packing.packing.prefix_groups import PrefixGroups
 
 
 @dataclass(frozen=True, eq=False)
 class ImageLoads:
-    """Images of the documents of a data set, ``(documents,)`` int64 each.
+    """Numbers of images of the documents of a data set, ``(documents,)`` int64 each.
 
     Attributes:
-        images: number of images.
+        images: images.
         tokens: tokens that come from images.
         patches: positions of the vision tower.
-        most_patches: that a bin may hold; None without a limit. A document with more of them shares
-            its bin with no other.
+        most_patches: that a bin may hold; a document with more shares its bin with no other.
     """
 
     images: np.ndarray
@@ -59,20 +67,18 @@ class ImageLoads:
 class PackedBatchSampler(BatchRebalanceSampler):
     """Yield the document indices of each micro-batch of one rank.
 
-    It subclasses transformers' `BatchRebalanceSampler` because `Trainer` recognizes rank-aware
-    batch samplers by that class. `Trainer` then skips accelerate's sharding and calls `set_epoch`.
-
-    If micro-batches do not divide evenly by ranks, bins of the last step are split until they do.
-    If every bin holds one document, the last micro-batches are empty, and `PackedCollator` makes
-    one masked token of each. No document is dropped or repeated, and no bin exceeds its capacity.
+    `Trainer` recognizes rank-aware batch samplers by transformers' class, skips accelerate's
+    sharding and calls `set_epoch`. If micro-batches do not divide evenly by ranks, bins of the last
+    step are split until they do, or micro-batches are empty, of which `PackedCollator` makes a
+    masked token. No document is dropped or repeated, and no bin exceeds its capacity.
 
     Args:
         lengths: tokens of every document, (documents,) integers.
         capacity: tokens that a bin may hold.
         bins_per_batch: bins in a micro-batch.
         documents_per_step: Instead of packing into bins, take this many documents in every
-            optimizer step (the last step of an epoch may be smaller). They are the documents of a
-            padded run with steps of that size (draw.py).
+            optimizer step: those of a padded run with steps of that size (draw.py). The last step
+            of an epoch may be smaller.
         divide_by_cost: with documents_per_step, divide a step into micro-batches of equal cost.
             False keeps the micro-batches of the padded run, except where groups are drawn.
         rows: Every document is a bin of its own and stays as it is (rows that were packed before).
@@ -86,17 +92,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
             documents: "random", "group_by_length", "batch_rebalance" or "sequential".
         attention_cost: c in the cost of a micro-batch, tokens + c · Σ len².
         balance_window: number of optimizer steps that exchange bins if random steps would make
-            ranks wait. Afterwards, micro-batches that run at the same moment cost about the same,
-            and the mean document length of steps varies no more than at random. 1 keeps steps
-            random and only arranges their micro-batches. benchmarks/results/balance.md measures the
-            default.
+            ranks wait; 1 keeps steps random (benchmarks/results/balance.md).
         drop_last: with documents_per_step, leave out the documents that do not fill a padded run's
             last micro-batch (others every epoch), as `dataloader_drop_last` does.
-        allow_idle_ranks: Ranks without documents run empty micro-batches (evaluation, the remainder
-            of an epoch).
+        allow_idle_ranks: there may be fewer documents than ranks (evaluation).
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
-            rows with shared prefixes compute. With documents_per_step they come in one step, which
-            therefore holds other documents than that of a padded run.
+            its row computes. With documents_per_step they come in one step, which therefore holds
+            other documents than that of a padded run.
         draw: the documents that each epoch of a mixture draws; None draws every document once.
         epochs: With `draw`, epochs that get equally many bins, as many as the fullest of them
             needs. Bins of the others are split until there are as many.
@@ -143,22 +145,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
             is_step = self.sampling == "batch_rebalance"
             multiple = max(self.documents_per_step // (1 if is_step else self.accumulation), 1)
         self.num_used = self.num_drawn // multiple * multiple
-        self._check()
-        self._kept: dict[str, tuple[int, Any]] = {}  # by name: of the epoch drawn last
-        self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
-        if self.documents_per_step is None:
-            self.num_bins = self._most_bins()
-
-    def _check(self) -> None:
-        """Raise ValueError for arguments that the settings of a run do not exclude."""
-        if not self.documents_per_step and not self.rows and self.capacity is None:
-            raise ValueError(
-                "capacity is None; set the tokens a bin may hold, or documents_per_step to batch "
-                "without packing"
-            )
-        for name in ("bins_per_batch", "num_ranks", "accumulation", "balance_window"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if self.num_drawn < self.num_ranks and not self.allow_idle_ranks:
@@ -168,15 +154,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
             )
         if not self.num_used:
             raise ValueError(
-                f"{self.num_drawn} documents do not fill one micro-batch of every rank, and "
-                "dataloader_drop_last=True drops what does not; set it to False"
+                f"dataloader_drop_last=True drops all {self.num_drawn} documents, which do not "
+                "fill one micro-batch of every rank; set it to False"
             )
-        if self.documents_per_step is not None and self.documents_per_step < self._slots:
-            raise ValueError(
-                f"documents_per_step={self.documents_per_step} is less than one document for each "
-                f"of {self.num_ranks} ranks × {self.accumulation} accumulated micro-batches; "
-                "raise it or lower gradient_accumulation_steps"
-            )
+        self._kept: dict[str, tuple[int, Any]] = {}  # by name: of the epoch drawn last
+        self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
+        if self.documents_per_step is None:
+            self.num_bins = self._most_bins()
 
     @property
     def _slots(self) -> int:
@@ -184,7 +168,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     @property
     def tokens_per_batch(self) -> int | None:
-        """Return the capacity of a micro-batch in tokens, None if micro-batches are not bins."""
+        """The capacity of a micro-batch in tokens, None if micro-batches are not bins."""
         if self.documents_per_step is not None or self.capacity is None:
             return None
         return self.bins_per_batch * self.capacity
@@ -198,15 +182,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.documents_per_step is None:
             return -(-(self.num_bins or 0) // (self.bins_per_batch * self.num_ranks))
         full, left = divmod(self.num_used, self.documents_per_step)
-        in_last = micro_batches_per_rank(left, self.documents_per_step, self.accumulation)
-        return full * self.accumulation + in_last
+        return full * self.accumulation + self._per_rank(left)
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = self.drawn()
         if len(drawn) != len(self) * self.num_ranks:
             raise RuntimeError(
-                f"epoch {self.epoch} of the mixture needs {len(drawn):,} micro-batches, but only "
-                f"{self.epochs:,} epochs were planned, of {len(self) * self.num_ranks:,}"
+                f"epoch {self.epoch} of the mixture needs {len(drawn):,} micro-batches, and the "
+                f"epochs={self.epochs} that were planned need {len(self) * self.num_ranks:,}"
             )
         for at in range(self.rank, len(drawn), self.num_ranks):
             yield drawn[at].tolist()
@@ -215,14 +198,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def drawn(self) -> EpochPlan:
         """Return this epoch, which is kept until the next one is drawn."""
+        return self._once("drawn", self.epoch, self._draw_epoch)
 
-        def draw() -> EpochPlan:
-            by_bins = self.documents_per_step is None
-            places, ends = self._steps_of_bins() if by_bins else self._steps_of_documents()
-            documents = places if self.draw is None else self._documents(self.epoch)[places]
-            return EpochPlan(places, documents, ends, self._slots)
-
-        return self._once("drawn", self.epoch, draw)
+    def _draw_epoch(self) -> EpochPlan:
+        by_bins = self.documents_per_step is None
+        places, ends = self._steps_of_bins() if by_bins else self._steps_of_documents()
+        documents = places if self.draw is None else self._documents(self.epoch)[places]
+        return EpochPlan(places, documents, ends, self._slots)
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
@@ -279,7 +261,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return self._once("documents", epoch, partial(self.draw.documents, epoch))
 
     def _once(self, name: str, epoch: int, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns, which is kept until it is made for another epoch."""
         if self._kept.get(name, (None, None))[0] != epoch:
             self._kept[name] = epoch, make()
         return self._kept[name][1]
@@ -299,7 +280,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         )
 
     def _bins_of(self, epoch: int) -> PackingPlan:
-        """Return the bins of an epoch, of its places; those of the last one are kept."""
+        """Return the bins of an epoch, of its places."""
         is_new = self.shuffle and not find_strategy(self.strategy).order_dependent
         if self.rows or not is_new:
             epoch = 0 if self.draw is None or self.draw.is_same_every_epoch else epoch
@@ -332,17 +313,15 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _pack(self, documents: np.ndarray | slice, seed: Sequence[int] | None) -> PackingPlan:
         """Return the bins of some documents, which it counts from 0 as they are given."""
-        assert self.capacity is not None
-        lengths, loads = self.lengths[documents], self.loads
+        lengths, loads, capacity = self.lengths[documents], self.loads, self.capacity or 0
         if loads is None or loads.most_patches is None:
-            return pack(lengths, self.capacity, self.strategy, seed)
-        # A document takes the share of a bin that it has of the tokens or the patches, whichever is
-        # larger. So no bin exceeds a limit.
-        checked_lengths(lengths, self.capacity)
+            return pack(lengths, capacity, self.strategy, seed)
+        # A document takes the larger one of its shares of a bin's tokens and patches.
+        checked_lengths(lengths, capacity)
         patches = np.minimum(loads.patches[documents], loads.most_patches)
-        share = -(-patches * self.capacity // loads.most_patches)
-        bins = pack(np.maximum(lengths, share), self.capacity, self.strategy, seed)
-        return plan_of(bins.indices, np.diff(bins.offsets), lengths, self.capacity)
+        share = -(-patches * capacity // loads.most_patches)
+        bins = pack(np.maximum(lengths, share), capacity, self.strategy, seed)
+        return plan_of(bins.indices, np.diff(bins.offsets), lengths, capacity)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -353,31 +332,70 @@ class PackedBatchSampler(BatchRebalanceSampler):
         squares = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
         # Whole tokens. The lengths of documents inside rows are not known here.
         attention = (0.0 if self.rows else self.attention_cost) * squares
-        full, left = arranged_bins(
-            bins,
-            bins.tokens + attention.astype(np.int64),
-            slots=self._slots,
-            bins_per_batch=self.bins_per_batch,
-            window=self.balance_window,
-            rng=np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None,
-            stages=self.stages,
-            sources=None if self.draw is None else self.at_places(self.draw.source_ids),
-            lengths=lengths,
+        full, left = self.arranged_bins(bins, bins.tokens + attention.astype(np.int64))
+        # The last step has as few micro-batches as hold the bins left over, which are split if
+        # there are too few of them.
+        number = -(-len(left) // (self.bins_per_batch * self.num_ranks)) * self.num_ranks
+        last = split_bins((bins[i] for i in left), number)
+        of_last = np.array([(len(last) + i) // number for i in reversed(range(number))], np.int64)
+        held = np.append(0, np.cumsum([0, *map(len, last)])[np.cumsum(of_last)])
+        sizes = np.diff(bins.offsets)
+        chosen = ranges(bins.offsets[full.ravel()], sizes[full.ravel()])
+        places = np.concatenate([bins.indices[chosen], *last]).astype(np.int64)
+        return places, np.cumsum(np.append(sizes[full].sum(-1).ravel(), np.diff(held)))
+
+    def arranged_bins(self, bins: PackingPlan, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bins of full steps, (steps, slots, bins_per_batch), and the bins left over.
+
+        `costs` are integers, (bins,).
+        """
+        rng = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None
+        slots, documents = self._slots, np.diff(bins.offsets)
+        size = slots * self.bins_per_batch
+        order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
+        num_full = len(order) - len(order) % size
+        cuts = [0, len(order)]
+        if self.stages is not None:
+            stages = self.stages[bins.indices[bins.offsets[:-1]]]  # of each bin
+            order = in_stages(order, stages)
+            # A step with bins of two stages exchanges none: no bin of the next stage comes early.
+            steps = stages[order[:num_full]].reshape(-1, size)
+            is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
+            cuts = [0, *((np.flatnonzero(is_other) + 1) * size).tolist(), num_full]
+        full, left = order[:num_full].reshape(-1, slots, self.bins_per_batch), order[num_full:]
+        if rng is None or not len(full):
+            return full, left
+        parts = []
+        for part in (order[start:stop] for start, stop in pairwise(cuts)):
+            numbers = costs[part], bins.tokens[part], documents[part]
+            window = slots, self.bins_per_batch, self.balance_window
+            parts.append(part[balanced_order(*numbers, *window, rng)])
+        full = np.concatenate(parts)
+        if self.draw is None:
+            return full, left
+        # Bins of ordinary cost change places, and costly ones within 1 % of the median.
+        median = int(np.median(costs))
+        ordinary = int(COSTLY_FROM * median)
+        bin_of = np.repeat(np.arange(len(bins)), documents)
+        of_places = (self.at_places(x)[bins.indices] for x in (self.draw.source_ids, self.lengths))
+        order = exchange_between_steps(
+            np.concatenate([full.ravel(), left]),
+            size,
+            excess=excess_of_parts(*of_places, bin_of, len(bins)),
+            keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
+            rng=rng,
         )
-        return steps_of_bins(bins, full, left, self.num_ranks)
+        return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
 
     def _steps_of_documents(self) -> Steps:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
         lengths, groups = self.at_places(self.lengths), self.groups
-        per_step, epoch = self.documents_per_step, self.epoch
-        assert per_step is not None
+        per_step, epoch = self.documents_per_step or 1, self.epoch
         if self.draw is None or self.sampling == "group_by_length":
             per_rank = max(per_step // self.num_ranks, 1)
-            drawn = {"seed": self.seed, "epoch": epoch, "documents_per_rank": per_rank}
-            order = document_order(self.sampling, lengths, **drawn)
+            order = document_order(self.sampling, lengths, self.seed, epoch, per_rank)
         else:
-            step = {"epoch": epoch, "documents_per_step": per_step}
-            order = self.draw.fair_order(self._documents(epoch), lengths, **step)
+            order = self.draw.fair_order(self._documents(epoch), lengths, epoch, per_step)
         order = order[: self.num_used]
         if self.stages is not None:
             order = in_stages(order, self.stages)
@@ -386,15 +404,28 @@ class PackedBatchSampler(BatchRebalanceSampler):
         elif not self.divide_by_cost:
             per_batch = max(per_step // self._slots, 1)
             return order, padded_batches(len(order), per_batch, self.num_ranks)
-        return steps_of_documents(
-            order,
-            self._cost(lengths),
-            documents_per_step=per_step,
-            num_ranks=self.num_ranks,
-            accumulation=self.accumulation,
-            groups=None if groups is None else groups.numbers,
-            saved=None if groups is None else self._cost(groups.depths),
-        )
+        costs, num_full = self._cost(lengths), len(order) // per_step * per_step
+        parts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for steps in (order[:num_full].reshape(-1, per_step), order[num_full:][None]):
+            if not steps.size:
+                continue
+            number = self.num_ranks * self._per_rank(steps.shape[1])
+            if groups is None:
+                at, found = equal_cost(costs[steps], number)
+                parts.append(np.take_along_axis(steps, at, 1).ravel())
+                sizes.append(found.ravel())
+                continue
+            for step in steps:
+                is_behind = np.diff(groups.numbers[step], prepend=-1) == 0
+                saved = np.where(is_behind, self._cost(groups.depths[step]), 0)
+                at, found = groups_of_equal_cost(costs[step], saved, number)
+                parts.append(step[at])
+                sizes.append(found)
+        return np.concatenate(parts), np.cumsum(np.concatenate(sizes))
+
+    def _per_rank(self, num_documents: int) -> int:
+        """Return how many micro-batches each rank runs for a step of documents."""
+        return -(-num_documents * self.accumulation // (self.documents_per_step or 1))
 
     def _cost(self, tokens: np.ndarray) -> np.ndarray:
         return tokens + self.attention_cost * tokens.astype(float) ** 2

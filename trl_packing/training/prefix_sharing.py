@@ -1,22 +1,9 @@
-"""Shared prefixes of a run: the tokens that they save, known before it starts, and where they may.
+"""Shared prefixes of a run: the tokens that they save, and whether it may share them.
 
-prefix_sharing="off"      no
-prefix_sharing="bin"      documents share within a bin, if
-                            nothing needs each document's own tokens (a balance of experts, a user's
-                            loss or collator, NEFTune, dropout, virtual tokens)
-                            the attention in use takes keys of their own
-                            the check of this model shows that siblings stay apart
-                            documents of a row begin alike
-prefix_sharing="group"    the same; then bins and steps hold groups of documents that begin alike
-Otherwise the run trains as with "off", and a line of the report says why.
-
-    micro-batches of an epoch    some of them, evenly spread      4 million tokens at most
-        │  their documents       in sorted order                  packing/prefix_index.py
-    tokens of documents          8,000,000
-    tokens computed              3,333,333                        2.4× fewer
-
-The look takes about a tenth of a second on any data set. A run whose documents share nothing then
-neither checks its model nor looks for prefixes in its rows.
+prefix_sharing="bin" shares within a bin if nothing needs each document's own tokens, the attention
+in use takes keys of their own, and the check of this model shows that siblings stay apart. With
+"group", bins and steps hold groups of documents that begin alike. Otherwise the run trains as with
+"off", and a line of the report says why. A run whose documents share nothing checks no model.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +25,11 @@ from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
 
-# Tokens and documents that are looked at.
+# Of the tokens and documents that are looked at: about a tenth of a second.
 _MOST_TOKENS, _MOST_DOCUMENTS, _FEWEST_BATCHES = 4_000_000, 50_000, 8
 
-# A share of the tokens below which rows are not worth a check of the model.
-_WORTH_SHARING = 0.005
-# The report names another setting if that saves a larger share.
-_WORTH_A_LINE = 0.05
+# Shares of the tokens: for a check of the model, and for another setting to be named.
+_WORTH_SHARING, _WORTH_A_LINE = 0.005, 0.05
 
 
 class PrefixSharing:
@@ -54,20 +39,15 @@ class PrefixSharing:
         trainer: its model and loss are read.
         collators: their packed rows share.
         loss_is_ours: whether no method of a user computes the loss; asked before each run.
-
-    Attributes:
-        mode: "off", "bin" or "group".
     """
 
     def __init__(
         self, trainer: SFTTrainer, collators: RunCollators, *, loss_is_ours: Callable[[], bool]
     ):
         self.trainer, self.guard, self.collators = trainer, collators.guard, collators
-        self.mode = collators.options.prefix_sharing
-        self.loss_is_ours = loss_is_ours
+        self.mode, self.loss_is_ours = collators.options.prefix_sharing, loss_is_ours
         collators.sampling.draws_groups = self.draws_groups
-        self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode
-        self._warned_of: set[str] = set()
+        self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode of the model
 
     @property
     def reason(self) -> str | None:
@@ -96,14 +76,15 @@ class PrefixSharing:
         # Bins of groups hold the tokens of shared rows.
         shares = self.mode == "group" or (self.mode == "bin" and pays)
         if shares:
-            key = self.guard.attention.backend, training
-            if key not in self._failures and self._why_not(training) is None:
+            reason, key = self._why_not(training), (self.guard.attention.backend, training)
+            if reason is None and key not in self._failures:
                 self._failures[key] = self._failure(model, documents, training)
-            reason = self._reason_in(training)
-            if reason and reason not in self._warned_of:
-                logger.warning(f"prefix_sharing={self.mode!r} does nothing in this run: {reason}")
-                self._warned_of.add(reason)
+            reason = reason or self._failures[key]
             shares = reason is None
+            if reason:
+                logger.warning_once(
+                    f"prefix_sharing={self.mode!r} does nothing in this run: {reason}"
+                )
         self.collators.share_prefixes(shares, training=training)
 
     def _reason_in(self, training: bool) -> str | None:
@@ -113,45 +94,32 @@ class PrefixSharing:
     def _why_not(self, training: bool) -> str | None:
         """Return why no model could share in this mode of the run, or None."""
         trainer, collators = self.trainer, self.collators
-        own_loss = trainer.compute_loss_func is not None or not self.loss_is_ours()
-        noise = getattr(trainer, "neftune_noise_alpha", None)
-        strength = find_randomness(trainer.model) if training else None
+        if collators.packed.images is not None:
+            return "an image belongs to one document"
+        if trainer.aux_loss_enabled:
+            return "the balance of experts counts every token of every document"
+        if trainer.compute_loss_func is not None or not self.loss_is_ours():
+            return "the loss is your own, and a shared token would count once in it"
+        if not collators.makes_rows_unchanged:
+            return "data_collator is your own, and may change a token for one document only"
+        if noise := getattr(trainer, "neftune_noise_alpha", None):
+            return f"neftune_noise_alpha={noise} draws noise for each document"
+        if training and (strength := find_randomness(trainer.model)):
+            return f"{strength} draws for each document; set it to 0 to share prefixes"
         peft_config = getattr(trainer.model, "active_peft_config", None)
-        for is_so, reason in (
-            (collators.packed.images is not None, "an image belongs to one document"),
-            (
-                trainer.aux_loss_enabled,
-                "the balance of experts counts every token of every document",
-            ),
-            (own_loss, "the loss is your own, and a shared token would count once in it"),
-            (
-                not collators.makes_rows_unchanged,
-                "data_collator is your own, and may change a token for one document only",
-            ),
-            (noise, f"neftune_noise_alpha={noise} draws noise for each document"),
-            (strength, f"{strength} draws for each document; set it to 0 to share prefixes"),
-            (
-                getattr(peft_config, "is_prompt_learning", False),
-                "virtual tokens stand in front of each row",
-            ),
-        ):
-            if is_so:
-                return reason
+        if getattr(peft_config, "is_prompt_learning", False):
+            return "virtual tokens stand in front of each row"
         return take_prefix_keys(self.guard.base_model, self.guard.attention.backend)
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
-        result = attempt(
-            lambda: check_prefixes(
-                model,
-                documents,
-                collator=self.collators.for_probes(),
-                training=training,
-                attention=str(self.guard.attention),
-                fused_head=True,
-            )
-        )
-        result = worst_of_ranks(result)
+        options: dict[str, Any] = {
+            "collator": self.collators.for_probes(),
+            "training": training,
+            "attention": str(self.guard.attention),
+            "fused_head": True,
+        }
+        result = worst_of_ranks(attempt(lambda: check_prefixes(model, documents, **options)))
         return None if result else str(result)
 
 
@@ -163,7 +131,7 @@ class PrefixSavings:
     """Tokens of micro-batches: those of their documents, and those computed where these share.
 
     Attributes:
-        sharing: `prefix_sharing` of the run: "off", "bin", ...
+        sharing: `prefix_sharing` of the run.
         tokens: of the documents looked at; 0 if none were.
         computed: tokens of their rows with shared prefixes, without padding.
         is_whole: whether all micro-batches of the epoch were looked at.
@@ -201,15 +169,13 @@ class PrefixSavings:
             return ""
         fewer = "" if self.is_whole else "about "
         fewer += f"{times_fewer(self.tokens, self.computed)} tokens"
-        said = []
-        if self.is_shared:
-            prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
-            said.append(f"{fewer} computed{prefixes}")
-        if self.sharing == "off" and self.saved >= _WORTH_A_LINE:
-            said.append(f"prefix_sharing='bin' would compute {fewer}")
-        elif not said and self.sharing != "off":
-            said.append("nothing to share: documents of a row begin differently")
-        return " · ".join(said)
+        if self.sharing == "off":
+            is_much = self.saved >= _WORTH_A_LINE
+            return f"prefix_sharing='bin' would compute {fewer}" if is_much else ""
+        if not self.pays:
+            return "nothing to share: documents begin differently, or labels are other tokens"
+        prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
+        return f"{fewer} computed{prefixes}"
 
 
 def times_fewer(tokens: int, computed: int) -> str:
@@ -226,17 +192,11 @@ def times_fewer(tokens: int, computed: int) -> str:
 def prefix_savings(
     documents: ArrowDocuments, sampler: PackedBatchSampler, sharing: str
 ) -> PrefixSavings:
-    """Return what sharing saves in the sampler's epoch.
-
-    Args:
-        documents: that the sampler draws.
-        sampler: of any rank.
-        sharing: `prefix_sharing` of the run.
-    """
+    """Return what `sharing`, of the run, saves in the sampler's epoch of `documents`."""
     if sampler.rows:  # several documents each, which are not known here
         return PrefixSavings(sharing)
-    total = max(len(sampler) * sampler.num_ranks, 1)  # micro-batches
-    tokens, number = max(int(sampler.lengths.sum()), 1), max(len(documents), 1)
+    total = len(sampler) * sampler.num_ranks  # micro-batches
+    tokens, number = int(sampler.lengths.sum()), len(documents)
     most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // number)
     batches = sampler.some_micro_batches(max(most, _FEWEST_BATCHES))
     looked_at = documents.__getitems__(np.concatenate(batches))
