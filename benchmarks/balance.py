@@ -73,8 +73,14 @@ class Bins:
 
     def steps(self, ranks: int, window: int, *, accumulation: int = 1, seed: int = 0) -> np.ndarray:
         """Return the bins of all full steps, (steps, ranks × accumulation)."""
-        options = {"num_ranks": ranks, "accumulation": accumulation, "balance_window": window}
-        sampler = PackedBatchSampler(self.lengths, rows=True, seed=seed, **options)
+        sampler = PackedBatchSampler(
+            self.lengths,
+            rows=True,
+            num_ranks=ranks,
+            accumulation=accumulation,
+            balance_window=window,
+            seed=seed,
+        )
         bins, _ = sampler.arranged_bins(self.plan, self.costs.astype(np.int64))
         bins = bins.reshape(-1, ranks * accumulation)
         assert len(np.unique(bins)) == bins.size, "a bin is in two steps"

@@ -367,9 +367,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return full, left
         parts = []
         for part in (order[start:stop] for start, stop in pairwise(cuts)):
-            numbers = costs[part], bins.tokens[part], documents[part]
+            of_bins = costs[part], bins.tokens[part], documents[part]
             window = slots, self.bins_per_batch, self.balance_window
-            parts.append(part[balanced_order(*numbers, *window, rng)])
+            parts.append(part[balanced_order(*of_bins, *window, rng)])
         full = np.concatenate(parts)
         if self.draw is None:
             return full, left
@@ -377,11 +377,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         median = int(np.median(costs))
         ordinary = int(COSTLY_FROM * median)
         bin_of = np.repeat(np.arange(len(bins)), documents)
-        of_places = (self.at_places(x)[bins.indices] for x in (self.draw.source_ids, self.lengths))
+        numbers = self.draw.source_ids, self.lengths
+        sources, lengths = (self.at_places(values)[bins.indices] for values in numbers)
         order = exchange_between_steps(
             np.concatenate([full.ravel(), left]),
             size,
-            excess=excess_of_parts(*of_places, bin_of, len(bins)),
+            excess=excess_of_parts(sources, lengths, bin_of, len(bins)),
             keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
             rng=rng,
         )
