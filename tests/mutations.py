@@ -111,12 +111,6 @@ MUTATIONS = [
         "position_ids=ranges(depths,",
         "position_ids=ranges(0 * depths,",
     ),
-    (
-        "positions",
-        "packing/prefix_tree.py",
-        "tree.position_ids, np.arange(tail)",
-        "tree.position_ids, np.zeros(tail)",
-    ),
     ("weights", "documents/weights.py", '"sqrt": 0.5}', '"sqrt": 1.0}'),
     (
         "weights",

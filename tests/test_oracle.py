@@ -60,8 +60,8 @@ WAYS = {
 WAYS |= {
     f"{sharing}, {way}": WAYS[way] | WAYS[sharing]
     for sharing, ways in {
-        "shared prefixes": ("padding-free", "documents_per_step", "a stream", "padded to 64"),
-        "groups of prefixes": ("padding-free, accumulated", "documents_per_step"),
+        "shared prefixes": ("padding-free", "documents_per_step", "a stream"),
+        "groups of prefixes": ("padding-free, accumulated", "documents_per_step", "a stream"),
     }.items()
     for way in ways
 }

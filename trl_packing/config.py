@@ -188,6 +188,7 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
         "prefix_sharing": ("bin", "group"),
         "attention": ("padded", "equal_lengths"),
     },
+    ("pad_to_multiple_of", None): {"prefix_sharing": ("bin", "group")},
     ("max_patches", None): {"packing": (False,), "documents_per_step": None},
     ("curriculum", None): {
         "prefix_sharing": ("group",),

@@ -58,6 +58,6 @@ def test_a_full_size_model_answers(name, monkeypatch):
     assert half.backend in (on_cpu.backend, "varlen")
     lengths, windows = length_constants(model), layer_values(text_config(model), "sliding_window")
     assert {*filter(None, windows), *rope_thresholds(model)} <= set(lengths)
-    assert 0 < StaticShapes.for_model(model, capacity=1024, bins=2).longest_tail <= 1024
+    assert 0 < StaticShapes.for_model(model, 2048, longest=1024).longest_tail <= 1024
     if name in BY_HAND:
         assert (half.backend, lengths) == BY_HAND[name]

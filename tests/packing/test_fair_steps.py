@@ -66,22 +66,6 @@ def test_exchanged_bins_leave_ranks_as_even_and_documents_as_they_are():
     assert variation[True] < 0.5 * variation[False], "mean length of the documents of a step"
 
 
-def test_every_document_is_equally_likely_in_every_step():
-    """A document of a small source, over 150 epochs: as often in each step as by chance."""
-    lengths, sources = three_sources(300)
-    sampler = PackedBatchSampler(lengths, CAPACITY, accumulation=8, draw=drawn_once(sources))
-    rare = np.flatnonzero(sources == 1)[0]
-    found = []
-    for epoch in range(150):
-        sampler.set_epoch(epoch)
-        steps = in_steps(sampler.micro_batches())
-        found.append(next(at for at, step in enumerate(steps) if rare in step))
-    full = np.bincount(found, minlength=len(steps))[: len(steps) - 1]
-    expected = full.mean()
-    chi_square = ((full - expected) ** 2 / expected).sum()
-    assert chi_square < 3 * len(full), (full, chi_square)
-
-
 def test_steps_of_documents_hold_a_fair_share_of_tokens():
     lengths, sources = three_sources()
     draw = drawn_once(sources)

@@ -36,26 +36,12 @@ def answers(prompts, number, *, prompt=60, answer=20, system=0, seed=0):
     return [questions[q] + rng.integers(5, 90, answer).tolist() for q in of], of
 
 
-def test_answers_to_one_prompt_are_a_group():
-    documents, of = answers(6, 5)
-    found = sets_of(grouped(documents))
-    assert sorted(map(sorted, found)) == sorted(np.flatnonzero(of == q).tolist() for q in range(6))
-
-
 def test_a_prompt_of_most_documents_makes_no_group():
     documents, _ = answers(10, 4, system=100, prompt=5)
     assert set(map(len, sets_of(grouped(documents)))) == {1}
     # Control: of less than half of the documents, it does.
     others, _ = answers(50, 1, seed=1)
     assert max(map(len, sets_of(grouped(documents + others)))) == 8
-
-
-def test_a_group_is_cut_by_the_number_of_its_documents():
-    documents, of = answers(3, 20)
-    found = sets_of(grouped(documents, most=8))
-    assert len(found) == 9
-    assert max(map(len, found)) <= 8
-    assert all(len({of[i] for i in group}) == 1 for group in found)
 
 
 # 60 + 8 * 20 tokens of a prompt, and a token a branch.
@@ -99,12 +85,6 @@ def test_every_document_is_in_one_group_that_fits(seed, capacity, most):
     assert row.tolist() == groups.tokens.tolist()
 
 
-def test_a_document_that_is_too_long_is_named():
-    groups = grouped([[1], [2] * 9, [3] * 4], 8)
-    with pytest.raises(ValueError, match="document 1 has 9 tokens but capacity is 8"):
-        groups.pack(8, "bfd", None)
-
-
 # --- bins and steps -------------------------------------------------------------------------------
 
 
@@ -133,13 +113,6 @@ def test_bins_hold_whole_groups_and_count_computed_tokens(strategy):
             assert whole.sum() == len(chosen)
 
 
-def test_a_common_system_prompt_takes_room_once():
-    lists, _ = answers(40, 1, system=100, prompt=20, answer=20)
-    plan = grouped(lists, 304).pack(304, "bfd", None)
-    assert len(plan) == 8  # 140 + 4 * 41 tokens; 20 bins if each brought its own prompt
-    assert plan.tokens.tolist() == [304] * 8
-
-
 @pytest.mark.parametrize("most", [8, 1000])
 @pytest.mark.parametrize("system", [0, 700])
 def test_the_keys_of_a_row_are_few_for_each_of_its_tokens(most, system):
@@ -158,19 +131,6 @@ def test_the_keys_of_a_row_are_few_for_each_of_its_tokens(most, system):
     # The control: nothing but tokens limits a row of as many answers as fit.
     whole = collate([{"input_ids": document} for document in sorted(documents)[:28]])
     assert len(whole["key_index"]) > 20 * 1024
-
-
-def test_two_ranks_make_the_micro_batches_of_one():
-    lists, _ = answers(30, 6)
-    groups = grouped(lists, 300)
-    lengths = groups.lengths
-    options = {"groups": groups, "attention_cost": 0.01, "seed": 3}
-    for kind in ({"capacity": 300}, {"documents_per_step": 24}):
-        one, two = (
-            PackedBatchSampler(lengths, accumulation=4 // n, num_ranks=n, **kind, **options)
-            for n in (1, 2)
-        )
-        assert steps_in(one) == steps_in(two)
 
 
 @pytest.mark.parametrize("per_step", [12, 16, 20, 7])

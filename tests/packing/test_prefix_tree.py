@@ -4,7 +4,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
 DOCUMENTS = st.lists(
@@ -49,11 +48,3 @@ def test_weights_add_up(documents):
     weights = [np.random.default_rng(i).random(len(d)) for i, d in enumerate(documents)]
     total = tree.sum_targets(np.concatenate(weights))
     assert np.isclose(total.sum(), sum(w[1:].sum() for w in weights))
-
-
-def test_padding_behind_a_shared_row_is_a_document_of_its_own():
-    documents = [{"input_ids": [*range(30), last]} for last in (40, 41)]
-    row = PackedCollator(shares_prefixes=True, pad_to_multiple_of=8)(documents)
-    assert row["position_ids"][0, 33:].tolist() == list(range(7))
-    assert row["cu_seq_lens_q"].tolist()[-2:] == [33, 40]
-    assert (row["labels"][0, 33:] == -100).all()

@@ -63,28 +63,15 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
         torch.testing.assert_close(batch[name], plain[name], rtol=0, atol=0, msg=name)
 
 
-def test_more_documents_than_there_is_room_for_take_twice_the_room():
-    # With two masked documents behind them, and at least one without tokens.
-    for number, boundaries in ((5, 9), (6, 17), (13, 17), (14, 33)):
-        batch = collated([2] * number, tensors_only=True)
-        assert len(batch["cu_seq_lens_q"]) == boundaries
-        assert batch.host.lengths.tolist() == [2] * number
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, StaticShapes(128, 64, 8, 64)),
-        ({"bins": 1, "most_documents": 20}, StaticShapes(64, 64, 32, 64)),
-        ({"pad_to_multiple_of": 48}, StaticShapes(144, 64, 8, 64)),
-        ({"capacity": 1024}, StaticShapes(2048, 1024, 72, 512)),
+        ((64, 64, 20), StaticShapes(64, 64, 32, 64)),
+        ((2048, 1024), StaticShapes(2048, 1024, 72, 512)),
     ],
-    ids=str,
 )
 def test_the_shape_follows_capacity_bins_and_what_the_model_bears(options, expected):
-    arguments = {"model": "llama", "capacity": 64, "bins": 2} | options
-    model = tiny_model(arguments.pop("model"))
-    assert StaticShapes.for_model(model, **arguments) == expected
+    assert StaticShapes.for_model(tiny_model("llama"), *options) == expected
 
 
 def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
@@ -93,7 +80,7 @@ def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
     install_attention(model, resolve_attention(model))
     short = [9, 20, 30]
     expected = logits_of(model, collated(short, None), sum(short))
-    allowed = StaticShapes.for_model(model, capacity=64, bins=2)
+    allowed = StaticShapes.for_model(model, 128, longest=64)
     beyond = StaticShapes(128, 64, 8, longest_tail=64)
     held, moved = (
         logits_of(model, collated(short, shapes), sum(short)) for shapes in (allowed, beyond)
@@ -200,13 +187,6 @@ def trainer_for(folder, model="llama", lengths=MANY, **options):
     return make_trainer(folder, rows, model, evaluated=data, **arguments | options)
 
 
-def test_the_report_says_the_shape(tmp_path):
-    report = trainer_for(tmp_path, max_length=40).packing_report
-    assert report.tokens_per_micro_batch == 40
-    assert "shapes       every micro-batch has 40 tokens" in str(report).splitlines()
-    assert "shapes" not in str(trainer_for(tmp_path, static_shapes=False).packing_report)
-
-
 def test_kernels_launch_blocks_for_the_longest_document_and_not_for_the_capacity(tmp_path):
     """FlashAttention-2 launches max_length / 128 blocks for each document, with tokens or not."""
     lengths = np.random.default_rng(0).integers(20, 120, 400).tolist()
@@ -223,21 +203,16 @@ def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog
     run = trainer_for(tmp_path, "falcon_mamba", max_steps=2)
     assert run.data_collator.static_shapes is not None
     run.train()
-    assert run.attention.backend == "padded"
     assert run.data_collator.static_shapes is None
     assert "static_shapes=True does nothing here: FalconMambaForCausalLM runs by" in caplog.text
-    assert run.packing_report.tokens_per_micro_batch is None
     assert run.evaluate()["eval_loss"] > 0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"packing": False}, "and packing=False"),
         ({"documents_per_step": 4}, "and documents_per_step=4"),
         ({"attention": "padded"}, "and attention='padded'"),
-        ({"attention": "equal_lengths"}, "and attention='equal_lengths'"),
-        ({"model": "qwen3_moe", "router_aux_loss_coef": 0.01}, ".*the balance of experts"),
         ({"collator": lambda rows: rows}, ".*data_collator is your own"),
     ],
 )

@@ -53,20 +53,14 @@ def test_families_train_each_document_as_alone(case, tmp_path):
 CAPACITY = 128
 
 
-def answers(number, *, answer=20, trains_prompt=(), seed=0, labels_plus=0):
-    """Return answers to one prompt of 40; those of `trains_prompt` train their prompt too.
-
-    With `labels_plus=1` they train other tokens than those of the document.
-    """
+def answers(number, *, seed=0, labels_plus=0):
+    """Return answers to one prompt; with `labels_plus=1` they train other tokens than their own."""
     rng = np.random.default_rng(seed)
-    ids = rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, 40 + number * answer)
+    ids = rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, 40 + number * 20)
     rows = []
-    for i, other in enumerate(np.split(ids[40:], number)):
-        document = np.concatenate([ids[:40], other])
-        labels = document + np.where(np.arange(len(document)) < 40, 0, labels_plus)
-        if i not in trains_prompt:
-            labels[:40] = IGNORE_INDEX
-        rows.append({"input_ids": document.tolist(), "labels": labels.tolist()})
+    for answer in np.split(ids[40:], number):
+        labels = [IGNORE_INDEX] * 40 + (answer + labels_plus).tolist()
+        rows.append({"input_ids": [*ids[:40].tolist(), *answer.tolist()], "labels": labels})
     return rows
 
 
@@ -78,12 +72,9 @@ def with_weights(documents):
 
 # name -> documents, and whether they share anything.
 CASES = {
-    "one document": (answers(1), False),
     "equal documents with other weights": (with_weights(answers(1) * 6), True),
     "equal documents with labels of their own": (answers(1, labels_plus=1) * 6, False),
     "labels of their own in some": (answers(3) + answers(3, labels_plus=1), False),
-    "prompts that some documents train": (answers(5, trains_prompt=(1, 4)), True),
-    "a document that another one begins with": ([*answers(2), *answers(2, answer=30)], True),
 }
 
 
@@ -143,12 +134,10 @@ def metrics_in(dtype, model, documents, loss="nll", weighting="token"):
 
 
 EVALUATIONS = {
-    "a row for two bins": {"per_device_eval_batch_size": 2},
     "padding-free": {"eval_packing": False, "per_device_eval_batch_size": 7},
     "weights of documents": {"loss_weighting": "document"},
     "dft": LOSSES["dft"],
     "smoothed": LOSSES["smoothed"],
-    "a worker": {"dataloader_num_workers": 1},
     "a stream": {"source_column": None},
 }
 

@@ -23,7 +23,6 @@ SAME_STEPS = {
         "options": {"loss_weighting": "document"},
         **EVALUATED,
     },
-    "padding-free": {"packing": False, "batch_size": 4, **EVALUATED},
     "documents_per_step": {"batch_size": 2, "options": {"documents_per_step": 12}},
     # Packed, each rank fills bins from its own documents, so two ranks have other steps than one.
     "a stream": {"stream": True, "batch_size": 6, "max_steps": 6, "packing": False},

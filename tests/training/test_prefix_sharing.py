@@ -10,6 +10,7 @@ from architectures import tiny_models as architectures
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
 from helpers.combinations import fast
+from helpers.steps import steps_in
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
 
@@ -159,9 +160,7 @@ def test_runs_in_which_each_document_needs_its_tokens_do_not_share(case, tmp_pat
 def test_a_loss_that_is_set_later_counts_each_document(tmp_path):
     trainer = trained(tmp_path)
     assert trainer.data_collator.shares_prefixes
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: (
-        outputs.logits.square().mean()
-    )
+    trainer.compute_loss_func = lambda outputs, *_, **__: outputs.logits.square().mean()
     trainer.train()
     assert not trainer.data_collator.shares_prefixes
 
@@ -192,10 +191,10 @@ def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_pat
 # --- savings --------------------------------------------------------------------------------------
 
 
-def computed_by_collator(documents, batches) -> list[int]:
+def computed_by_collator(documents, batches) -> int:
     collate = PackedCollator(shares_prefixes=True)
     rows = [collate(documents.__getitems__(batch)) for batch in batches if len(batch)]
-    return [row["input_ids"].shape[1] for row in rows]
+    return sum(row["input_ids"].shape[1] for row in rows)
 
 
 SAMPLERS = {
@@ -212,30 +211,19 @@ def documents_of(**options) -> ArrowDocuments:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_savings_are_those_of_the_collators_rows(name):
-    documents = documents_of()
-    sampler = PackedBatchSampler(documents.lengths(), **SAMPLERS[name])
-    found = prefix_savings(documents, sampler, "bin")
-    assert found.is_whole
-    assert found.tokens == documents.lengths().sum()
-    rows = computed_by_collator(documents, sampler.micro_batches())
-    assert found.computed == sum(rows) < 0.9 * found.tokens
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_groups_fill_bins_with_computed_tokens(name):
     documents, options = documents_of(), SAMPLERS[name]
     lengths = documents.lengths()
     groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
-    sampler = PackedBatchSampler(lengths, groups=groups, **options)
-    found = prefix_savings(documents, sampler, "group")
-    batches = [batch.tolist() for batch in sampler.micro_batches()]
-    apart = prefix_savings(documents, PackedBatchSampler(lengths, **options), "group")
-    assert found.computed == sum(computed_by_collator(documents, batches)) < apart.computed
+    apart, sampler = (PackedBatchSampler(lengths, groups=g, **options) for g in (None, groups))
+    found = [prefix_savings(documents, s, "group") for s in (apart, sampler)]
+    for savings, drawn in zip(found, (apart, sampler), strict=True):
+        assert savings.is_whole
+        assert savings.tokens == lengths.sum()
+        assert savings.computed == computed_by_collator(documents, drawn.micro_batches())
+    assert found[1].computed < found[0].computed < 0.9 * lengths.sum()
     # By hand: the groups of which a document is in each step.
-    slots = sampler.num_ranks * sampler.accumulation
-    steps = [batches[at : at + slots] for at in range(0, len(batches), slots)]
-    per_step = [len({groups.numbers[d] for batch in step for d in batch}) for step in steps]
-    assert found.per_step == sum(per_step) / len(per_step)
+    steps = [{groups.numbers[d] for batch in s for d in batch} for s in steps_in(sampler)]
+    assert found[1].per_step == np.mean([*map(len, steps)])
 
 
 def test_a_large_data_set_is_estimated_from_a_part(monkeypatch):
@@ -250,7 +238,7 @@ def test_a_large_data_set_is_estimated_from_a_part(monkeypatch):
 
 
 def test_the_reports_savings_are_those_of_the_run(tmp_path):
-    trainer = trainer_of(tmp_path, pad_to_multiple_of=8)
+    trainer = trainer_of(tmp_path)
     planned = trainer.packing_report.prefixes
     trainer.train()
     counts = trainer._meter.so_far()
@@ -258,14 +246,6 @@ def test_the_reports_savings_are_those_of_the_run(tmp_path):
     assert line(trainer) == f"{planned.tokens / planned.computed:.2f}× fewer tokens computed"
     found = json.loads(trainer.packing_report.to_json())["prefixes"]
     assert (found["tokens"], found["computed"]) == (planned.tokens, planned.computed)
-
-
-def test_a_run_that_does_not_share_names_the_setting(tmp_path):
-    off = {"prefix_sharing": "off"}
-    assert line(trainer_of(tmp_path, **off)).startswith("prefix_sharing='bin' would compute 1.")
-    assert line(trainer_of(tmp_path, APART, **off)) is None
-    # A model that cannot share is not advised to.
-    assert line(trainer_of(tmp_path, attention="model", **off)) is None
 
 
 def test_documents_without_common_prefixes_cost_no_check(tmp_path, monkeypatch):
@@ -285,7 +265,6 @@ def test_documents_without_common_prefixes_cost_no_check(tmp_path, monkeypatch):
 
 KINDS = {
     "packed": {},
-    "padding-free": {"packing": False, "per_device_train_batch_size": 8},
     "documents_per_step": {"documents_per_step": 16, "gradient_accumulation_steps": 2},
     "stream": {"max_steps": 4},
     "padding-free stream": {"packing": False, "per_device_train_batch_size": 8, "max_steps": 4},
@@ -312,14 +291,6 @@ def test_steps_are_those_of_their_documents_apart(kind, tmp_path):
     # Control: without groups, steps hold other documents.
     other = trained(tmp_path, rows, prefix_sharing="off", **options)
     assert abs(logs_of(other)[0][0] - logs_of(trainer)[0][0]) > 1e-4
-
-
-@pytest.mark.slow
-def test_an_epoch_resumed_with_other_groups_is_refused(tmp_path):
-    trainer_of(tmp_path, prefix_sharing="group", save_strategy="steps", save_steps=1).train()
-    other = trainer_of(tmp_path, prefix_sharing="group", prefix_group_size=3)
-    with pytest.raises(ValueError, match="prefix_group_size=3 instead of 8"):
-        other.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-1")
 
 
 def test_a_model_that_fails_the_check_trains_single_documents(tmp_path, monkeypatch):
@@ -352,32 +323,13 @@ PACKED = [{"input_ids": [7] * 30, "labels": [7] * 30, "seq_lengths": [20, 10]}] 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix_group_size": 1}, "prefix_group_size=1 must be at least 2"),
-        ({"prefix_group_size": 4, "prefix_sharing": "bin"}, "prefix_group_size=4 has no effect"),
-        ({"packing_strategy": "wrapped"}, "packing_strategy='wrapped' exclude"),
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 and prefix_sharing='group' exclude"),
         ({"rows": PACKED}, "cannot regroup rows that were packed before"),
         ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
-        ({"collator": lambda rows: rows}, "prefix_sharing='group' does nothing on TRL's"),
         ({"cls": OwnStep}, "training_step of OwnStep .*set prefix_sharing='off'"),
-        (
-            {"collator": PackedCollator(shares_prefixes=True), "prefix_sharing": "off"},
-            "shares_prefixes=True; set",
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_settings_that_cannot_be_combined_are_refused(options, message, tmp_path):
     with pytest.raises((ValueError, RuntimeError), match=message):
         trained(tmp_path, **{"prefix_sharing": "group"} | options)
-
-
-def test_the_size_of_groups_changes_the_run_and_its_report(tmp_path):
-    small, large = (
-        trainer_of(
-            tmp_path, of_groups(), prefix_sharing="group", prefix_group_size=n
-        ).packing_report
-        for n in (2, 8)
-    )
-    assert small.bins > large.bins
-    assert large.tokens_computed == large.prefixes.computed < large.tokens
-    assert large.utilization == large.tokens_computed / (large.bins * 256) <= 1

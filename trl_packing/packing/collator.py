@@ -71,38 +71,30 @@ class StaticShapes:
     def for_model(
         cls,
         model: Any,
-        *,
-        capacity: int,
-        bins: int,
+        num_tokens: int,
+        longest: int,
         most_documents: int | None = None,
-        longest: int | None = None,
-        pad_to_multiple_of: int | None = None,
     ) -> "StaticShapes":
         """Return the shape of micro-batches for `model`.
 
         Args:
             model: limits the length of masked documents by its position embeddings.
-            capacity: tokens that a bin may hold.
-            bins: bins in a micro-batch.
+            num_tokens: of a row.
+            longest: tokens of the longest document.
             most_documents: in a micro-batch of this epoch; later ones differ. None makes room for
                 documents of 32 tokens.
-            longest: tokens of the longest document of the data set; None: `capacity`.
-            pad_to_multiple_of: makes `num_tokens` a multiple of it.
         """
-        multiple = pad_to_multiple_of or 1
-        num_tokens = -(-capacity * bins // multiple) * multiple
         expected = num_tokens // 32 if most_documents is None else most_documents * 5 // 4
         # Some rotary embeddings depend on the longest position in the row, and learned positions
         # end: a tail longer than the documents would change the former and exceed the latter.
         learned = layer_values(text_config(model), "max_position_embeddings")
         limits = [*rope_thresholds(model), *learned]
         documents = expected + 2  # one without tokens, and a tail
-        max_length = min(longest or capacity, capacity)
         return cls(
             num_tokens=num_tokens,
-            max_length=max_length,
+            max_length=longest,
             num_documents=-(-documents // _DOCUMENTS_MULTIPLE_OF) * _DOCUMENTS_MULTIPLE_OF,
-            longest_tail=min([max_length, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
+            longest_tail=min([longest, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
         )
 
     def masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
@@ -233,9 +225,7 @@ class PackedCollator:
         if self.shares_prefixes and len(real) > 1 and self.images is None:
             named = {*batch} & {"input_ids", "labels", TOKEN_WEIGHTS}
             apart = {name: batch[name][0, : sum(real)].numpy() for name in named}
-            multiple = self.pad_to_multiple_of or 1
-            shared = share_prefixes(apart, real, multiple, self.pad_token_id, sources)
-            batch, host = shared or (batch, host)
+            batch, host = share_prefixes(apart, real, sources) or (batch, host)
         if not self.tensors_only:
             return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
@@ -254,9 +244,12 @@ class PackedCollator:
 class DataCollatorWithFlattening(PackedCollator):
     """transformers' class of this name, with document boundaries in every batch.
 
-    Boundaries, `seq_idx` and `position_ids` are always in the batch, so the two arguments have no
-    effect. Some models need more than a batch to keep documents apart: call `enable_packing(model)`
-    for these (`tests/drop_in/test_articles.py` has one).
+    Some models need more than a batch to keep documents apart: call `enable_packing(model)` for
+    these (`tests/drop_in/test_articles.py` has one).
+
+    Args:
+        return_flash_attn_kwargs: has no effect: boundaries are always in the batch.
+        return_seq_idx: has no effect: `seq_idx` is always in the batch.
     """
 
     def __init__(self, *, return_flash_attn_kwargs: bool = True, return_seq_idx: bool = True):

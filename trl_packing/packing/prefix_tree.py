@@ -146,61 +146,44 @@ def _sort(documents: Sequence[np.ndarray], min_shared: int) -> tuple[np.ndarray,
 
 
 def share_prefixes(
-    flat: Mapping[str, np.ndarray],
-    lengths: Sequence[int],
-    padding: int,
-    pad_token_id: int,
-    sources: np.ndarray | None = None,
+    flat: Mapping[str, np.ndarray], lengths: Sequence[int], sources: np.ndarray | None = None
 ) -> tuple[dict[str, Any], HostRow] | None:
     """Return the batch of a row with common prefixes once, and its numbers; None without any.
 
     Args:
         flat: `input_ids`, `labels` and maybe `loss_weights` of the documents, ``(T,)`` each.
         lengths: tokens of each document, all above 0.
-        padding: T' is a multiple of it.
-        pad_token_id: token id of the padding.
         sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
     """
     tree = tree_of_row(flat, lengths)
     if tree is None:
         return None
     ids = tree.place(flat["input_ids"])
-    tail = -len(ids) % padding
     counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
     weights = tree.sum_targets(flat[TOKEN_WEIGHTS]) if TOKEN_WEIGHTS in flat else counts
-    labels = np.where(counts > 0, ids, IGNORE_INDEX)
-    is_trained = np.append(counts > 0, np.zeros(tail, bool))
-    values = {  # each with that of the padding
-        "input_ids": (ids, np.full(tail, pad_token_id)),
-        "labels": (labels, np.full(tail, IGNORE_INDEX)),
-        TOKEN_WEIGHTS: (weights.astype(np.float32), np.zeros(tail)),
-        TARGET_COUNTS: (counts.astype(np.int64), np.zeros(tail)),
-        "position_ids": (tree.position_ids, np.arange(tail)),
+    segments = torch.from_numpy(np.diff(tree.cu_seqlens).astype(np.int64))
+    longest, most_keys = int(segments.max()), int(np.diff(tree.cu_seqlens_k).max())
+    values = {
+        "input_ids": ids,
+        "labels": np.where(counts > 0, ids, IGNORE_INDEX),
+        TOKEN_WEIGHTS: weights.astype(np.float32),
+        TARGET_COUNTS: counts.astype(np.int64),
+        "position_ids": tree.position_ids,
     }
-    batch: dict[str, Any] = {
-        name: torch.from_numpy(np.append(real, behind.astype(real.dtype)))[None]
-        for name, (real, behind) in values.items()
-    }
-    # Padding is a segment of its own.
-    segments, keys = np.diff(tree.cu_seqlens), np.diff(tree.cu_seqlens_k)
-    behind = np.full(int(tail > 0), tail)
-    bounds = [np.append(ends, ends[-1:] + behind) for ends in (tree.cu_seqlens, tree.cu_seqlens_k)]
-    queries = torch.tensor([*segments.tolist(), *behind.tolist()])
-    longest, most_keys = int(queries.max()), max(int(keys.max()), tail)
-    batch |= {
-        "cu_seq_lens_q": torch.from_numpy(bounds[0].astype(np.int32)),
-        "cu_seq_lens_k": torch.from_numpy(bounds[1].astype(np.int32)),
-        "key_index": torch.from_numpy(np.append(tree.key_index, len(ids) + np.arange(tail))),
+    batch: dict[str, Any] = {name: torch.from_numpy(of)[None] for name, of in values.items()} | {
+        "cu_seq_lens_q": torch.from_numpy(tree.cu_seqlens),
+        "cu_seq_lens_k": torch.from_numpy(tree.cu_seqlens_k),
+        "key_index": torch.from_numpy(tree.key_index),
         "max_length_q": longest,
         "max_length_k": most_keys,
-        "seq_idx": document_ids_from_lengths(queries).to(torch.int32)[None],
+        "seq_idx": document_ids_from_lengths(segments).to(torch.int32)[None],
         "use_cache": False,
     }
     if sources is not None:
         batch |= _targets_by_source(tree, flat, np.repeat(sources, lengths))
     numbers = TreeNumbers(np.asarray(lengths, np.int64), int(counts.sum()), most_keys)
-    boundaries = bounds[0].astype(np.int64)
-    return batch, HostRow(boundaries, is_trained, tail, longest, numbers, sources)
+    boundaries = tree.cu_seqlens.astype(np.int64)
+    return batch, HostRow(boundaries, counts > 0, 0, longest, numbers, sources)
 
 
 def tree_of_row(flat: Mapping[str, np.ndarray], lengths: Sequence[int]) -> PrefixTree | None:

@@ -103,7 +103,8 @@ class RunCollators:
         """Give every training micro-batch one shape, if the config asks for it."""
         if not self.options.static_shapes:
             return
-        of_epoch, dataset = {}, self.trainer.train_dataset
+        of_epoch: dict[str, int] = {}
+        dataset = self.trainer.train_dataset
         if isinstance(dataset, Dataset) and not is_packed(dataset):
             documents = documents_of(dataset, self.trainer.compute_loss_func)
             sampler = self.sampling.for_training(documents)
@@ -115,13 +116,10 @@ class RunCollators:
 
     def _with_shapes(self, bins: int, **of_epoch: int) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
-        shapes = StaticShapes.for_model(
-            self.guard.base_model,
-            capacity=self.trainer.args.max_length,
-            bins=bins,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            **of_epoch,
-        )
+        multiple, capacity = self.pad_to_multiple_of or 1, self.trainer.args.max_length
+        num_tokens = -(-capacity * bins // multiple) * multiple
+        of_epoch = {"longest": capacity} | of_epoch
+        shapes = StaticShapes.for_model(self.guard.base_model, num_tokens, **of_epoch)
         return self.packed.replaced(static_shapes=shapes)
 
     def drop_shapes_of_padded_rows(self) -> None:
