@@ -12,21 +12,13 @@ from document to document.
 from typing import Any
 
 import numpy as np
-import torch
-from architectures.tiny_models import DOCUMENT_IDS, tiny_model
+from architectures.tiny_models import DOCUMENT_IDS
 from harness import Run, relative_error, run
-from peft import LoraConfig, get_peft_model
 
 from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import IGNORE_INDEX
 
 __all__ = ["relative_error"]
-
-#: Families of the proof. `qwen3_moe` trains without the balance of its experts.
-FAMILIES = (
-    *("llama", "deepseek_v3", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral", "phi3"),
-    *("olmo2", "granite", "cohere2", "qwen3_moe"),
-)
 
 
 def forked_documents(seed: int = 0, *, weighted: bool = False) -> list[dict[str, list[Any]]]:
@@ -68,24 +60,6 @@ def forked_documents(seed: int = 0, *, weighted: bool = False) -> list[dict[str,
 def _document(prompt: list[int], completion: list[int]) -> dict[str, list[int]]:
     labels = [IGNORE_INDEX] * len(prompt) + completion
     return {"input_ids": prompt + completion, "labels": labels}
-
-
-#: Settings with which float32 gradients of a tiny model are known to 1e-6 at all: without them, the
-#: scores of attention are so large that one document alone differs by 1e-5 from float64.
-_SETTINGS = {"granite": {"attention_multiplier": 1 / 16}, "gpt_oss": {"initializer_range": 0.11}}
-
-
-def build_model(name: str, *, lora: bool = False) -> Any:
-    """Return a tiny model of a family; every parameter of its adapters has an effect."""
-    model = tiny_model(name, **_SETTINGS.get(name, {}))
-    if not lora:
-        return model
-    torch.manual_seed(3)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model
 
 
 class Step:

@@ -71,7 +71,7 @@ def test_arrays_tensors_and_lists_give_the_same_batch(convert):
     [
         ({"completion_mask": [1, 1]}, "completion_mask has 2 entries but input_ids has 3"),
         ({"loss_weights": [1, 2, -3]}, r"loss_weights has -3\.0 at token 2; give finite numbers"),
-        ({"seq_lengths": [2, 2]}, "row 1 of the batch holds 3 tokens but its seq_lengths sum to 4"),
+        ({"seq_lengths": [2, 2]}, "row 1 has 3 tokens, and its seq_lengths sum to 4"),
     ],
 )
 def test_what_does_not_match_input_ids_is_refused(row, sentence):

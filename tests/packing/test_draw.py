@@ -111,7 +111,7 @@ def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
     sampler = PackedBatchSampler(lengths, CAPACITY, draw=draw, epochs=1)
     assert sum(map(len, sampler)) == 50
     sampler.set_epoch(1)
-    with pytest.raises(RuntimeError, match="epoch 1 of the mixture needs 50 micro-batches"):
+    with pytest.raises(RuntimeError, match="epoch 1 has more documents than the epochs=1"):
         list(sampler)
     planned = PackedBatchSampler(lengths, CAPACITY, draw=draw, epochs=2)
     assert len(planned) == len(list(planned)) == 50

@@ -1,7 +1,7 @@
 """A step, and an evaluation, that shares prefixes is that of its documents, one at a time.
 
-The kinds of steps and losses are ways and options of tests/test_oracle.py; here are the families,
-and rows at the edges of sharing. The reference (`harness.alone`) puts each document through the
+The kinds of steps and losses, and the models, are rows of tests/test_oracle.py; here are rows at
+the edges of sharing. The reference (`harness.alone`) puts each document through the
 untouched model by itself, and knows nothing of rows. Gradients of documents that see their
 siblings, or lose their prefix, are apart by more than 0.1 (the negative controls).
 """
@@ -18,34 +18,21 @@ from helpers.by_hand import LOSSES
 from helpers.combinations import fast
 from helpers.one_step import ONE_STEP
 from helpers.shared_prefixes import (
-    FAMILIES,
-    build_model,
     forked_documents,
     one_shared_step,
     relative_error,
 )
+from helpers.tiny import tiny_model
 
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.packing import prefix_tree
 from trl_packing.training.prefix_sharing import PrefixSharing
-
-FAST = [("llama", False, "token"), ("deepseek_v3", True, "document")]
-ALL = [(n, lora, by) for n in FAMILIES for lora in (False, True) for by in ("token", "document")]
 
 
 def assert_is_one_at_a_time(step, expected, *, shares=1.5):
     """The loss and gradients of the documents, in rows that computed fewer tokens."""
     assert step.computed * shares < step.tokens, "too little was shared to show anything"
     assert_exact(step, expected)
-
-
-@pytest.mark.parametrize("case", fast(ALL, FAST), ids=str)
-def test_families_train_each_document_as_alone(case, tmp_path):
-    name, lora, weighting = case
-    model, documents = build_model(name, lora=lora), forked_documents(weighted=True)
-    step = one_shared_step(model, documents, tmp_path, loss_weighting=weighting)
-    assert step.documents == len(documents)
-    assert_is_one_at_a_time(step, alone(model, documents, weighting=weighting))
 
 
 # --- rows at the edges ----------------------------------------------------------------------------
@@ -81,20 +68,19 @@ CASES = {
 @pytest.mark.parametrize("sharing", fast(("bin", "group"), ("bin",)))
 @pytest.mark.parametrize("case", fast(CASES, ("labels of their own in some",)))
 def test_unusual_documents_train_as_alone(case, sharing, tmp_path):
-    (documents, shares), model = CASES[case], build_model("llama")
+    (documents, shares), model = CASES[case], tiny_model("llama")
     step = one_shared_step(model, documents, tmp_path, prefix_sharing=sharing)
     assert_exact(step, alone(model, documents))
     assert step.documents == len(documents)
     assert (step.computed < step.tokens) == shares
 
 
-@pytest.mark.parametrize("most", fast((64, 3), (64,)))
-def test_a_group_that_is_larger_than_a_bin_is_cut_and_trains_as_alone(most, tmp_path):
+def test_a_group_that_is_larger_than_a_bin_is_cut_and_trains_as_alone(tmp_path):
     """Ten answers to a prompt compute 240 tokens; each bin of 128 repeats the prompt of 40."""
     documents = [row for seed in range(3) for row in answers(10, seed=seed)]
-    groups = {"prefix_sharing": "group", "prefix_group_size": most, "max_length": CAPACITY}
+    groups = {"prefix_sharing": "group", "prefix_group_size": 64, "max_length": CAPACITY}
     bins = {"gradient_accumulation_steps": 12, "per_device_train_batch_size": 1}
-    model = build_model("llama")
+    model = tiny_model("llama")
     step = one_shared_step(model, documents, tmp_path, **groups, **bins)
     assert_exact(step, alone(model, documents))
     sizes = [row.num_tokens for row in step.rows]
@@ -176,7 +162,7 @@ def assert_same_metrics(found, model, documents, *options, names=None):
 
 @pytest.mark.parametrize("name", fast(EVALUATIONS, ("weights of documents",)))
 def test_metrics_are_those_of_documents_alone(name, tmp_path):
-    model, documents, options = build_model("qwen3"), weighted_documents(), EVALUATIONS[name]
+    model, documents, options = tiny_model("qwen3"), weighted_documents(), EVALUATIONS[name]
     found = evaluate(model, tmp_path, documents, stream=name == "a stream", **options)
     loss = name if name in ("dft", "smoothed") else "nll"
     weighting = options.get("loss_weighting", "token")
@@ -195,7 +181,7 @@ def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_
         return batch, host
 
     monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", lost)
-    model, documents = build_model("llama"), weighted_documents()
+    model, documents = tiny_model("llama"), weighted_documents()
     found = evaluate(model, tmp_path, documents)
     with pytest.raises(AssertionError):
         assert_same_metrics(found, model, documents)
@@ -229,7 +215,7 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
         return type(tree)(**{**vars(tree), **SPOILED[fault](tree)})
 
     monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
-    model, documents = build_model("llama"), forked_documents()
+    model, documents = tiny_model("llama"), forked_documents()
     checked = one_shared_step(model, documents, tmp_path / "checked")
     assert "LEAK" in checked.trainer.packing_report.prefixes.reason
     assert checked.computed == checked.tokens
@@ -254,6 +240,6 @@ def once(make):
 def test_weights_that_count_once_fail_the_same_comparison(tmp_path, monkeypatch):
     spoiled = once(prefix_tree.share_prefixes)
     monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", spoiled)
-    model, documents = build_model("llama"), forked_documents()
+    model, documents = tiny_model("llama"), forked_documents()
     step = one_shared_step(model, documents, tmp_path)
     assert relative_error(step.gradients, alone(model, documents)[1]) > 0.1

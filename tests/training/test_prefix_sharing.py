@@ -1,6 +1,5 @@
 """Which runs share prefixes, what the report says of it, and which bins groups of prefixes fill."""
 
-import json
 from unittest import mock
 
 import numpy as np
@@ -8,8 +7,7 @@ import pytest
 import torch
 from architectures import tiny_models as architectures
 from datasets import Dataset
-from harness import TWO_RUNS, make_trainer
-from helpers.combinations import fast
+from harness import make_trainer
 from helpers.steps import steps_in
 from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from peft import LoraConfig, get_peft_model
@@ -73,12 +71,6 @@ def line(trainer) -> str | None:
     return dict(trainer.packing_report.lines()).get("prefixes")
 
 
-def logs_of(trainer) -> list[list[float]]:
-    names = ("loss", "grad_norm", "documents_per_step", "num_tokens", "entropy")
-    history = trainer.state.log_history
-    return [[log[name] for name in names] for log in history if "grad_norm" in log]
-
-
 # --- who shares -----------------------------------------------------------------------------------
 
 
@@ -121,10 +113,8 @@ def with_dropout(place):
     model = tiny_model("llama")
     if place == "lora_dropout":
         return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"]))
-    if place == "input_jitter_noise":
-        model.model.layers[0].mlp.input_jitter_noise = 0.25
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.25 if place == "attention_dropout" else 0.0
+        layer.self_attn.attention_dropout = 0.25
     return model
 
 
@@ -140,7 +130,7 @@ APART_BECAUSE = {
     ),
     **{
         place: (lambda place=place: {"model": with_dropout(place)}, "=0.25 draws for each document")
-        for place in ("attention_dropout", "lora_dropout", "input_jitter_noise")
+        for place in ("attention_dropout", "lora_dropout")
     },
 }
 
@@ -244,8 +234,6 @@ def test_the_reports_savings_are_those_of_the_run(tmp_path):
     counts = trainer._meter.so_far()
     assert counts["tokens"] - counts["shared"] == planned.computed
     assert line(trainer) == f"{planned.tokens / planned.computed:.2f}× fewer tokens computed"
-    found = json.loads(trainer.packing_report.to_json())["prefixes"]
-    assert (found["tokens"], found["computed"]) == (planned.tokens, planned.computed)
 
 
 def test_documents_without_common_prefixes_cost_no_check(tmp_path, monkeypatch):
@@ -262,35 +250,6 @@ def test_documents_without_common_prefixes_cost_no_check(tmp_path, monkeypatch):
 
 
 # --- groups ---------------------------------------------------------------------------------------
-
-KINDS = {
-    "packed": {},
-    "documents_per_step": {"documents_per_step": 16, "gradient_accumulation_steps": 2},
-    "stream": {"max_steps": 4},
-    "padding-free stream": {"packing": False, "per_device_train_batch_size": 8, "max_steps": 4},
-}
-
-
-class RowsApart(PackedSFTTrainer):
-    """Trains the same bins and steps by rows without sharing."""
-
-    def _before_first_step(self):
-        super()._before_first_step()
-        self._loaders.collators.packed.shares_prefixes = False
-
-
-@pytest.mark.parametrize("kind", fast(KINDS, ("packed",)))
-def test_steps_are_those_of_their_documents_apart(kind, tmp_path):
-    rows = Dataset.from_list(of_groups())
-    rows = rows.to_iterable_dataset() if "stream" in kind else rows
-    options = {"learning_rate": 1e-3, "loss_weighting": "sqrt", **KINDS[kind]}
-    trainer = trained(tmp_path, rows, prefix_sharing="group", **options)
-    apart = trained(tmp_path, rows, prefix_sharing="group", cls=RowsApart, **options)
-    np.testing.assert_allclose(logs_of(trainer), logs_of(apart), rtol=TWO_RUNS)
-    assert trainer.data_collator.shares_prefixes
-    # Control: without groups, steps hold other documents.
-    other = trained(tmp_path, rows, prefix_sharing="off", **options)
-    assert abs(logs_of(other)[0][0] - logs_of(trainer)[0][0]) > 1e-4
 
 
 def test_a_model_that_fails_the_check_trains_single_documents(tmp_path, monkeypatch):

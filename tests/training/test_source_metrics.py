@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from harness import alone, run
 from helpers.by_hand import LOSSES, TOLERANCE, weighted
-from helpers.shared_prefixes import build_model, forked_documents, one_shared_step
+from helpers.shared_prefixes import forked_documents, one_shared_step
 from helpers.tiny import documents_of_lengths, tiny_model
 
 SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
@@ -93,7 +93,7 @@ def test_losses_and_gradients_keep_every_bit(tmp_path):
 
 @pytest.mark.parametrize("weighting", ["token", "document"])
 def test_sources_share_the_positions_of_their_prefixes(weighting, tmp_path):
-    model = build_model("qwen3")
+    model = tiny_model("qwen3")
     documents = with_sources(forked_documents(weighted=weighting == "document"), "abc")
     options = {"prefix_sharing": "bin", "loss_weighting": weighting, "source_column": "source"}
     step = one_shared_step(model, documents, tmp_path, **options)

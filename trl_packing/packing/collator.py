@@ -268,8 +268,7 @@ def _seq_lengths(
         lengths = np.asarray(document[SEQ_LENGTHS]).tolist()
         if sum(lengths) != len(ids):
             raise ValueError(
-                f"row {row} of the batch holds {len(ids)} tokens but its seq_lengths sum to "
-                f"{sum(lengths)}; they must name every token"
+                f"row {row} has {len(ids)} tokens, and its seq_lengths sum to {sum(lengths)}"
             )
         yield lengths
 

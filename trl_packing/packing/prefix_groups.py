@@ -26,7 +26,6 @@ from trl_packing.packing.prefix_index import MIN_SHARED, PrefixIndex, shared_dep
 _MOST_KEYS = 8
 
 _SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
-_DEEPEST = 100  # documents of sets that are searched more often than that stay in sorted order
 
 # Most groups that wait for a step with room, before one is cut. Few, to keep steps random.
 _MOST_WAITING = 64
@@ -184,16 +183,15 @@ def _clusters(
     starts_family, starts_cluster = np.zeros((2, len(common)), bool)
     places = order  # in `order` of documents that are in no cluster yet, set by set
     sets, base = np.zeros(len(common), np.int64), _background(common, lengths)
-    for level in range(_DEEPEST + 1):
+    level = 0
+    while len(places):  # the background of a set grows in each search
         documents = order[places]
-        is_linked = np.zeros(len(places), bool)
-        if level < _DEEPEST:
-            least = np.minimum(base[1:], base[:-1])
-            beyond = common[documents[1:]] - least
-            shorter = np.minimum(lengths[documents[1:]], lengths[documents[:-1]]) - least
-            is_linked[1:] = (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
-            is_linked[1:] &= sets[1:] == sets[:-1]
-        firsts = np.flatnonzero(~is_linked)
+        least = np.minimum(base[1:], base[:-1])
+        beyond = common[documents[1:]] - least
+        shorter = np.minimum(lengths[documents[1:]], lengths[documents[:-1]]) - least
+        is_linked = (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
+        is_linked &= sets[1:] == sets[:-1]
+        firsts = np.flatnonzero(np.append(True, ~is_linked))
         sizes, first = np.diff(firsts, append=len(places)), documents[firsts]
         # The first document of a cluster shares with nobody.
         tokens = own[first + sizes] - own[first] + depths[first]
@@ -202,7 +200,7 @@ def _clusters(
         fits |= sizes == 1
         # Clusters of a set change places at random, but not two, such as turns of a conversation.
         of_set = sets[firsts]
-        moves = (np.bincount(of_set)[of_set] > 2) & (0 < level < _DEEPEST)
+        moves = (np.bincount(of_set)[of_set] > 2) & (level > 0)
         by_chance = np.lexsort((rng.random(len(firsts)) * moves, of_set))
         order[places] = documents[ranges(firsts[by_chance], sizes[by_chance])]
         sizes, fits = sizes[by_chance], fits[by_chance]
@@ -210,10 +208,7 @@ def _clusters(
         if not level:
             starts_family[firsts] = True
         starts_cluster[firsts[fits]] = True
-        places = places[np.repeat(~fits, sizes)]
-        if not len(places):
-            break
-        sizes = sizes[~fits]
+        places, sizes, level = places[np.repeat(~fits, sizes)], sizes[~fits], level + 1
         sets, start = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
         shared = common[order[places]]
         shared[start] = lengths[order[places[start]]]

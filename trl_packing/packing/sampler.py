@@ -149,8 +149,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
         if self.num_drawn < self.num_ranks and not self.allow_idle_ranks:
             raise ValueError(
-                f"{self.num_drawn} documents cannot keep {self.num_ranks} ranks busy; "
-                "use fewer processes or more documents"
+                f"{self.num_drawn} documents cannot keep {self.num_ranks} ranks busy; use fewer"
             )
         if not self.num_used:
             raise ValueError(
@@ -188,8 +187,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         drawn = self.drawn()
         if len(drawn) != len(self) * self.num_ranks:
             raise RuntimeError(
-                f"epoch {self.epoch} of the mixture needs {len(drawn):,} micro-batches, and the "
-                f"epochs={self.epochs} that were planned need {len(self) * self.num_ranks:,}"
+                f"epoch {self.epoch} has more documents than the epochs={self.epochs} of the plan"
             )
         for at in range(self.rank, len(drawn), self.num_ranks):
             yield drawn[at].tolist()
