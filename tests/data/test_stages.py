@@ -26,11 +26,6 @@ def trained_texts(trainer) -> list[str]:
     ]
 
 
-def columns_of(trainer):
-    names = ("input_ids", "labels", "loss_weights")
-    return [{name: row[name] for name in names if name in row} for row in trainer.train_dataset]
-
-
 def chat(*answers: tuple[str, dict]) -> dict:
     said = [{"role": "assistant", "content": text, **flags} for text, flags in answers]
     return {"messages": [{"role": "user", "content": "Why?"}, *said]}
@@ -126,85 +121,14 @@ def test_a_column_of_packed_rows_is_refused_where_it_would_stay(tmp_path):
         trainer_for(tmp_path, rows, packing=False)
 
 
-# --- rows that were padded ------------------------------------------------------------------------
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rows_that_were_padded_are_refused_by_their_number(tmp_path, streamed):
+    def trained(masks):
+        rows = [{"input_ids": [7, 8, 9, 10], "attention_mask": mask} for mask in masks]
+        given = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
+        trainer_for(tmp_path, given, max_steps=1).train()
 
-EOS = tiny_tokenizer().eos_token_id
-
-
-def rows_of(columns=(), left=None, width=12):
-    """Rows of eight lengths; filled up to `width`, `left` of the padding in front, if it is set."""
-    rows = []
-    for length in (5, 9, 3, 9, 7, 4, 6, 8):
-        front = min(left or 0, width - length)
-        behind = 0 if left is None else width - length - front
-        ids = [10 + length] * (length - 1) + [EOS]
-        values = {
-            "input_ids": ids,
-            "attention_mask": [1] * length,
-            "labels": [-100, *ids[1:]],
-            "completion_mask": [0, 0] + [1] * (length - 2),
-            "loss_weights": [0.5] * length,
-        }
-        names = ("input_ids", *columns, *(() if left is None else ("attention_mask",)))
-        rows.append({n: fill(n, front) + values[n] + fill(n, behind) for n in names})
-    return rows
-
-
-def fill(name, number):
-    return [{"labels": -100, "loss_weights": 0.0}.get(name, 0)] * number
-
-
-@pytest.mark.parametrize(
-    ("columns", "left"),
-    [((), 0), (("labels",), 3), (("completion_mask", "loss_weights"), 99)],
-    ids=["behind", "around", "in front"],
-)
-def test_padded_rows_are_the_documents_without_padding(tmp_path, caplog, columns, left):
-    with caplog.at_level(logging.WARNING):
-        ours = trainer_for(tmp_path / "padded", rows_of(columns, left))
-        assert columns_of(ours) == columns_of(trainer_for(tmp_path / "bare", rows_of(columns)))
-    said = "8 of 8 rows of the train dataset were padded beforehand: 45 padding tokens"
-    assert said in caplog.text
-    assert said in str(ours.packing_report)
-
-
-def test_only_padding_that_is_marked_is_cut(tmp_path, caplog):
-    bare, padded = columns_of(trainer_for(tmp_path / "bare", rows_of())), rows_of(left=0)
-    unmarked = [{"input_ids": row["input_ids"]} for row in padded]
-    assert columns_of(trainer_for(tmp_path, unmarked)) != bare, "the control"
-    caplog.clear()
-    masked = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows_of()]
-    assert columns_of(trainer_for(tmp_path, masked)) == bare
-    assert "padded" not in caplog.text
-    empty = {"input_ids": [0] * 12, "attention_mask": [0] * 12}
-    trainer = trainer_for(tmp_path, [empty, *padded, empty])
-    assert columns_of(trainer) == bare
-    assert "2 documents without a trained token: dropped" in str(trainer.packing_report)
-    found, expected = (trainer.evaluate(Dataset.from_list(x)) for x in (padded, rows_of()))
-    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=TWO_RUNS)
-
-
-@pytest.mark.parametrize(
-    ("mask", "sentence"),
-    [
-        ([1, 0, 1, 1], "is no padding: .*0 between tokens where it is 1"),
-        ([1, 1, 2, 2], "is no padding: it has other values than 0 and 1"),
-        ([1, 1, 1], "has 4 input_ids but 3 entries in 'attention_mask'"),
-    ],
-)
-def test_a_mask_that_is_no_padding_names_its_row(tmp_path, mask, sentence):
-    good = {"input_ids": [7, 8, 9, EOS], "attention_mask": [1, 1, 1, 1]}
-    rows = [good, {**good, "attention_mask": mask}, {**good, "attention_mask": mask}]
-    with pytest.raises(ValueError, match=f"document 1 of the .*{sentence}.*2 such rows"):
-        trainer_for(tmp_path, rows)
-
-
-def test_a_stream_with_padding_is_refused_by_its_first_row(tmp_path):
-    def trained(rows):
-        stream = IterableDataset.from_generator(lambda: iter(rows))
-        trainer_for(tmp_path, stream, max_steps=1).train()
-
-    row = {"input_ids": [7, 8, 9, EOS], "attention_mask": [1, 1, 1, 1]}
-    trained([row] * 3)
-    with pytest.raises(ValueError, match=r"document 1 of the train stream .*tokenize without padd"):
-        trained([row, {**row, "attention_mask": [1, 1, 1, 0]}, row])
+    trained([[1, 1, 1, 1]] * 3)
+    for mask in ([1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 2, 2]):
+        with pytest.raises(ValueError, match=r"document 1 of the train .*tokenize without padd"):
+            trained([[1, 1, 1, 1], mask, [1, 1, 1, 1]])

@@ -3,7 +3,7 @@
     chat_template, messages, row_format, turns, responses    a row → its text, and what is trained
     tokenize, tokenize_rows                                  texts → tokens and labels
     checks, stages, stop_tokens, fitting, counts             a data set → documents that fit
-    stream, prepared, padding                                of a stream, from disk, padded
+    stream, prepared                                         of a stream, from disk
 
 Belongs here: checks of rows and columns, templates, tokens and labels, overflow policies, counts.
 Does not: which documents share a bin (packing).

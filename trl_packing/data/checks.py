@@ -1,10 +1,11 @@
 """Checks of a data set that run before anything is computed on it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
@@ -79,6 +80,38 @@ def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
             f"the {name} dataset has {TOKEN_WEIGHTS!r}, one weight per token, but no 'input_ids'; "
             f"give each document a {DOCUMENT_WEIGHT!r}, each message a 'weight', or tokenized rows"
         )
+
+
+def without_padding(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
+    """Return `dataset`; raise ValueError for tokenized rows whose `attention_mask` is not 1.
+
+    A stream is checked as it is read. Packed rows may have any mask.
+    """
+    columns = get_dataset_column_names(dataset)
+    if not {"input_ids", "attention_mask"} <= {*columns} or SEQ_LENGTHS in columns:
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        options = {"batched": True, "with_indices": True, "fn_kwargs": {"name": name}}
+        return dataset.with_format(None).map(_batch_without_padding, **options)
+    masks = ArrowDocuments(dataset, ("attention_mask",))
+    if len(rows := masks.rows_where("attention_mask", lambda mask: mask != 1)):
+        raise ValueError(_PADDED.format(rows[0], name) + and_others(rows))
+    return dataset
+
+
+_PADDED = (
+    "document {} of the {} dataset has an attention_mask with other values than 1; tokenize "
+    "without padding"
+)
+
+
+def _batch_without_padding(
+    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], name: str
+) -> dict[str, Sequence[Any]]:
+    for row, mask in zip(rows, batch["attention_mask"], strict=True):
+        if {*(mask or ())} - {1}:
+            raise ValueError(_PADDED.format(row, name))
+    return dict(batch)
 
 
 def check_packed_rows(

@@ -177,8 +177,9 @@ def fit_and_count(
             f"max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or "
             "check the completion or assistant masks"
         )
-    desc = f"Fitting {name} dataset to max_length"
-    return cut_documents(documents, pieces, documents.columns, num_proc=num_proc, desc=desc), counts
+    return cut_documents(
+        documents, pieces, num_proc, f"Fitting {name} dataset to max_length"
+    ), counts
 
 
 def documents_of(dataset: Dataset) -> ArrowDocuments:
@@ -187,17 +188,9 @@ def documents_of(dataset: Dataset) -> ArrowDocuments:
 
 
 def cut_documents(
-    documents: ArrowDocuments,
-    pieces: Pieces,
-    by_token: Sequence[str],
-    *,
-    num_proc: int | None,
-    desc: str,
+    documents: ArrowDocuments, pieces: Pieces, num_proc: int | None, desc: str
 ) -> Dataset:
-    """Return `pieces` of the documents as a data set; a table is written only if any is cut.
-
-    Columns `by_token` of the data set are cut, the others are repeated.
-    """
+    """Return `pieces` of the documents as a data set; a table is written only if any is cut."""
     dataset, lengths = documents.dataset, documents.lengths()
     if np.array_equal(pieces.sizes, lengths[pieces.rows]):
         return dataset if len(pieces.rows) == len(lengths) else dataset.select(pieces.rows)
@@ -205,7 +198,7 @@ def cut_documents(
     cut = dataset.with_format("arrow").map(
         _cut_batch,
         with_indices=True,
-        fn_kwargs={"pieces": pieces, "by_token": by_token},
+        fn_kwargs={"pieces": pieces, "by_token": documents.columns},
         batched=True,
         num_proc=num_proc,
         desc=desc,

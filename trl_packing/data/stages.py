@@ -26,11 +26,11 @@ from trl_packing.data.checks import (
     check_not_empty,
     check_packed_rows,
     check_weights_have_tokens,
+    without_padding,
 )
 from trl_packing.data.counts import PreparationCounts, turns_of
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.messages import has_flags
-from trl_packing.data.padding import cut_padding
 from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
@@ -103,8 +103,7 @@ def whole_documents(
             record.check(rules, dataset)
         return whole
     _check(dataset, columns, rules, formatting_func, name)
-    documents, padding = _tokenize(dataset, columns, rules, formatting_func, name)
-    notes = [padding]
+    documents = _tokenize(dataset, columns, rules, formatting_func, name)
     if isinstance(documents, IterableDataset):
         return replace(whole, documents=documents)
     if whole.are_packed:
@@ -119,8 +118,10 @@ def whole_documents(
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
-    notes.append(_note_not_found(tokens, rules, name))
-    notes.append(note_second_bos(tokens, rules.eos.tokenizer, name))
+    notes = [
+        _note_not_found(tokens, rules, name),
+        note_second_bos(tokens, rules.eos.tokenizer, name),
+    ]
     hint = None
     if formatting_func is None and "input_ids" not in columns and {*_MESSAGES} & {*columns}:
         hint = _hint_at_train_on(tokens, rules)
@@ -219,18 +220,18 @@ def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str) -> None:
 
 def _tokenize(
     dataset: AnyDataset, columns: Sequence[str], rules: Rules, formatting_func: Any, name: str
-) -> tuple[AnyDataset, str | None]:
-    """Return documents of any length with `input_ids` and `labels`, and a note on padding."""
-    num_proc, template, padding = rules.args.dataset_num_proc, rules.response_template, None
+) -> AnyDataset:
+    """Return documents of any length with `input_ids` and `labels`."""
+    num_proc, template = rules.args.dataset_num_proc, rules.response_template
     if "input_ids" in columns:
         if formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
-        documents, padding = cut_padding(dataset, num_proc=num_proc, name=name)
+        documents = without_padding(dataset, name)
         only = rules.row_format.completion_only
         documents = label_tokenized(
             documents, completion_only=only, template=template, num_proc=num_proc, name=name
         )
-        return shuffle(documents, rules, fitted=False), padding
+        return shuffle(documents, rules, fitted=False)
     formatting_func = one_text_each(formatting_func, next(iter(dataset)))
     if not rules.needs_trl:
         documents = documents_from_rows(
@@ -241,13 +242,13 @@ def _tokenize(
             num_proc=num_proc,
             name=name,
         )
-        return shuffle(documents, rules, fitted=False), padding
+        return shuffle(documents, rules, fitted=False)
     documents = rules.by_trl(dataset, formatting_func, name)
     if template is not None:
         documents = label_tokenized(
             documents, completion_only=False, template=template, num_proc=num_proc
         )
-    return documents, padding
+    return documents
 
 
 # --- notes ----------------------------------------------------------------------------------------
