@@ -188,7 +188,7 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         raise NotImplementedError(
             "the balance of experts is not the mean over padded forwards; router_aux_loss_coef=0.0"
         )
-    names, make = [field.name for field in fields(first)], type(first)
+    names, make = [field.name for field in fields(first)], first.__class__
     return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
 
 
