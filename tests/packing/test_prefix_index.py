@@ -58,6 +58,7 @@ def test_labels_of_their_own_are_not_shared():
     assert not PrefixIndex.of_loaded(rows).common.any()
     without = PrefixIndex.of(ArrowDocuments(Dataset.from_list(rows), ["input_ids"])).common
     assert without.sum() > 0
+    assert "key_index" not in PackedCollator(shares_prefixes=True)(rows)
 
 
 def test_chunks_and_indices_of_the_table_are_followed():
