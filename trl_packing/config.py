@@ -5,6 +5,7 @@
 exclude or need each other. Checks that need the data or the model are elsewhere.
 """
 
+import json
 import math
 import os
 import re
@@ -169,7 +170,10 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         with warnings.catch_warnings():
             # TRL 1.16 always sets it, by a name that transformers 5.23 has deprecated.
             warnings.filterwarnings("ignore", "`gradient_checkpointing`", FutureWarning)
-            super().__post_init__()
+            try:
+                super().__post_init__()
+            except json.JSONDecodeError as error:  # transformers does not name the setting
+                raise ValueError(f"{error.doc!r} is given to a setting, and is no JSON") from error
         check_options(self, is_final=False)
 
 
