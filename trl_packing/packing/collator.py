@@ -177,7 +177,7 @@ class PackedCollator:
             ValueError: labels, masks, weights or `seq_lengths` do not match `input_ids`, or weights
                 are not finite and ≥ 0.
         """
-        input_ids = [np.asarray(document["input_ids"], np.int64) for document in documents]
+        input_ids = [_token_ids(document["input_ids"]) for document in documents]
         labels = [document_labels(*pair) for pair in zip(documents, input_ids, strict=True)]
         rows = list(_seq_lengths(documents, input_ids))
         real = [length for row in rows for length in row if length]
@@ -254,6 +254,13 @@ class DataCollatorWithFlattening(PackedCollator):
 
     def __init__(self, *, return_flash_attn_kwargs: bool = True, return_seq_idx: bool = True):
         super().__init__()
+
+
+def _token_ids(values: Any) -> np.ndarray:
+    ids = np.asarray(values)
+    if ids.dtype.kind not in "iu" and ids.size:  # a float would lose its fraction silently
+        raise ValueError(f"input_ids must be integers, got {ids.dtype}; tokenize the text first")
+    return ids.astype(np.int64, copy=False)
 
 
 def _seq_lengths(
