@@ -53,5 +53,5 @@ def test_the_balance_is_weighted_by_the_tokens_of_its_micro_batch(tmp_path):
 
 def test_padding_in_the_balance_is_refused(tmp_path):
     wrong = {"router_aux_loss_coef": 0.1, "pad_to_multiple_of": 8}
-    with pytest.raises(ValueError, match=r"pad_to_multiple_of=8 .*router_aux_loss_coef=0\.0"):
+    with pytest.raises(ValueError, match=r"pad_to_multiple_of .*router_aux_loss_coef=0\.0"):
         packed_step(tiny_model("mixtral"), tiny_documents(), str(tmp_path), **wrong)

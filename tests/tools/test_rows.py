@@ -65,7 +65,7 @@ def weighted() -> Dataset:
 
 
 BINS = {"max_length": 64, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-SHARED = {"prefix_sharing": "bin", "max_length": 128, "pad_to_multiple_of": 8}
+SHARED = {"prefix_sharing": "bin", "max_length": 128}
 SETTINGS = {
     "several bins": (chats, BINS | {"train_on": "last_assistant", "shuffle_dataset": True}),
     "split": (chats, {"max_length": 24, "overflow": "split", "pad_to_multiple_of": 16}),

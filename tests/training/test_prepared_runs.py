@@ -106,7 +106,7 @@ def test_a_trainer_refuses_what_does_not_fit_before_it_trains(tmp_path):
         ("not conversational", (assistant,), {"assistant_only_loss": True}),
         ("assistant_only_loss=False there and True", ({"a": rows, "b": whole},), marked),
         ("assistant_only_loss=False there and True", (rows, whole), marked),
-        ("must name a column of numbers", (whole,), {"curriculum": "hard"}),
+        ("must name a column with a number", (whole,), {"curriculum": "hard"}),
         ("prepared for packed runs", (whole,), {"packing": False, "collator": list}),
     ):
         with pytest.raises(ValueError, match=said):

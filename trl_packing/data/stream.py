@@ -24,12 +24,14 @@ from trl_packing.data.stop_tokens import (
     note_missing_eos,
 )
 from trl_packing.documents.labels import (
+    TOKEN_WEIGHTS,
     TURN,
     check_same_columns,
     document_columns,
     refused_beyond_int64,
     token_columns,
 )
+from trl_packing.documents.weights import check_token_weights
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ class StreamFit:
         documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)
+        if TOKEN_WEIGHTS in self.columns:
+            check_token_weights(documents, rows)
         if eos.appends:
             table = append_eos_to_table(table, **eos_ids(documents, eos))
             documents = documents_of(datasets.Dataset(table))

@@ -147,18 +147,18 @@ def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndar
     return weights
 
 
-def check_token_weights(documents: ArrowDocuments) -> None:
+def check_token_weights(documents: ArrowDocuments, numbers: Sequence[int] | None = None) -> None:
     """Raise ValueError naming the first document without one weight, finite and ≥ 0, per token."""
     chunks = [values for values, _ in documents.readers[TOKEN_WEIGHTS].chunks if len(values)]
     if np.array_equal(documents.lengths(TOKEN_WEIGHTS), documents.lengths()) and all(
         values.min() >= 0 and float(values.max()) <= LARGEST_WEIGHT for values in chunks
     ):
         return  # NaN compares false
-    for number, document in enumerate(documents):  # the table may hold rows that were left out
+    for at, document in enumerate(documents):  # the table may hold rows that were left out
         try:
             token_weights(document, len(document["input_ids"]))
         except ValueError as problem:
-            raise ValueError(f"document {number}: {problem}") from None
+            raise ValueError(f"document {numbers[at] if numbers else at}: {problem}") from None
 
 
 def check_some_weight(documents: ArrowDocuments) -> None:
