@@ -19,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from trl_packing import PackedCollator, resolve_attention
 from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
 from trl_packing.attention.install import install_attention, take_prefix_keys
+from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.varlen import varlen_attention
 
 
@@ -49,6 +50,20 @@ def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_he
     assert (cu_q, cu_k) == (tree.cu_seqlens.tolist(), tree.keys.cu_seqlens_k.tolist())
     assert (longest_q, longest_k) == (max(tree.lengths), tree.keys.max_length)
     assert (left, is_causal) == (-1 if window is None else window - 1, window is None)
+
+
+def test_gathered_keys_are_not_kept_until_the_backward(monkeypatch):
+    varlen_double.install(monkeypatch)
+    tree, saved = random_tree(np.random.default_rng(3), 9), []
+    assert len(tree.keys.key_index) > 1.5 * tree.starts[-1]
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.shape) or x, lambda x: x
+    ):
+        options = KernelOptions(0.4, None, None, None, 0.0)
+        tensors = inputs(num_tokens=tree.starts[-1])
+        varlen_attention(*tensors, tree.cu_seqlens, options, None, tree.keys).sum().backward()
+    assert saved
+    assert max(shape[0] for shape in saved if len(shape) == 3) == tree.starts[-1]
 
 
 def test_a_row_is_known_by_its_tokens_only_as_a_whole():

@@ -7,9 +7,13 @@ soft-caps and GPUs that a version lacks are found by the isolation check, with o
 """
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
@@ -53,7 +57,8 @@ def gather_prefix_keys(implementation: str) -> None:
     """Make transformers' attention function `implementation` gather the keys of shared prefixes.
 
     transformers passes the boundaries of the keys to the kernel, but the row itself as the keys.
-    Calls without `key_index` stay unchanged.
+    Calls without `key_index` stay unchanged. The backward gathers again, so that only the keys of
+    the row are kept in between.
     """
     if gathers_prefix_keys(implementation):
         return
@@ -69,13 +74,43 @@ def gather_prefix_keys(implementation: str) -> None:
         key_index: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        if key_index is not None:  # both are (1, heads, T, dim)
-            rows = (gather_keys(x[0].transpose(0, 1), key_index) for x in (key, value))
-            key, value = (x.transpose(0, 1).unsqueeze(0) for x in rows)
-        return function(module, query, key, value, *args, **kwargs)
+        if key_index is None:
+            return function(module, query, key, value, *args, **kwargs)
+        rows = [x[0].transpose(0, 1) for x in (key, value)]  # from (1, heads, T, dim)
+        gathered = [gather_keys(x, key_index) for x in rows]
+        key, value = (x.transpose(0, 1).unsqueeze(0) for x in gathered)
+        with _gather_again_in_backward(rows, gathered, key_index):
+            return function(module, query, key, value, *args, **kwargs)
 
     attention.gathers_prefix_keys = True  # type: ignore[attr-defined]
     AttentionInterface.register(implementation, attention)
+
+
+def _gather_again_in_backward(
+    rows: list[Tensor], gathered: list[Tensor], key_index: Tensor
+) -> AbstractContextManager[Any]:
+    """Return a block in which autograd saves `rows` in place of the keys gathered from them."""
+    # Gradient checkpointing saves nothing of the block by hooks of its own; ours would replace it.
+    is_hooked = _top_saved_tensors_default_hooks(True) is not None
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_hooked:
+        return nullcontext()
+    sources = {
+        x.untyped_storage().data_ptr(): row.detach() for x, row in zip(gathered, rows, strict=True)
+    }
+
+    def pack(saved: Tensor) -> Any:
+        row = sources.get(saved.untyped_storage().data_ptr())
+        if row is None or saved.dtype != row.dtype:
+            return saved
+        return row, saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        row, *layout = saved
+        return gather_keys(row, key_index).as_strided(*layout)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def gathers_prefix_keys(implementation: str | None) -> bool:

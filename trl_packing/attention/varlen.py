@@ -19,6 +19,7 @@ from trl_packing.attention.prefix_keys import (
     gradient_of_sinks,
     lse_with_sinks,
     share_of_keys,
+    sum_over_segments,
 )
 
 NAME = "packed_varlen"
@@ -50,13 +51,13 @@ def varlen_attention(
     cu_seqlens_k, longest = cu_seqlens, _longest(cu_seqlens, max_length)
     longest_k = longest
     if keys is not None:
-        key, value = (gather_keys(x, keys.key_index) for x in (key, value))
         cu_seqlens_k, longest_k = keys.cu_seqlens_k, _longest(keys.cu_seqlens_k, keys.max_length)
     spans = (cu_seqlens, cu_seqlens_k, longest, longest_k)
     rows = [x.contiguous() for x in (query, key, value)]
-    if sinks is None:
+    if sinks is None and keys is None:
         return _forward(rows, spans, scale, window)[0]
-    return _WithSinks.apply(*rows, sinks, spans, scale, window)
+    index = None if keys is None else keys.key_index
+    return _Attention.apply(*rows, sinks, index, spans, scale, window)
 
 
 def _longest(cu_seqlens: Tensor, known: int | None) -> int:
@@ -77,27 +78,42 @@ def _options(scale: float, window: int | None) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
 
-class _WithSinks(torch.autograd.Function):
-    """Attention with learned sinks, from the log-sum-exp of a kernel without them."""
+class _Attention(torch.autograd.Function):
+    """Attention with learned sinks or shared prefixes, on a kernel without them.
+
+    Sinks follow from the log-sum-exp. Keys are gathered in the forward and again in the backward,
+    so that only those of the row are kept in between.
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value, sinks, spans, scale, window):
-        out, lse, *states = _forward((query, key, value), spans, scale, window)
-        with_sinks = lse_with_sinks(lse, sinks)
-        out = out * share_of_keys(lse, with_sinks).to(out.dtype)
-        ctx.save_for_backward(query, key, value, out, with_sinks, sinks, *spans[:2], *states)
+    def forward(ctx, query, key, value, sinks, key_index, spans, scale, window):
+        rows = (query, *_gathered(key, value, key_index))
+        out, lse, *states = _forward(rows, spans, scale, window)
+        if sinks is not None:
+            with_sinks = lse_with_sinks(lse, sinks)
+            out, lse = out * share_of_keys(lse, with_sinks).to(out.dtype), with_sinks
+        ctx.save_for_backward(query, key, value, out, lse, sinks, key_index, *spans[:2], *states)
         ctx.options = (spans[2:], scale, window)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, out, lse, sinks, *boundaries, rng, unused = ctx.saved_tensors
+        query, key, value, out, lse, sinks, index, *boundaries, rng, unused = ctx.saved_tensors
         longest, scale, window = ctx.options
-        rows = (grad.contiguous(), query, key, value, out, lse)
-        found = torch.ops.aten._flash_attention_backward(
+        rows = (grad.contiguous(), query, *_gathered(key, value, index), out, lse)
+        d_query, *d_keys = torch.ops.aten._flash_attention_backward(
             *rows, *boundaries, *longest, 0.0, not window, rng, unused, **_options(scale, window)
         )
-        return *found, gradient_of_sinks(grad, out, lse, sinks), None, None, None
+        if index is not None:
+            d_keys = [sum_over_segments(x, index, len(key)) for x in d_keys]
+        d_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
+        return d_query, *d_keys, d_sinks, None, None, None, None
+
+
+def _gathered(key: Tensor, value: Tensor, key_index: Tensor | None) -> tuple[Tensor, Tensor]:
+    if key_index is None:
+        return key, value
+    return gather_keys(key, key_index), gather_keys(value, key_index)
 
 
 register_packed_kernel(NAME, varlen_attention)
