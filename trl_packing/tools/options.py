@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -32,14 +32,25 @@ T = TypeVar("T")
 def check_names(names: Iterable[str]) -> None:
     """Raise ValueError for a name that begins no option of a recipe.
 
-    Options are read from the files of the installed libraries: importing them takes ten seconds.
     Versions that are not tested may keep options elsewhere, so nothing is refused with them.
     """
     from difflib import get_close_matches
-    from importlib import import_module
-    from importlib.util import find_spec
 
     from trl_packing.versions import TESTED, is_tested
+
+    for name in names:
+        known = _option_names()
+        if not any(other.startswith(name) for other in known) and all(map(is_tested, TESTED)):
+            close = get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"did you mean --{close[0]}?" if close else "--help lists the options"
+            raise ValueError(f"--{name} is unknown; {hint}")
+
+
+@cache
+def _option_names() -> frozenset[str]:
+    """Return all options, read from the files of libraries: importing them takes ten seconds."""
+    from importlib import import_module
+    from importlib.util import find_spec
 
     files = [*import_module("trl_packing.recipes").FOLDER.glob("*.py")]
     for library, pattern in (
@@ -53,12 +64,7 @@ def check_names(names: Iterable[str]) -> None:
             files += Path(folder).glob(pattern)
     field = re.compile(r"^    (\w+): ", re.MULTILINE)
     found = {name for file in files for name in field.findall(file.read_text(encoding="utf-8"))}
-    known = {"config", "help", *SHORT, *found, *(f"no_{name}" for name in found)}
-    for name in names:
-        if not any(other.startswith(name) for other in known) and all(map(is_tested, TESTED)):
-            close = get_close_matches(name, known, n=1, cutoff=0.7)
-            hint = f"did you mean --{close[0]}?" if close else "--help lists the options"
-            raise ValueError(f"--{name} is unknown; {hint}")
+    return frozenset({"config", "help", *SHORT, *found, *(f"no_{name}" for name in found)})
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
