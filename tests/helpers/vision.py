@@ -8,6 +8,8 @@ dataset = image_dataset()                           # several sizes; some rows h
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from PIL import Image
 
 from helpers.one_step import ONE_STEP
 from helpers.tiny import tiny_tokenizer
+from trl_packing.attention.state import temporarily
+from trl_packing.vision.batch import ImageBatches
 
 
 def tiny_processor(name: str) -> Any:
@@ -84,3 +88,18 @@ def image_dataset(rows: int = 8, form: str = "prompt_completion") -> Dataset:
         else:
             made.append({"images": images, "prompt": [user], "completion": [assistant]})
     return Dataset.from_list(made)
+
+
+@contextmanager
+def images_of_others() -> Iterator[None]:
+    """Give documents of a row the images of others: those of several are in the wrong order."""
+    right = ImageBatches.tensors
+
+    def swapped(self, documents, input_ids):
+        made = right(self, documents, input_ids)
+        if "pixel_values" in made and len(documents) > 1:
+            made["pixel_values"] = made["pixel_values"].flip(0)
+        return made
+
+    with temporarily(ImageBatches, tensors=swapped):
+        yield

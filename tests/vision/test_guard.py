@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.vision import image_dataset, noise, tiny_vlm
+from helpers.vision import image_dataset, images_of_others, noise, tiny_vlm
 from vision.test_exact import LAYOUTS, packed
 
 from trl_packing.attention.backends import resolve_attention
@@ -90,18 +90,9 @@ def test_a_tower_that_mixes_the_images_of_a_row_is_found():
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "documents"}])
-def test_no_exact_backend_is_refused(trainer_of, monkeypatch, options):
-    """Rows of several documents have their images in the wrong order."""
-    right = ImageBatches.tensors
-
-    def swapped(self, documents, input_ids):
-        made = right(self, documents, input_ids)
-        if "pixel_values" in made and len(documents) > 1:
-            made["pixel_values"] = made["pixel_values"].flip(0)
-        return made
-
-    monkeypatch.setattr(ImageBatches, "tensors", swapped)
-    with pytest.raises(RuntimeError, match=r"LEAK.*SFTTrainer trains rows with images padded"):
+def test_no_exact_backend_is_refused(trainer_of, options):
+    said = r"LEAK.*SFTTrainer trains rows with images padded"
+    with images_of_others(), pytest.raises(RuntimeError, match=said):
         trainer_of(**options).train()
 
 

@@ -14,10 +14,8 @@ from peft import LoraConfig
 from helpers.distributed import engines
 from helpers.distributed.ranks import on_ranks
 from helpers.one_step import ONE_STEP
-from helpers.vision import image_dataset, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, images_of_others, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.attention.state import temporarily
-from trl_packing.vision.batch import ImageBatches
 
 #: Weights would decay in the tower, too, where it gets gradients of zeros.
 SGD = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "weight_decay": 0.5}
@@ -105,15 +103,7 @@ def _with_texts(dataset: Dataset, rows: int) -> dict[str, Dataset]:
 
 def _refused(trainer: PackedSFTTrainer) -> str:
     """Return the error of a run in which documents have the images of others."""
-    right = ImageBatches.tensors
-
-    def swapped(self, documents, input_ids):
-        made = right(self, documents, input_ids)
-        if "pixel_values" in made and len(documents) > 1:
-            made["pixel_values"] = made["pixel_values"].flip(0)
-        return made
-
-    with temporarily(ImageBatches, tensors=swapped):
+    with images_of_others():
         try:
             trainer.train()
         except RuntimeError as error:
