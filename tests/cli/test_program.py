@@ -7,8 +7,8 @@ import pytest
 from helpers.attacks import harmful
 
 from trl_packing.cli import main
+from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import uses_color
-from trl_packing.cli.program import OPTIONS
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
 LOADED = f"""
@@ -41,7 +41,7 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
     assert said == [f"loaded [] by {words}" for words in commands], done.stderr
 
 
-@pytest.mark.parametrize("command", OPTIONS)
+@pytest.mark.parametrize("command", [run.__name__ for run in COMMANDS])
 def test_help_has_examples_exit_statuses_and_fits_a_terminal(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

@@ -153,13 +153,6 @@ def test_the_command_compares_with_trl_files_and_templates(command, capsys, tmp_
     assert any(line.startswith("-") and "⟦Because. <|im_end|>⟧" in line for line in lines[start:])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--against", "none.yaml"], "neither trl nor a .jinja or .yaml file"),
-        (["--against", "trl", "--all"], "--all has no effect beside --against"),
-    ],
-)
-def test_other_words_are_refused_in_one_line(command, capsys, words, said):
-    assert main([*command, *words]) == 2
-    assert said in capsys.readouterr().err
+def test_other_words_are_refused_in_one_line(command, capsys):
+    assert main([*command, "--against", "none.yaml"]) == 2
+    assert "neither trl nor a .jinja or .yaml file" in capsys.readouterr().err

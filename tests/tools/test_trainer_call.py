@@ -97,7 +97,7 @@ LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
     assert main(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("trl-packing plan: ")
+    assert last.startswith("trl-packing: ")
     assert sentence in last
 
 
@@ -123,7 +123,7 @@ def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
     assert main(["inspect", *words, "--rows", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("row 2 · ")
-    assert "a stream: only its first 3 rows are read" in err
+    assert "a stream: only its first 3 rows" in err
     assert "read 7" not in (tmp_path / "read").read_text()
     assert main(["plan", *words, "--stream_rows", "8"]) == 0
     out, _ = capsys.readouterr()

@@ -42,13 +42,15 @@ def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("model_init_kwargs:\n  low_cpu_mem_usage: true\nbf16: true\n")
     words = ["--config", str(file), "--model", "m", "--revision", "v2"]
-    command = TrainingCommand.from_words([*words, "--attention", "varlen", "--max-length", "64"])
+    command = TrainingCommand.from_words(
+        [*words, "--attention", "varlen", "--max-length", "64"], needs_data=False
+    )
     name, args = command.model_and_settings()
     assert (name, args.attention, args.max_length) == ("m", "varlen", 64)
     assert args.model_init_kwargs["revision"] == "v2"
     assert args.model_init_kwargs["low_cpu_mem_usage"] is True
     with pytest.raises(ValueError, match="name the model"):
-        TrainingCommand.from_words(["--max_length", "64"]).model_and_settings()
+        TrainingCommand.from_words(["--max_length", "64"], needs_data=False).model_and_settings()
 
 
 def test_typing_errors_are_known_from_the_files_of_libraries():

@@ -73,9 +73,9 @@ def test_what_a_page_loads_is_refused_and_data_that_end_their_script_are_caught(
 
 
 def test_a_page_replaces_an_older_page_and_nothing_else(tmp_path):
-    check_can_write("--html", str(written(tmp_path, good_page(tmp_path))))
+    check_can_write(str(written(tmp_path, good_page(tmp_path))))
     data = tmp_path / "c.jsonl"
     data.write_text('{"text": "a"}\n')
     for path, problem in ((data, "exists and is no page"), (tmp_path, "must name a file")):
         with pytest.raises(ValueError, match=f"^--html .*{problem}"):
-            check_can_write("--html", str(path))
+            check_can_write(str(path))

@@ -11,9 +11,9 @@ Its docstring is the help. It imports libraries inside, so that `--help` is quic
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trl_packing.cli.output import print_json, quiet_libraries, uses_color
 
@@ -36,9 +36,6 @@ def inspect(arguments: argparse.Namespace) -> int:
       1  one of them is not; with --against, something differs
       2  the run cannot be shown; stderr has the reason in one line
     """
-    from trl_packing.training.page import check_can_write
-
-    check_can_write("--html", arguments.html)
     if arguments.against:
         return _compare_preparations(arguments)
     reads_all = arguments.all or arguments.html
@@ -55,10 +52,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     color = not arguments.json and uses_color(arguments.color)
     for preview in preview_rows(run, arguments.rows, color=color):
         rows.append(preview)
-        for text in preview.texts:
-            arguments.say(text, end="\n\n")
+        arguments.say(*preview.texts, sep="\n\n", end="\n\n")
     losses = preview_losses(run) if arguments.all else None
-    if losses is not None:
+    if losses:
         arguments.say(losses, end="\n\n")
     if arguments.html:
         title = f"Packed rows · {_name_of_data(arguments.words)}"
@@ -72,9 +68,6 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def _compare_preparations(arguments: argparse.Namespace) -> int:
     """Print the differences of two preparations; return 1 if there are any."""
-    for name in ("rows", "all", "html"):
-        if getattr(arguments, name):
-            raise ValueError(f"--{name} has no effect beside --against, which compares all rows")
     from trl_packing.tools import compare_preparations as preparations
 
     preparations.check_against(arguments.against)
@@ -105,9 +98,6 @@ def plan(arguments: argparse.Namespace) -> int:
       0  the plan is printed
       2  the run cannot be planned; stderr has the reason in one line
     """
-    from trl_packing.training.page import check_can_write
-
-    check_can_write("--html", arguments.html)
     run = _previewed_run(arguments)
     from trl_packing.tools.preview.preview import preview_epoch
 
@@ -116,8 +106,7 @@ def plan(arguments: argparse.Namespace) -> int:
         from trl_packing.tools.plan.plan import plan_run
 
         found = plan_run(run, ranks=arguments.ranks)
-        data = _name_of_data(arguments.words)
-        title = f"Plan · {Path(data).name if Path(data).exists() else data}"
+        title = f"Plan · {_name_of_data(arguments.words)}"
         _write(plan_page(found, title=title, command=arguments.command_line), arguments)
     report = found.report if arguments.html else preview_epoch(run, ranks=arguments.ranks)
     if arguments.json:
@@ -155,21 +144,16 @@ def prepare(arguments: argparse.Namespace) -> int:
         raise ValueError(
             "name the data and the folder to write first: trl-packing prepare DATA OUT --model NAME"
         )
-    words = [*script, *arguments.words[len(places) :]]
-    words += ["--dataset_name", *data] if data else []
-    if arguments.num_proc is not None:
-        words += ["--dataset_num_proc", str(arguments.num_proc)]
+    named = ["--dataset_name", *data] if data else []
     from trl_packing.tools.training_command import TrainingCommand
 
-    command, folder = TrainingCommand.from_words(words), Path(out).expanduser()
-    command.check()
+    words, folder = [*script, *arguments.words[len(places) :], *named], Path(out).expanduser()
+    command = TrainingCommand.from_words(words)
     quiet_libraries()
     from trl_packing.tools import prepare as preparing
 
     preparing.check_place(folder)  # before the data are loaded
     made = preparing.prepare_run(command.call, folder, options=command.options)
-    if not command.is_named:
-        arguments.notes.append("prepared as sft_packed.py trains it")
     arguments.say(preparing.as_text(made))
     if arguments.json:
         print_json(made)
@@ -191,7 +175,7 @@ def verify(arguments: argparse.Namespace) -> int:
     """
     from trl_packing.tools.training_command import TrainingCommand
 
-    command = TrainingCommand.from_words(arguments.words)
+    command = TrainingCommand.from_words(arguments.words, needs_data=False)
     quiet_libraries()
     from trl_packing.tools.verify import VerifiedModel
 
@@ -203,7 +187,6 @@ def verify(arguments: argparse.Namespace) -> int:
         results.append(result)
         arguments.say(result)
     exact = results[-1].backend if results[-1].is_exact else None
-    found: dict[str, Any] = {"exact": exact, "backends": [r.to_dict() for r in results]}
     text = f"Training on packed documents is exact with attention={exact!r}."
     if exact is None:
         text = "No attention backend keeps the documents of a packed row apart on this model."
@@ -211,15 +194,12 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.prefixes and exact:
         shared = model.verify_prefixes(exact, gradients=arguments.gradients)
         arguments.say(shared)
-        verb = "is exact" if shared.is_exact else "is not possible: each document is computed"
-        text += f"\nSharing the prefixes of documents {verb}."
-    if arguments.prefixes:
-        found["prefixes"] = shared and shared.to_dict()
     if model.reads_images:
         text += "\nText was checked; a run checks its own images."
     arguments.say(f"\n{text}")
     if arguments.json:
-        print_json(model.to_dict() | found)
+        found = {"exact": exact, "backends": [result.to_dict() for result in results]}
+        print_json(model.to_dict() | found | {"prefixes": shared and shared.to_dict()})
     return 0 if exact and (shared is None or shared.is_exact) else 1
 
 
@@ -235,8 +215,6 @@ def doctor(arguments: argparse.Namespace) -> int:
       1  training would fail, for the reasons that are printed
       2  an option cannot be used; stderr has the reason in one line
     """
-    import shutil
-
     from transformers.utils import logging as transformers_logging
 
     from trl_packing.tools.doctor import diagnose
@@ -244,7 +222,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     quiet_libraries()
     transformers_logging.set_verbosity_error()
     diagnosis = diagnose()
-    arguments.say(diagnosis.text(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+    arguments.say(diagnosis.text())
     if arguments.json:
         print_json(diagnosis.facts)
     return 1 if diagnosis.facts["failures"] else 0
@@ -265,9 +243,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) < 2:
         raise ValueError(f"{arguments.runs[0]} has nothing to be compared with; name two runs")
     from trl_packing.tools import compare_runs
-    from trl_packing.training.page import check_can_write
 
-    check_can_write("--html", arguments.html)
     records = [compare_runs.load_run(path) for path in arguments.runs]
     comparison = compare_runs.compare(records)
     arguments.say(comparison)
@@ -281,37 +257,27 @@ def compare(arguments: argparse.Namespace) -> int:
 COMMANDS = (inspect, plan, prepare, verify, doctor, compare)  # in the order of the help
 
 
-# --- parts of several commands --------------------------------------------------------------------
-
-
 def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
     """Return the run that `arguments` describe, with its rows and its tokenizer."""
-    if arguments.stream_rows < 1:
-        raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
     from trl_packing.tools.training_command import TrainingCommand
 
     command = TrainingCommand.from_words(arguments.words)
-    command.check()
     quiet_libraries()
     from trl_packing.tools.preview.previewed_run import PreviewedRun
 
     run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
     if not command.is_named:
-        arguments.notes.append(
-            "shown as sft_packed.py trains it; for another script, name it first"
-        )
+        arguments.notes.append("shown as sft_packed.py trains it; name another script first")
     if run.is_stream:
-        read = f"a stream: only its first {run.num_rows:,} rows are read (--stream_rows)"
-        arguments.notes.append(read)
+        arguments.notes.append(f"a stream: only its first {run.num_rows:,} rows (--stream_rows)")
     return run
 
 
 def _name_of_data(words: Sequence[str]) -> str:
     """Return the data set of a run for a title: its name, or the file or script that names it."""
-    for option in ("--dataset_name", "--data", "--config"):
-        if option in words[:-1]:
-            return words[words.index(option) + 1]
-    return words[0] if words else ""
+    given, options = dict(pairwise(words)), ("--dataset_name", "--data", "--config")
+    name = next((given[option] for option in options if option in given), words[0])
+    return Path(name).name if Path(name).exists() else name
 
 
 def _write(page: str, arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,20 +16,19 @@ from typing import Any
 
 
 def uses_color(choice: str) -> bool:
-    """Return whether to print colors: the option ``--color``, or in a terminal without NO_COLOR."""
+    """Return whether to print colors: as ``--color`` says, or in a terminal without NO_COLOR."""
     if choice != "auto":
         return choice == "always"
-    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not is_plain  # https://no-color.org
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")  # https://no-color.org
 
 
 def print_json(value: Any) -> None:
-    """Print `value` as one JSON object. ASCII alone, so no character of it can act."""
+    """Print `value` as one JSON object, in ASCII alone, so that no character of it acts."""
     print(json.dumps(value, indent=2))
 
 
 # The values of --hub_token, --api_key and --password are secrets, those of --eos_token are not.
-_SECRET = re.compile(r"--(?!eos|pad)[\w-]*(token|key|password|secret)", re.IGNORECASE)
+_SECRET = re.compile(r"(?i)(--(?!eos|pad)[\w-]*(?:token|key|password|secret)[= ])('[^']*'|\S)+")
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
@@ -38,14 +38,7 @@ def command_line(program: str, words: Sequence[str]) -> str:
         >>> command_line("trl-packing", ["plan", "--hub_token", "hf_123", "--eos_token", "</s>"])
         "trl-packing plan --hub_token ... --eos_token '</s>'"
     """
-    import shlex
-
-    shown = [program]
-    for before, word in zip([program, *words], words, strict=False):
-        name, equals, _ = word.partition("=")
-        hidden = f"{name}=..." if equals and _SECRET.fullmatch(name) else word
-        shown.append("..." if _SECRET.fullmatch(before) else hidden)
-    return shlex.join(shown)
+    return _SECRET.sub(r"\1...", shlex.join([program, *words]))
 
 
 def note(text: str) -> None:
@@ -55,26 +48,19 @@ def note(text: str) -> None:
     print(escape_hidden(text), file=sys.stderr)
 
 
-class _Notes(logging.Handler):
-    """Print each warning of this package once, as a note."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._seen: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage().removeprefix("[RANK 0] ")
-        text = text.replace("the inspected dataset", "the data set")
-        if text not in self._seen:
-            self._seen.add(text)
-            note(text)
-
-
 @contextmanager
 def short_log() -> Iterator[None]:
-    """Print each warning of this package once inside the block."""
-    handler, log = _Notes(), logging.getLogger("trl_packing")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that no command runs
+    """Print each warning of this package once inside the block, as a note."""
+    seen: set[str] = set()
+
+    def emit(record: logging.LogRecord) -> None:
+        text = record.getMessage().removeprefix("[RANK 0] ")
+        if text not in seen:
+            note(text.replace("the inspected dataset", "the data set"))
+        seen.add(text)
+
+    handler, log = logging.Handler(logging.WARNING), logging.getLogger("trl_packing")
+    handler.emit = emit  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
         yield
@@ -89,6 +75,7 @@ def quiet_libraries() -> None:
     import datasets
     from transformers.utils import logging as transformers_logging
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels that no command runs
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
         transformers_logging.disable_progress_bar()

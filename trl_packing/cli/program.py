@@ -7,7 +7,6 @@ trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 """
 
 import argparse
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,55 +17,12 @@ import trl_packing
 from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import command_line, note, short_log
 from trl_packing.tools.options import message_of
-
-_ROWS = "row numbers (default: 0 1 2)"
-_FLAG: dict[str, Any] = {"action": "store_true"}
-_OF_STREAMS = "rows to read of a stream, which has no length (default: 1000)"
-_STREAM_ROWS: dict[str, Any] = {"type": int, "default": 1000, "metavar": "N", "help": _OF_STREAMS}
-_OTHER = """compare tokens and labels of all rows with those of another preparation: trl, a .jinja
-template, or the .yaml file of another run"""
-_RUNS = """at least two: output_dir of a run, one of its checkpoints, its run.json, or the
-trainer_state.json of any Trainer"""
-_RANKS = "data-parallel processes (default: 1)"
-_COLORS = "auto: in a terminal, unless NO_COLOR is set"
-
-# The options of each command.
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "inspect": {
-        "--rows": {"type": int, "nargs": "+", "metavar": "ROW", "help": _ROWS},
-        "--all": _FLAG | {"help": "count what all rows would lose"},
-        "--html": {"metavar": "FILE", "help": "write the packed rows of the run as a page"},
-        "--against": {"metavar": "WHAT", "help": _OTHER},
-        "--stream_rows": _STREAM_ROWS,
-    },
-    "plan": {
-        "--ranks": {"type": int, "default": 1, "metavar": "N", "help": _RANKS},
-        "--html": {"metavar": "FILE", "help": "write the plan as a page"},
-        "--stream_rows": _STREAM_ROWS,
-    },
-    "prepare": {"--num_proc": {"type": int, "metavar": "N", "help": "processes (default: 1)"}},
-    "verify": {
-        "--dtype": {"help": "bfloat16, auto, ...; default: the run's, or float32"},
-        "--device": {"help": "cpu, cuda, ...; default: cuda if it is available"},
-        "--gradients": _FLAG | {"help": "compare gradients too"},
-        "--prefixes": _FLAG | {"help": "check shared prefixes too"},
-    },
-    "doctor": {},
-    "compare": {
-        "runs": {"nargs": "+", "metavar": "RUN", "help": _RUNS},
-        "--html": {"metavar": "FILE", "help": "write the curves as a page"},
-    },
-}
+from trl_packing.training.page import check_can_write
 
 _WITHOUT_RUN = ("doctor", "compare")  # take no training command
+_USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
-# Options of every command.
-_OUTPUT: dict[str, dict[str, Any]] = {
-    "--json": _FLAG | {"help": "print one JSON object instead of text"},
-    "--color": {"choices": ("auto", "always", "never"), "default": "auto", "help": _COLORS},
-}
-
-# The options of sft_packed.py that a preview needs most often: importing its help takes seconds.
+# The options that a preview needs most often: importing the help of a recipe takes seconds.
 RUN = """the run:
   SCRIPT is your training script. It runs up to its PackedSFTTrainer, and does
   not train. Without it, the run is that of recipes/sft_packed.py. All settings
@@ -81,20 +37,14 @@ RUN = """the run:
   --completion_column NAME  column of the completion, such as answer
   --messages_column NAME    column of conversations
   --max_length N            tokens of a bin; documents beyond it are cut
-  --revision NAME           branch, tag or commit of the model
-  --trust_remote_code BOOL  run code that comes with the model
+  --num_proc N              processes that prepare (--dataset_num_proc)
 
 """
-_USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
     def error(self, message: str) -> NoReturn:
-        from trl_packing.data.printable import escape_hidden
-
-        self.exit(2, f"{self.prog}: {escape_hidden(' '.join(message.split()))}\n")
+        raise ValueError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,12 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     TRL_PACKING_TRACEBACK=1 shows where an error comes from.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # the terminal may lack some characters
-            stream.reconfigure(errors="backslashreplace")
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         with short_log():
+            arguments = _parse(sys.argv[1:] if argv is None else argv)
             status = arguments.run(arguments)
         sys.stdout.flush()
         for sentence in arguments.notes:
@@ -134,16 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = message_of(error)
         if message is None:
             raise
-        print(f"trl-packing {arguments.command}: {message}", file=sys.stderr)
+        note(f"trl-packing: {message}")
         return 2
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command; `words` are all others, the training command of a run."""
-    parser = _parser()
-    arguments, words = parser.parse_known_args(argv)
+    arguments, words = _parser().parse_known_args(argv)
     if words and arguments.command in _WITHOUT_RUN:
-        parser.error(f"{arguments.command} has no option {' '.join(words)}")
+        raise ValueError(f"{arguments.command} has no option {' '.join(words)}")
+    check_can_write(getattr(arguments, "html", None))
     arguments.words, arguments.notes = words, []
     arguments.say = (lambda *_, **__: None) if arguments.json else print
     arguments.command_line = command_line("trl-packing", argv)
@@ -151,33 +98,43 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    settings: dict[str, Any] = {
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,
-    }
-    description, epilog = _help_of(main)
-    parser = _Parser(prog="trl-packing", description=description, epilog=epilog, **settings)
-    version = f"trl-packing {trl_packing.__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    added = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = _Parser(prog="trl-packing", **_settings_of(main))
+    parser.add_argument("--version", action="version", version=trl_packing.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    adds = []
     for run in COMMANDS:
-        name = run.__name__
-        description, epilog = _help_of(run)
-        summary = description[0].lower() + description[1:].removesuffix(".")
-        command = added.add_parser(name, help=summary, description=description, **settings)
-        output = command.add_argument_group("output")
-        for group, options in ((command, OPTIONS[name]), (output, _OUTPUT)):
-            for option, given in options.items():
-                group.add_argument(option, **given)
-        command.epilog = epilog
+        name, settings = run.__name__, _settings_of(run)
+        command = commands.add_parser(name, help=settings["description"], **settings)
         if name not in _WITHOUT_RUN:
             command.usage = _USAGE.format(name, " [DATA] OUT" * (name == "prepare"))
-            command.epilog = RUN + epilog
+            command.epilog = RUN + settings["epilog"]
         command.set_defaults(run=run)
+        adds.append(command.add_argument)
+    inspect, plan, _, verify, _, compare = adds
+    inspect("--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)")
+    inspect("--all", action="store_true", help="count what all rows would lose")
+    other = "trl, a .jinja template, or the .yaml file of another run, to compare all rows with"
+    inspect("--against", metavar="WHAT", help=other)
+    plan("--ranks", type=int, default=1, metavar="N", help="data-parallel processes (default: 1)")
+    for add in (inspect, plan):
+        rows = "rows to read of a stream (default: 1000)"
+        add("--stream_rows", type=int, default=1000, metavar="N", help=rows)
+    verify("--dtype", help="bfloat16, auto, ...; default: the run's, or float32")
+    verify("--device", help="cpu, cuda, ...; default: cuda if it is available")
+    verify("--gradients", action="store_true", help="compare gradients too")
+    verify("--prefixes", action="store_true", help="check shared prefixes too")
+    files = "two or more: an output_dir or a checkpoint of a run, or a trainer_state.json"
+    compare("runs", nargs="+", metavar="RUN", help=files)
+    for add in (inspect, plan, compare):
+        add("--html", metavar="FILE", help="write a page: the packed rows, the plan, the curves")
+    for add in adds:
+        add("--json", action="store_true", help="print one JSON object instead of text")
+        add("--color", choices=("auto", "always", "never"), default="auto", help="of the text")
     return parser
 
 
-def _help_of(function: Any) -> tuple[str, str]:
-    """Return the first line of a docstring, and the rest."""
+def _settings_of(function: Any) -> dict[str, Any]:
+    """Return the settings of a parser: its description is the first line of a docstring."""
     first, _, rest = dedent("    " + function.__doc__).strip().partition("\n\n")
-    return first, rest
+    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    return {"description": first, "epilog": rest, **layout}

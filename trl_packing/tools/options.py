@@ -11,8 +11,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 from trl_packing.data.printable import escape_hidden
 
@@ -22,11 +24,9 @@ SHORT = {
     "data": "dataset_name",
     "split": "dataset_train_split",
     "revision": "model_revision",
+    "num_proc": "dataset_num_proc",
 }
 TRACEBACK = "TRL_PACKING_TRACEBACK"  # any value of this variable brings the traceback back
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -49,9 +49,6 @@ def check_names(names: Iterable[str]) -> None:
 @cache
 def _option_names() -> frozenset[str]:
     """Return all options, read from the files of libraries: importing them takes ten seconds."""
-    from importlib import import_module
-    from importlib.util import find_spec
-
     files = [*import_module("trl_packing.recipes").FOLDER.glob("*.py")]
     for library, pattern in (
         ("trl_packing", "config.py"),
@@ -60,19 +57,14 @@ def _option_names() -> frozenset[str]:
         ("trl", "scripts/utils.py"),
     ):
         spec = find_spec(library)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            files += Path(folder).glob(pattern)
+        files += Path(spec.origin).parent.glob(pattern) if spec and spec.origin else ()
     field = re.compile(r"^    (\w+): ", re.MULTILINE)
     found = {name for file in files for name in field.findall(file.read_text(encoding="utf-8"))}
     return frozenset({"config", "help", *SHORT, *found, *(f"no_{name}" for name in found)})
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a training command by name: those of its file, then of its line.
-
-    Raises:
-        ValueError: the YAML file has no options, or gives one twice.
-    """
+    """Return the options of a training command by name: those of its file, then of its line."""
     on_line: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
@@ -121,9 +113,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-# --- errors as one line ---------------------------------------------------------------------------
-
-
 def short_usage_errors() -> Any:
     """Make errors of `argparse` a ValueError, without the usage, which has hundreds of lines."""
     from unittest.mock import patch
@@ -148,19 +137,15 @@ def message_of(error: Exception) -> str | None:
     # Errors with a message for the user. Other errors may be bugs, so their type is named.
     if isinstance(error, (ValueError, OSError, ImportError)) and words:
         return words
-    named = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return f"{named} ({TRACEBACK}=1 shows where)"
+    return f"{type(error).__name__}: {words} ({TRACEBACK}=1 shows where)"
 
 
-def exits_in_one_line(main: Callable[P, T]) -> Callable[P, T]:
-    """Wrap `main` of a script: an error ends the process with one line and status 1.
-
-    The line starts with the name of the script, and with the rank if there are several.
-    """
+def exits_in_one_line(main: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `main` of a script: an error ends the process with its name, one line and status 1."""
     program = Path(main.__code__.co_filename).name
 
     @wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
             with short_usage_errors():
                 return main(*args, **kwargs)
@@ -168,8 +153,6 @@ def exits_in_one_line(main: Callable[P, T]) -> Callable[P, T]:
             message = message_of(error)
             if message is None:
                 raise
-            several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-            rank = f" (rank {os.environ.get('RANK', '0')})" * several
-            sys.exit(f"{program}{rank}: {message}")
+            sys.exit(f"{program}: {message}")
 
     return run

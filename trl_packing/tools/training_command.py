@@ -25,19 +25,10 @@ from trl_packing.tools.options import check_names, short_usage_errors, values_of
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
 
-# A machine without a GPU accepts these arguments. None of them affects the data.
-_ON_ANY_MACHINE = {
-    "use_cpu": True,
-    "bf16": False,
-    "fp16": False,
-    "bf16_full_eval": False,
-    "fp16_full_eval": False,
-    "tf32": None,
-    "deepspeed": None,
-    "fsdp": None,
-    "report_to": "none",
-    "push_to_hub": False,
-}
+# A machine without a GPU accepts these settings. None of them affects the data.
+_OFF = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "push_to_hub")
+_ON_ANY_MACHINE: dict[str, Any] = dict.fromkeys(_OFF, False) | {"use_cpu": True}
+_ON_ANY_MACHINE |= {"tf32": None, "deepspeed": None, "fsdp": None, "report_to": "none"}
 
 # Recipes import this package, so it imports them only by name.
 _RECIPES = "trl_packing.recipes"
@@ -80,20 +71,15 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
     name, folder = Path(script).name, str(Path(script).resolve().parent)
     signature = inspect.signature(PackedSFTTrainer.__init__)
 
-    def reach(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        given = signature.bind(self, *args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        raise _Built({field.name: given.get(field.name) for field in fields(TrainerCall)})
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _Built(f"{type(self).__module__.partition('.')[0]}.{type(self).__name__}")
+    def stop(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Built(self, args, kwargs)
 
     with (
         fits_any_machine(),
         redirect_stdout(sys.stderr),
-        patch.object(PackedSFTTrainer, "__init__", reach),
-        patch.object(SFTTrainer, "__init__", refuse),
-        patch.object(Trainer, "__init__", refuse),
+        patch.object(PackedSFTTrainer, "__init__", stop),
+        patch.object(SFTTrainer, "__init__", stop),
+        patch.object(Trainer, "__init__", stop),
         short_usage_errors(),
         patch.object(sys, "argv", [script, *words]),
         patch.object(sys, "path", [folder, *sys.path]),
@@ -101,14 +87,16 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
         try:
             runpy.run_path(script, run_name="__main__")
         except _Built as built:
-            if isinstance(built.args[0], dict):
-                return TrainerCall(**built.args[0])
-            other = f"{name} builds {built.args[0]}; only a PackedSFTTrainer can be shown"
-            raise ValueError(other) from None
+            trainer, args, kwargs = built.args
         except SystemExit as end:
-            ended = f"{name} ended with status {end.code} before its trainer"
-            raise ValueError(end.code if isinstance(end.code, str) else ended) from end
-    raise ValueError(f"{name} builds no PackedSFTTrainer, so there is nothing to show")
+            raise ValueError(f"{name} ended before its trainer: {end.code}") from end
+        else:
+            raise ValueError(f"{name} builds no PackedSFTTrainer, so there is nothing to show")
+    if not isinstance(trainer, PackedSFTTrainer):
+        kind = f"{type(trainer).__module__.partition('.')[0]}.{type(trainer).__name__}"
+        raise ValueError(f"{name} builds {kind}; only a PackedSFTTrainer can be shown")
+    given = signature.bind(trainer, *args, **kwargs).arguments
+    return TrainerCall(**{field.name: given.get(field.name) for field in fields(TrainerCall)})
 
 
 def fits_any_machine() -> Any:
@@ -118,81 +106,69 @@ def fits_any_machine() -> Any:
     post_init = TrainingArguments.__post_init__
 
     def fit(self: Any) -> None:
-        for name, value in _ON_ANY_MACHINE.items():
-            if hasattr(self, name):
-                setattr(self, name, value)
+        vars(self).update(_ON_ANY_MACHINE)
         post_init(self)
 
     return patch.object(TrainingArguments, "__post_init__", fit)
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A training command without its launcher; a script that is not named is sft_packed.py."""
+    """A training command without its launcher; a script that is not named is sft_packed.py.
+
+    `options` are those of a recipe as texts, by name; none of another script.
+    """
 
     script: str
     words: tuple[str, ...]
-    is_named: bool = True
+    options: dict[str, str]
+    is_named: bool
 
     @classmethod
-    def from_words(cls, words: Sequence[str]) -> "TrainingCommand":
+    def from_words(cls, words: Sequence[str], *, needs_data: bool = True) -> "TrainingCommand":
         """Return the command of a script and its options, or of options alone.
 
         Raises:
-            ValueError: the script does not exist.
+            ValueError: the script or an option of a recipe does not exist, or nothing names data.
         """
-        folder = import_module(_RECIPES).FOLDER
-        if not words or words[0].startswith("-"):
-            return cls(str(folder / "sft_packed.py"), tuple(words), is_named=False)
-        script, recipe = Path(words[0]), folder / Path(words[0]).name
-        if not script.is_file() and not recipe.is_file():
+        folder = import_module(_RECIPES).FOLDER.resolve()
+        is_named = bool(words) and not words[0].startswith("-")
+        script, *rest = words if is_named else [str(folder / "sft_packed.py"), *words]
+        path = Path(script)
+        path = path if path.is_file() else folder / path.name  # a recipe, from any folder
+        if not path.is_file():
             raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()})")
-        # A recipe need not be in the current folder.
-        return cls(words[0] if script.is_file() else str(recipe), tuple(words[1:]))
-
-    @property
-    def names_data(self) -> bool:
-        """Whether it names its data: by an option, a file, or in its script."""
-        return self.is_named or bool({"dataset_name", "datasets"} & values_of(self.words).keys())
-
-    def check(self) -> None:
-        """Raise ValueError for an unknown option of a recipe, or if nothing names the data."""
-        check_names(self.options)
-        if not self.names_data:
+        found = values_of(rest) if path.resolve().parent == folder else {}
+        options = {name: str(value) for name, value in found.items() if name not in _NOT_KEPT}
+        check_names(options)
+        command = cls(str(path), tuple(rest), options, is_named)
+        if needs_data and not command.names_data:
             raise ValueError(
                 "name the model and the data (--model NAME --data FILE), a file with both "
                 "(--config FILE), or the training script (recipes/sft_packed.py …)"
             )
+        return command
 
     @property
-    def options(self) -> dict[str, str]:
-        """The options of a recipe as texts, by name; none of another script."""
-        folder = import_module(_RECIPES).FOLDER.resolve()
-        given = values_of(self.words) if Path(self.script).resolve().parent == folder else {}
-        return {name: str(value) for name, value in given.items() if name not in _NOT_KEPT}
+    def names_data(self) -> bool:
+        """Whether it names its data: by an option, a file, or in its script."""
+        return self.is_named or not {"dataset_name", "datasets"}.isdisjoint(self.options)
 
     @cached_property
     def call(self) -> TrainerCall:
         """The arguments of the trainer; the script runs once, and only now."""
-        self.check()
         return call_of_script(self.script, self.words)
 
     def model_and_settings(self) -> tuple[Any, Any]:
         """Return the model, or its name, and the settings; only a named script loads data."""
         if self.is_named:
             return self.call.model, self.call.args
-        if "model_name_or_path" not in values_of(self.words):
+        if "model_name_or_path" not in self.options:
             raise ValueError("name the model (--model NAME), a file with it, or the script")
         data = () if self.names_data else ("--dataset_name", "none")
         with fits_any_machine():
             _, args, model = import_module(f"{_RECIPES}.sft_packed").parse([*self.words, *data])
         return model.model_name_or_path, args
-
-
-# --- settings, tokenizer and config without a trainer ---------------------------------------------
 
 
 def config_from_settings(settings: Sequence[str]) -> "PackedSFTConfig":
@@ -234,7 +210,7 @@ def hidden_size_of(model: Any, args: Any) -> int | None:
 
 
 def loading_options(args: Any) -> dict[str, Any]:
-    """Return the revision, and whether code of the model may run, as the run loads its model."""
+    """Return the revision, and whether code of the model may run, as the run has them."""
     given = args.model_init_kwargs or {}
     trusts = given.get("trust_remote_code", args.trust_remote_code)
     return {"revision": given.get("revision") or "main", "trust_remote_code": trusts}
@@ -244,7 +220,6 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
     """Return a copy of `tokenizer` with the tokens and the chat template that TRL's trainer sets.
 
     Raises:
-        ValueError: `eos_token` or `pad_token` is not in the vocabulary.
         OSError: `chat_template_path` is neither a template nor a tokenizer.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -261,8 +236,4 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
         tiny = LlamaConfig(vocab_size=2, num_hidden_layers=0, num_key_value_heads=1, **sizes)
         _, tokenizer, _ = clone_chat_template(LlamaForCausalLM(tiny), tokenizer, path)
     inner.pad_token = args.pad_token or inner.pad_token or inner.eos_token
-    for name in ("eos_token", "pad_token"):
-        token = getattr(args, name)
-        if token is not None and token not in inner.get_vocab():
-            raise ValueError(f"{name}={token!r} is not in the vocabulary of the tokenizer")
     return tokenizer

@@ -64,17 +64,14 @@ def escape(text: object) -> str:
     return html.escape(escape_hidden(str(text)))
 
 
-def check_can_write(option: str, path: str | None) -> None:
-    """Raise ValueError if a page cannot be written to `path`, or would replace other data.
-
-    `option` is its name on the command line; `path` is None if it is not given.
-    """
+def check_can_write(path: str | None) -> None:
+    """Raise ValueError if no page can be written to `path`, or would replace other data."""
     if path is None:
         return
     file = Path(path)
     if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ValueError(f"{option} {path!r} must name a file in a folder that exists")
-    if file.is_file() and file.stat().st_size:
+        raise ValueError(f"--html {path!r} must name a file in a folder that exists")
+    if file.is_file():
         with file.open("rb") as opened:
-            if not opened.read(16).lower().lstrip().startswith((b"<!doctype", b"<html")):
-                raise ValueError(f"{option} {path} exists and is no page; name another file")
+            if not opened.read(16).lower().startswith((b"<!doctype", b"<html")):
+                raise ValueError(f"--html {path} exists and is no page; name another file")
