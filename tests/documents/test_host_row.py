@@ -1,8 +1,7 @@
 """Batches hold tensors only; the numbers that the host knows go along with them."""
 
-import os
 import pickle
-import signal
+import threading
 from itertools import chain
 
 import numpy as np
@@ -83,22 +82,22 @@ def test_a_batch_is_read_for_kernels_with_or_without_its_row_and_forgotten_when_
     assert len(rows_alive()) == before
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="loader workers are not forked here")
-def test_a_worker_forked_while_another_thread_pins_a_row_makes_rows():
-    def exit_code(lock):
-        """Return 0 from a child that makes a row, or the signal of its alarm."""
-        with module._rows_lock:  # as the pinning thread holds it
-            child = os.fork()
-            if not child:
-                signal.alarm(3)
-                module._rows_lock = lock or module._rows_lock
-                PackedCollator()(DOCUMENTS)
-                os._exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def test_rows_are_listed_while_another_thread_pins_rows():
+    """Without a lock, which a forked worker would inherit."""
+    stop, kept = threading.Event(), []
 
-    assert exit_code(None) == 0
-    assert exit_code(module._rows_lock) == -signal.SIGALRM, "the control: the inherited lock"
+    def pin():
+        while not stop.is_set():
+            kept[:] = [PackedCollator(tensors_only=True)(DOCUMENTS[:1]) for _ in range(9)]
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        assert all(len(ids) == 1 for _ in range(20_000) for ids, _ in rows_alive())
+    finally:
+        stop.set()
+        thread.join()
+    assert not any(isinstance(each, type(threading.Lock())) for each in vars(module).values())
 
 
 @pytest.mark.parametrize(("numbers", "is_pinned"), [(8_000, False), (9_000, True)])

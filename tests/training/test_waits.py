@@ -145,7 +145,7 @@ def test_a_wait_that_is_added_is_counted(name, tmp_path, monkeypatch):
 
 
 def test_without_what_the_collator_knows_every_micro_batch_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_packing.documents.host_row.cache_row", lambda *args: None)
+    monkeypatch.setattr("trl_packing.documents.host_row.cache_values", lambda *args: None)
     with counted_waits(monkeypatch) as waits:
         trained(waits, tmp_path, every=10)
     assert min(waits.of("trl_packing")) >= 2

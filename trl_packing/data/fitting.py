@@ -312,7 +312,7 @@ def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Coun
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -> Counted:
     """Count the tokens of every piece, one chunk of the Arrow table at a time."""
     stops, labels = np.array(sorted(stop_ids), np.int64), documents.readers["labels"]
-    stored = documents.stored_rows(pieces.rows)
+    stored = documents.stored_rows[pieces.rows]
     order = np.argsort(stored, kind="stable")
     groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
     counted = np.zeros((3, len(stored)), np.int64)

@@ -3,9 +3,8 @@
     Arrow column      chunk 0: values ........., offsets 0 3 8      chunk 1: ...
     document i        values[offsets[i] : offsets[i + 1]]           a view of the memory-mapped file
 
-`flat_lists` has a column of a table as one such pair, and `list_column` makes it a column again.
-Only lengths are held in memory: 16 bytes per document. `datasets` would make a Python object of
-every token, about 2M tokens/s. Shape letters: N documents, T tokens of all of them.
+`datasets` would make a Python object of every token, about 2M tokens/s. Shape letters: N documents,
+T tokens of all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +25,8 @@ FlatLists = tuple[np.ndarray, np.ndarray]
 class ArrowDocuments(torch.utils.data.Dataset):
     """The token columns of a `datasets.Dataset`; ``documents[i]`` is a dict of arrays.
 
-    Reads through the data set's indices mapping (select, shuffle, filter) and ignores its format.
-    `columns` hold a list per document, `scalars` a number, ``(documents,)``. The first access
-    raises ValueError unless the lists hold integers (`loss_weights`: any numbers, read as float32).
+    `columns` hold a list of integers per document (`loss_weights`: any numbers, read as float32),
+    else the first access raises ValueError; `scalars` hold a number, ``(documents,)``.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
         readers = self.readers.items()
         chosen = np.asarray(list(indices), dtype=np.int64)
-        rows = self.stored_rows(chosen).tolist()
+        rows = self.stored_rows[chosen].tolist()
         documents = [{name: reader[row] for name, reader in readers} for row in rows]
         for name, values in self.scalars.items():
             for document, value in zip(documents, values[chosen], strict=True):
@@ -70,25 +68,16 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return {name: ListColumn(name, self.dataset.data.column(name)) for name in self.columns}
 
     @cached_property
-    def _mapping(self) -> np.ndarray | None:
-        # The mapping has no public reader; `flatten_indices` would write the data set again.
-        indices = self.dataset._indices
-        return None if indices is None else indices.column(0).to_numpy()
-
-    def stored_rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return the rows of the Arrow table that hold documents `indices`."""
-        return indices if self._mapping is None else self._mapping[indices].astype(np.int64)
-
-    def in_order(self, chunks: Sequence[np.ndarray]) -> np.ndarray:
-        """Return values of the stored rows of each chunk in the order of the documents."""
-        stored = np.concatenate(chunks) if len(chunks) else np.zeros(0, np.int64)
-        return stored[self.stored_rows(np.arange(len(self)))]
+    def stored_rows(self) -> np.ndarray:
+        """The row of the Arrow table that holds each document, ``(documents,)`` int64."""
+        return stored_rows(self.dataset)
 
     def by_document(
         self, column: str, function: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> np.ndarray:
         """Return what `function` makes of values and offsets of `column`, ``(documents,)``."""
-        return self.in_order([function(*chunk) for chunk in self.readers[column].chunks])
+        found = [function(*chunk) for chunk in self.readers[column].chunks]
+        return (np.concatenate(found) if found else np.zeros(0, np.int64))[self.stored_rows]
 
     @property
     def num_documents(self) -> int:
@@ -97,7 +86,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
 
     def lengths(self, column: str = "input_ids") -> np.ndarray:
         """Return the entries of `column` in every document, ``(documents,)`` int64."""
-        return self.in_order([self.readers[column].lengths])
+        return self.readers[column].lengths[self.stored_rows]
 
     def num_trained(self) -> np.ndarray:
         """Return the trained tokens of every row, ``(rows,)`` int64: never a document's first."""
@@ -146,24 +135,17 @@ def is_packed(dataset: ArrowDocuments | datasets.Dataset | datasets.IterableData
 
 def stored_rows(dataset: datasets.Dataset) -> np.ndarray:
     """Return the rows of the Arrow table that hold the rows of `dataset`, ``(rows,)`` int64."""
-    return ArrowDocuments(dataset, ()).stored_rows(np.arange(len(dataset)))
-
-
-def num_documents_by_row(dataset: datasets.Dataset) -> np.ndarray:
-    """Return how many documents each row holds, ``(rows,)`` int64: 1 unless rows are packed."""
-    if not is_packed(dataset):
-        return np.ones(len(dataset), dtype=np.int64)
-    return ArrowDocuments(dataset, [SEQ_LENGTHS]).lengths(SEQ_LENGTHS)
-
-
-# --- one column -----------------------------------------------------------------------------------
+    # The mapping has no public reader; `flatten_indices` would write the data set again.
+    mapping = dataset._indices
+    rows = np.arange(len(dataset)) if mapping is None else mapping.column(0).to_numpy()
+    return rows.astype(np.int64, copy=False)
 
 
 class ListColumn:
     """One Arrow column of lists; ``column[row]`` is a view of its values.
 
-    `chunks` are values and offsets of each chunk with rows, `first_row` its first stored row and
-    the number of rows at the end, `lengths` the entries of each stored row, int64.
+    `chunks` are values and offsets of each chunk with rows, `first_row` their first stored rows,
+    with the number of rows at the end, `lengths` the entries of each stored row, int64.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray):

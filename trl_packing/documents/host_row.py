@@ -8,8 +8,6 @@ Reading a number from a device (`item`, `tolist`, a boolean index) makes the hos
 queued work; then the device is idle until the host has queued more.
 """
 
-import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +22,16 @@ from trl_packing.documents.labels import IGNORE_INDEX
 
 @dataclass(frozen=True, eq=False)
 class HostRow:
-    """Boundaries and trained positions of a packed row of T tokens, on the CPU.
+    """Numbers of a packed row of T tokens and N documents, on the CPU.
 
     Attributes:
-        boundaries: ``(N + 1,)`` int64, as `cu_seqlens`; the last documents may be padding.
+        boundaries: as `cu_seqlens`, int64, of documents or, with shared prefixes, of segments.
         is_trained: ``(T,)`` bool, True on targets.
         padding: tokens at the end that belong to no document.
+        lengths: tokens of each document, ``(N,)`` int64.
+        num_trained: trained tokens of all documents.
         max_length: tokens of the longest document, as passed to kernels.
-        tree: the documents, if they share prefixes; `boundaries` are then those of segments.
+        max_keys: most keys of a document, as passed to kernels.
         sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
         num_images: images of the documents.
     """
@@ -39,8 +39,10 @@ class HostRow:
     boundaries: np.ndarray
     is_trained: np.ndarray
     padding: int
+    lengths: np.ndarray
+    num_trained: int
     max_length: int
-    tree: "TreeNumbers | None" = None
+    max_keys: int
     sources: np.ndarray | None = None
     num_images: int = 0
 
@@ -48,35 +50,6 @@ class HostRow:
     def num_tokens(self) -> int:
         """T, padding included."""
         return len(self.is_trained)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of every document ``(N,)``, without the padding."""
-        if self.tree is not None:
-            return self.tree.lengths
-        real = self.boundaries[self.boundaries <= self.num_tokens - self.padding]
-        lengths = np.diff(real)
-        return lengths[lengths > 0]
-
-    @property
-    def num_trained(self) -> int:
-        """Trained tokens of all documents."""
-        return int(self.is_trained.sum()) if self.tree is None else self.tree.num_trained
-
-
-@dataclass(frozen=True, eq=False)
-class TreeNumbers:
-    """Documents of a row in which they share prefixes.
-
-    Attributes:
-        lengths: tokens of each document, ``(N,)``.
-        num_trained: trained tokens of all documents.
-        max_keys: most keys of a segment.
-    """
-
-    lengths: np.ndarray
-    num_trained: int
-    max_keys: int
 
 
 # Keys of a packed batch that hold its document boundaries.
@@ -91,8 +64,8 @@ _READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}
 class PackedBatch(dict[str, Any]):
     """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row, if it has one.
 
-    It goes along to other processes, pinned memory and the device, where its numbers are cached
-    under the tensors, so a plain dictionary of them also has them.
+    `host` goes along to other processes, pinned memory and the device; its numbers are cached under
+    the tensors there, so a plain dictionary of them has them too.
     """
 
     def __init__(self, tensors: Mapping[str, Any], host: HostRow | None = None):
@@ -128,15 +101,14 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch as a model takes it: `max_length_q` as an int, and no key-value cache."""
     if batch.get("cu_seq_lens_q") is None:
         return dict(batch)
-    row = host_row(batch)
-    queries, keys = batch.get("max_length_q"), batch.get("max_length_k")
+    row, queries, keys = host_row(batch), batch.get("max_length_q"), batch.get("max_length_k")
+    if row is not None:
+        queries, keys = row.max_length, row.max_keys
     if not isinstance(queries, int):
-        queries = _longest(batch["cu_seq_lens_q"]) if row is None else row.max_length
+        queries = _longest(batch["cu_seq_lens_q"])
     if batch.get("key_index") is None:
         keys = queries
-    elif row is not None and row.tree is not None:
-        keys = row.tree.max_keys
-    if not isinstance(keys, int):
+    elif not isinstance(keys, int):
         keys = _longest(batch["cu_seq_lens_k"])
     return dict(batch) | {"max_length_q": queries, "max_length_k": keys, "use_cache": False}
 
@@ -151,47 +123,32 @@ def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, "input_ids": tokens, "attention_mask": torch.tensor(real)}
 
 
-# --- rows that are alive --------------------------------------------------------------------------
-
 _rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_rows_lock = threading.Lock()
 _max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by boundaries
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:
     """Know the tokens of a packed batch again, and its numbers, as long as its tensors live."""
-    if not torch.is_tensor(batch.get("cu_seq_lens_q")):
+    boundaries, row = batch.get("cu_seq_lens_q"), host_row(batch)
+    if not torch.is_tensor(boundaries):
         return
-    with _rows_lock:  # data loaders pin batches in a thread
-        _rows_alive[batch["input_ids"]] = {k: batch[k] for k in BOUNDARIES if k in batch}
-    row = host_row(batch)
-    if row is not None:
-        cache_row(batch["labels"], batch["cu_seq_lens_q"], row)
-        for name in _READ_BY_HOST & batch.keys():
-            if batch[name].is_cpu and cached_values(batch[name]) is None:
-                cache_values(batch[name], batch[name].numpy())
-
-
-def cache_row(labels: Tensor, cu_seqlens: Tensor, row: HostRow) -> None:
-    """Cache the numbers of `row` under its tensors on the device."""
-    cache_values(labels, row.is_trained)
-    cache_values(cu_seqlens, row.boundaries)
-    _max_lengths[cu_seqlens] = row.max_length
+    _rows_alive[batch["input_ids"]] = {k: batch[k] for k in BOUNDARIES if k in batch}
+    if row is None:
+        return
+    cache_values(batch["labels"], row.is_trained)
+    cache_values(boundaries, row.boundaries)
+    _max_lengths[boundaries] = row.max_length
+    for name in _READ_BY_HOST & batch.keys():
+        if batch[name].is_cpu and cached_values(batch[name]) is None:
+            cache_values(batch[name], batch[name].numpy())
 
 
 def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:
     """Return `input_ids` of every packed row in this process, and its boundaries by key."""
-    with _rows_lock:
-        return list(_rows_alive.items())
-
-
-def _forget_lock() -> None:
-    """A worker forked while the pinning thread holds the lock would wait for it for ever."""
-    global _rows_lock
-    _rows_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_lock)
+    # Copied in one step, because data loaders pin batches in a thread. A lock would be inherited,
+    # held, by a worker that is forked meanwhile.
+    rows = _rows_alive.data.copy()
+    return [(ids, row) for key, row in rows.items() if (ids := key()) is not None]
 
 
 def _longest(cu_seqlens: Tensor) -> int:
@@ -199,8 +156,6 @@ def _longest(cu_seqlens: Tensor) -> int:
     kept = _max_lengths.get(cu_seqlens)
     return int(np.diff(host_values(cu_seqlens)).max()) if kept is None else kept
 
-
-# --- values of tensors on the host ----------------------------------------------------------------
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # CUDA copies more bytes than these from memory that is not pinned while the host waits.

@@ -1,11 +1,9 @@
 """Labels and column names: `IGNORE_INDEX` on tokens that are not trained, the id on the others.
 
-    input_ids          5  6  7  8       a document; the model predicts 6, 7, 8 from what is before
-    completion_mask    0  0  1  1       1 on the completion
-    labels          -100 -100 7  8      made from the mask
-    loss_weights       .  . 1.  .5      weight of each trained token in the loss; 1 by default
-
-The first token of a document is never a target: the position before it is another document's.
+input_ids          5  6  7  8       a document; its first token is never a target
+completion_mask    0  0  1  1       1 on the completion
+labels          -100 -100 7  8      made from the mask
+loss_weights       .  . 1.  .5      weight of each trained token in the loss; 1 by default
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
@@ -14,54 +12,28 @@ from typing import Any
 
 import numpy as np
 
-# Skipped by torch's cross-entropy and by transformers.
-IGNORE_INDEX = -100
-
-# Every tokenized document has them once it is prepared.
-TOKEN_COLUMNS = ("input_ids", "labels")
-
-# A float for every token: its weight in the loss if it is trained (`labels` decide that).
-TOKEN_WEIGHTS = "loss_weights"
-
-# A number for every document: it multiplies the weights of all of its tokens.
-DOCUMENT_WEIGHT = "loss_weight"
-
+IGNORE_INDEX = -100  # skipped by torch's cross-entropy and by transformers
+TOKEN_COLUMNS = ("input_ids", "labels")  # of every document once it is prepared
+MASK_COLUMNS = ("completion_mask", "assistant_masks")  # 1 on trained tokens, named by TRL
+TOKEN_WEIGHTS = "loss_weights"  # a float for every token; counts if `labels` train the token
+DOCUMENT_WEIGHT = "loss_weight"  # a number for every document, which multiplies those of its tokens
 WEIGHT_COLUMNS = (TOKEN_WEIGHTS, DOCUMENT_WEIGHT)
-
-# The names that a user's column of images may have.
-IMAGE_COLUMNS = ("image", "images")
-
-# For every token of a row with shared prefixes: the documents that train it.
-TARGET_COUNTS = "target_counts"
+IMAGE_COLUMNS = ("image", "images")  # names that a user's column of images may have
+SEQ_LENGTHS = "seq_lengths"  # the lengths of the documents in a row, where rows are packed
+TARGET_COUNTS = "target_counts"  # documents that train each token of a row with shared prefixes
+SOURCE = "trl_packing_source"  # the name of the source of every document of a mixture
+SOURCE_IDS = "source_ids"  # an integer for every document whose losses are told apart by source
+IMAGE_IDS = "image_ids"  # for every token: 0 on text, n on the n-th image of the user's row
+IMAGE_ROW = "image_row"  # for every document with images: the number of the user's row in the run
+IMAGE_SIZES = "image_sizes"  # height and width of every image of a row, in documents that are shown
 
 # For every document of `train_on="every_turn"`: its place among the trained turns of its
 # conversation, or -1 if the conversation has none.
 TURN = "trl_packing_turn"
 
-# An integer for every document of a set whose losses are told apart by source.
-SOURCE_IDS = "source_ids"
-
 # A row with shared prefixes: the places of its targets in the row, and two numbers for each of
 # them: their weight, and the documents that train them. `SOURCE_IDS` then has a number for each.
 SOURCE_PLACES, SOURCE_WEIGHTS = "source_places", "source_weights"
-
-# The name of the source of every document of a mixture; preparation keeps this column.
-SOURCE = "trl_packing_source"
-
-# An integer for every token: 0 on text, n on tokens of the n-th image of the user's row.
-IMAGE_IDS = "image_ids"
-
-# An integer for every document with images: the number of the user's row among all of the run.
-IMAGE_ROW = "image_row"
-
-# Height and width of every image of the user's row, in documents that are shown.
-IMAGE_SIZES = "image_sizes"
-
-# The lengths of the documents in a row, where rows are packed.
-SEQ_LENGTHS = "seq_lengths"
-
-# Columns that mark trained tokens with 1, as TRL names them.
-MASK_COLUMNS = ("completion_mask", "assistant_masks")
 
 
 def token_columns(columns: Iterable[str]) -> list[str]:
@@ -89,24 +61,20 @@ def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.nd
     labels = document.get("labels")
     if labels is not None:
         labels = np.asarray(labels, np.int64)
-        _check_one_each("labels", labels, input_ids)
+        check_one_each("labels", labels, len(input_ids))
         return labels
     labels = np.array(input_ids, np.int64)
     for name in MASK_COLUMNS:
         if (mask := document.get(name)) is not None:
-            _check_one_each(name, mask, input_ids)
+            check_one_each(name, mask, len(input_ids))
             labels[np.asarray(mask) == 0] = IGNORE_INDEX
     return labels
 
 
-def _check_one_each(name: str, values: Sized, input_ids: Sized) -> None:
-    if len(values) != len(input_ids):
-        raise ValueError(
-            f"{name} has {len(values)} entries but input_ids has {len(input_ids)}; one per token"
-        )
-
-
-# --- bad rows -------------------------------------------------------------------------------------
+def check_one_each(name: str, values: Sized, num_tokens: int) -> None:
+    """Raise ValueError if a document has not one of the `values` for each token."""
+    if len(values) != num_tokens:
+        raise ValueError(f"{name} has {len(values)} entries but input_ids has {num_tokens}")
 
 
 def and_others(rows: Sized) -> str:

@@ -1,7 +1,5 @@
-"""Weights of tokens in the loss: by token, by document, and by the length of the document.
+"""Weights of tokens in the loss: `loss_weights` × `loss_weight` of the document × a factor.
 
-    loss_weights      1    1    1    1 | 1    by token, of trained targets; 1 without the column
-    loss_weight       1    1    1    1 | 2    of the document; 1 without the column
     "token"           1    1    1    1 | 2    as they are
     "sqrt"          1/2  1/2  1/2  1/2 | 2    divided by √n
     "document"      1/4  1/4  1/4  1/4 | 2    divided by n, the sum of the document's loss_weights
@@ -16,7 +14,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import (
@@ -24,7 +21,7 @@ from trl_packing.documents.labels import (
     IGNORE_INDEX,
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
-    document_labels,
+    check_one_each,
 )
 
 LOSS_WEIGHTINGS = ("token", "document", "sqrt")
@@ -35,12 +32,7 @@ _WORDS = {"token": "", "document": "1/n", "sqrt": "1/√n"}
 
 
 def in_words(weighting: str, columns: Iterable[str]) -> str:
-    """Return a description of the loss for the report, which names the weights in `columns`.
-
-    Example:
-        >>> in_words("token", ["input_ids", "loss_weight"])
-        'mean over the trained tokens of a step, each with weight loss_weight'
-    """
+    """Return a description of the loss for the report, which names the weights in `columns`."""
     columns = set(columns)
     factors = [_WORDS[weighting], *(name for name in WEIGHT_COLUMNS if name in columns)]
     weight = " × ".join(filter(None, factors)) or "1"
@@ -58,12 +50,8 @@ def weigh_tokens(
 ) -> np.ndarray:
     """Return the weight of every token in the loss, ``(T,)`` float32; 0 if it is not trained.
 
-    Args:
-        weights: by token, ``(T,)``.
-        labels: of documents laid end to end, ``(T,)``, with the first token of each masked.
-        lengths: tokens of each document; they sum to T.
-        document_weights: of each document.
-        loss_weighting: one of `LOSS_WEIGHTINGS`.
+    `weights` and `labels` are those of documents laid end to end, ``(T,)``, with the first token of
+    each masked; `lengths` and `document_weights` those of each document.
 
     Example:
         >>> labels = np.array([-100, 6, 7, -100, 9])
@@ -90,12 +78,26 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
     with suppress(TypeError, ValueError):
         weight = float(given)
     if not 0 <= weight <= LARGEST_WEIGHT:  # NaN compares false
-        raise ValueError(f"{which} has {_wrong_weight(given)}")
+        raise ValueError(
+            f"{which} has {DOCUMENT_WEIGHT}={given!r}; give finite numbers of at least 0 that "
+            "float32 holds"
+        )
     return weight
 
 
-def _wrong_weight(value: Any) -> str:
-    return f"{DOCUMENT_WEIGHT}={value!r}; give finite numbers of at least 0 that float32 holds"
+def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndarray:
+    """Return the `loss_weight` of every row, ``(rows,)`` float32.
+
+    Raises ValueError naming the row of the data set `which` whose weight cannot be used.
+    """
+    values = dataset.data.column(DOCUMENT_WEIGHT).to_numpy()[stored_rows(dataset)]
+    if values.dtype.kind in "iuf" and ((values >= 0) & (values <= LARGEST_WEIGHT)).all():
+        return values.astype(np.float32)
+    weights = [
+        document_weight({DOCUMENT_WEIGHT: value}, f"row {row} of {which}")
+        for row, value in enumerate(dataset.with_format(None)[DOCUMENT_WEIGHT])
+    ]
+    return np.array(weights, np.float32)
 
 
 def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
@@ -106,44 +108,15 @@ def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     given = document.get(TOKEN_WEIGHTS)
     if given is None:
         return np.ones(num_tokens, dtype=np.float32)
-    weights = _float32(given)
-    if len(weights) != num_tokens:
-        raise ValueError(
-            f"{TOKEN_WEIGHTS} has {len(weights)} entries but input_ids has {num_tokens}"
-        )
+    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
+        weights = np.asarray(given, np.float32)
+    check_one_each(TOKEN_WEIGHTS, weights, num_tokens)
     wrong = ~(np.isfinite(weights) & (weights >= 0))
     if wrong.any():
         raise ValueError(
             f"{TOKEN_WEIGHTS} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
             "give finite numbers of at least 0"
         )
-    return weights
-
-
-def _float32(values: Any) -> np.ndarray:
-    with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
-        return np.asarray(values, np.float32)
-
-
-# --- columns of a data set, checked before anything is trained ------------------------------------
-
-
-def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndarray:
-    """Return the `loss_weight` of every row, ``(rows,)`` float32.
-
-    Raises ValueError naming the row of the data set `which` whose weight cannot be used.
-    """
-    column = dataset.data.column(DOCUMENT_WEIGHT)
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise ValueError(
-            f"column {DOCUMENT_WEIGHT!r} of {which} holds {column.type}; convert it to numbers"
-        )
-    rows = stored_rows(dataset)
-    weights = _float32(column.to_numpy()[rows])  # missing ones become NaN
-    wrong = ~(np.isfinite(weights) & (weights >= 0))
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise ValueError(f"row {row} of {which} has {_wrong_weight(column[rows[row]].as_py())}")
     return weights
 
 
@@ -159,22 +132,3 @@ def check_token_weights(documents: ArrowDocuments, numbers: Sequence[int] | None
             token_weights(document, len(document["input_ids"]))
         except ValueError as problem:
             raise ValueError(f"document {numbers[at] if numbers else at}: {problem}") from None
-
-
-def check_some_weight(documents: ArrowDocuments) -> None:
-    """Raise ValueError naming the columns if every trained token of `documents` has weight 0.
-
-    Reads documents up to the first with a positive weight, mostly one.
-    """
-    names = [name for name in WEIGHT_COLUMNS if name in (*documents.columns, *documents.scalars)]
-    if not names or not len(documents):
-        return
-    for document in documents:
-        weights = token_weights(document, len(document["input_ids"]))
-        trained = document_labels(document, document["input_ids"]) != IGNORE_INDEX
-        if document.get(DOCUMENT_WEIGHT, 1.0) and weights[1:][trained[1:]].any():
-            return
-    raise ValueError(
-        f"{' and '.join(names)} leave every trained token of a data set out of the loss; give some "
-        f"a number above 0, or dataset.remove_columns({names})"
-    )

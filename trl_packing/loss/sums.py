@@ -23,9 +23,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from trl_packing.documents.arrow import num_documents_by_row, stored_rows
+from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
+    SEQ_LENGTHS,
     SOURCE_IDS,
     SOURCE_PLACES,
     SOURCE_WEIGHTS,
@@ -119,7 +120,10 @@ class Sources:
         names = [str(name) for name in names]
         order = sorted(range(len(names)), key=names.__getitem__)
         ids = np.argsort(order)[encoded.indices.to_numpy()]
-        counts = np.bincount(ids, num_documents_by_row(dataset), minlength=len(names))
+        held = None  # documents of each row, if they are packed
+        if is_packed(dataset):
+            held = ArrowDocuments(dataset, [SEQ_LENGTHS]).lengths(SEQ_LENGTHS)
+        counts = np.bincount(ids, held, minlength=len(names))
         return cls(tuple(names[i] for i in order), ids, counts.astype(np.int64))
 
 

@@ -214,11 +214,15 @@ class PackedCollator:
             sources = source_ids[starts[: len(real)].numpy()]
         if self.images is not None:
             batch |= self.images.tensors([*documents, *blanks], tokens)
+        is_trained = flat_labels.numpy() != IGNORE_INDEX
         host = HostRow(
             np.cumsum([0, *lengths], dtype=np.int64),
-            flat_labels.numpy() != IGNORE_INDEX,
+            is_trained,
             tail,
+            lengths=np.array(real, np.int64),
+            num_trained=int(is_trained.sum()),
             max_length=batch["max_length_q"],
+            max_keys=batch["max_length_k"],
             sources=sources,
             num_images=0 if self.images is None else self.images.count(documents),
         )

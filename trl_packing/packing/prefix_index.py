@@ -46,8 +46,8 @@ class PrefixIndex:
     @classmethod
     def of(cls, documents: ArrowDocuments) -> "PrefixIndex":
         """Return the index of `documents`, no packed rows; O(tokens of common prefixes)."""
-        stored = documents.stored_rows(np.arange(len(documents)))
-        index = cls(*prefix_order(documents.readers["input_ids"].chunks, stored))
+        chunks = documents.readers["input_ids"].chunks
+        index = cls(*prefix_order(chunks, documents.stored_rows))
         if "labels" in documents.columns:
             table = documents.dataset.data.select(["input_ids", "labels"])
             if any(map(_has_own_labels, table.to_batches(max_chunksize=_AT_ONCE))):

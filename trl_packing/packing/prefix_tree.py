@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from trl_packing.documents.boundaries import document_ids_from_lengths
-from trl_packing.documents.host_row import HostRow, TreeNumbers
+from trl_packing.documents.host_row import HostRow
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     SOURCE_IDS,
@@ -181,9 +181,16 @@ def share_prefixes(
     }
     if sources is not None:
         batch |= _targets_by_source(tree, flat, np.repeat(sources, lengths))
-    numbers = TreeNumbers(np.asarray(lengths, np.int64), int(counts.sum()), most_keys)
-    boundaries = tree.cu_seqlens.astype(np.int64)
-    return batch, HostRow(boundaries, counts > 0, 0, longest, numbers, sources)
+    return batch, HostRow(
+        tree.cu_seqlens.astype(np.int64),
+        counts > 0,
+        padding=0,
+        lengths=np.asarray(lengths, np.int64),
+        num_trained=int(counts.sum()),
+        max_length=longest,
+        max_keys=most_keys,
+        sources=sources,
+    )
 
 
 def tree_of_row(flat: Mapping[str, np.ndarray], lengths: Sequence[int]) -> PrefixTree | None:

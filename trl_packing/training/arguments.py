@@ -9,7 +9,7 @@ The path is decided before anything else exists.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from trl_packing.data.fitting import Overflow
 from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
-from trl_packing.documents.weights import check_some_weight
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.columns import columns_of, documents_of, has_weights
@@ -147,13 +146,6 @@ def check_weights_and_sources(
             Sources.of(dataset, options.source_column)  # refuses missing ones
         if isinstance(dataset, Dataset):
             documents_of(dataset, compute_loss_func)  # refuses damaged weights
-
-
-def check_some_weights(datasets: Iterable[Any], compute_loss_func: Any) -> None:
-    """Raise ValueError for a set whose weights are all 0: it would train or report nothing."""
-    for dataset in datasets:
-        if isinstance(dataset, Dataset) and has_weights(dataset):
-            check_some_weight(documents_of(dataset, compute_loss_func))
 
 
 def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> None:

@@ -25,14 +25,12 @@ from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
 from trl_packing.attention.state import temporarily
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
-from trl_packing.documents.weights import check_some_weight
 from trl_packing.isolation.guard import IsolationGuard, Precision
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.training.arguments import check_some_weights
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.metrics import ThroughputMeter, stream_sources, training_sources
@@ -192,7 +190,6 @@ class PackedLoaders:
         """Return the training data loader; arguments as for `evaluate`."""
         trainer, options, sampling = self.trainer, self.options, self.sampling
         dataset = self._planned_for(dataset)
-        check_some_weights(self.data.all(), trainer.compute_loss_func)
         self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.follow_stream(None)
         is_stream = isinstance(dataset, IterableDataset)
@@ -292,8 +289,6 @@ class PackedLoaders:
             else:
                 ids = None if sources is None else sources.ids
                 rows = documents_of(dataset, trainer.compute_loss_func, ids)
-            if not (is_stream or is_test):  # a prediction needs no loss
-                check_some_weight(rows)
             if not padded and type(trainer)._get_eval_sampler is SFTTrainer._get_eval_sampler:
                 sampler_of = self.sampling.for_evaluation
             dataloader = self._by_trl(by_trl, rows, sampler_of, collator)

@@ -82,7 +82,7 @@ class RunImages:
         if not self.packs or IMAGE_IDS not in documents.columns:
             return None
         stored = documents.dataset.data.column(IMAGE_ROW).to_numpy()
-        rows = stored[documents.stored_rows(np.arange(len(documents)))]
+        rows = stored[documents.stored_rows]
         has_row = rows >= 0  # neither -1 nor NaN, as in documents of text
         loads = np.zeros((len(rows), 2), np.int64)
         loads[has_row] = self._loads[rows[has_row].astype(np.int64)]
