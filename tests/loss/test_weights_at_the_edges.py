@@ -4,7 +4,7 @@ float32 holds numbers up to 3.4e38 and, with fewer digits, down to 1.4e-45.
 """
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import IterableDataset
 from harness import alone, assert_exact, make_trainer, run
 from helpers.by_hand import LAYOUTS, LOSSES
 from helpers.combinations import combined
