@@ -20,7 +20,10 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def cu_seqlens_from_lengths(seq_lengths: Tensor) -> Tensor:
-    """Return document boundaries ``(N + 1,)`` int32 of lengths ``(N,)``, starting at 0.
+    """Return document boundaries ``(N + 1,)`` int32, starting at 0 and ending at T.
+
+    Args:
+        seq_lengths: tokens of each document, ``(N,)`` or ``(B, N)`` integers of at least 0.
 
     Examples:
         >>> cu_seqlens_from_lengths(torch.tensor([3, 2, 4])).tolist()
@@ -52,7 +55,9 @@ def position_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = N
 def document_ids_from_lengths(seq_lengths: Tensor, *, num_tokens: int | None = None) -> Tensor:
     """Return the index of each token's document: ``(T,)`` or ``(B, T)`` int64, -1 on padding.
 
-    Arguments and errors are those of `position_ids_from_lengths`.
+    Args:
+        seq_lengths: as in `position_ids_from_lengths`, which raises the same errors.
+        num_tokens: T, if rows end with padding.
 
     Examples:
         >>> document_ids_from_lengths(torch.tensor([[3, 2], [4, 0]])).tolist()
@@ -68,7 +73,11 @@ def lengths_from_eos(input_ids: Tensor, eos_token_id: int | Sequence[int]) -> Te
     """Return the lengths of documents that end with EOS: ``(N,)``, or ``(B, N)`` int64 with zeros.
 
     The tokens after the last EOS are a document, and so are further EOS tokens directly after one
-    (a row padded with EOS). `input_ids` are ``(T,)`` or ``(B, T)`` integers, else ValueError.
+    (a row padded with EOS). The lengths of a row sum to T.
+
+    Args:
+        input_ids: ``(T,)`` or ``(B, T)`` integers, else ValueError.
+        eos_token_id: one id, or several.
 
     Examples:
         >>> batch = torch.tensor([[5, 6, 0, 7, 8, 9, 0], [5, 0, 6, 0, 0, 0, 0]])
@@ -99,7 +108,8 @@ def block_diagonal_mask(
     """Return the attention mask of documents: ``(T, T)``, or ``(B, 1, T, T)``, as [query, key].
 
     Args:
-        seq_lengths, num_tokens: as in `position_ids_from_lengths`.
+        seq_lengths: as in `position_ids_from_lengths`, like `num_tokens`.
+        num_tokens: T, or None.
         causal: whether a token attends only to itself and to earlier tokens.
         window: a token attends only to keys less than `window` positions away; None for all.
         dtype: bool for True where attention is allowed, or a float type for a mask that is added to
