@@ -112,7 +112,6 @@ ATTRIBUTES = {
     "current_gradient_accumulation_steps": "transformers.Trainer",
     "label_smoother": "transformers.Trainer",
     "model_accepts_loss_kwargs": "transformers.Trainer",
-    "_forward_pre_hooks": "torch.nn.Module",
     "_get_num_multimodal_tokens": "transformers.LlavaProcessor",
     "_merge_kwargs": "transformers.ProcessorMixin",
     "_process_images": "transformers.ProcessorMixin",

@@ -170,9 +170,7 @@ class PackedSFTTrainer(SFTTrainer):
         reason = reason_for_trl_path(train_dataset, data_collator)
         reason = reason or reason_to_keep_rows_apart(args)
         if reason is None and has_images(rows):
-            reason = self._images.why_not_packed(
-                model, rows, eval_dataset, args, processing_class, compute_metrics
-            )
+            reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
         self._trl_path = reason
         self._options = options = PackingOptions.of(args)
         check_loss_options(options, compute_loss_func)

@@ -11,7 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.vision.documents import keys_of
 from trl_packing.vision.images import ImageError
-from trl_packing.vision.sizes import Placeholders, patch_size_of
+from trl_packing.vision.sizes import feature_id, patch_size_of, placeholders_of
 from trl_packing.vision.support import FAMILIES
 
 NAME = "qwen2_5_vl"
@@ -45,27 +45,22 @@ def in_mode(mode):
 def test_placeholders_follow_from_sizes(name):
     """Every size and mode, not the few of the run that the trainer verifies."""
     processor = tiny_processor(name)
-    placeholders = Placeholders(processor)
     rows = [[image] for image in (*map(in_mode, MODES), *(noise(*size, 0) for size in SIZES))]
     for images in [*rows, [noise(20, 30, 0), noise(50, 30, 1)]]:
         keys = keys_of(np.array([image.size[::-1] for image in images]))
-        placeholders.learn(keys)
+        found = placeholders_of(processor, dict.fromkeys(keys, ""))
         text = processor.image_token * len(images)
         ids = processor(images=[images], text=[text], add_special_tokens=False)["input_ids"][0]
-        expected = sum(np.asarray(ids) == placeholders.feature_id)
-        assert sum(sum(placeholders.of(key).runs) for key in keys) == expected
+        expected = sum(np.asarray(ids) == feature_id(processor))
+        assert sum(sum(found[key].runs) for key in keys) == expected
 
 
 def test_a_processor_without_arithmetic_is_measured():
     processor, measured = tiny_processor(NAME), tiny_processor(NAME)
     type(measured)._get_num_multimodal_tokens = property()  # `hasattr` is False
     sizes = [(20 + n, 40 + n, 1) for n in range(60)]
-    found = []
-    for one in (processor, measured):
-        placeholders = Placeholders(one)
-        placeholders.learn(sizes)
-        found.append([placeholders.of(size) for size in sizes])
-    assert found[0] == found[1]
+    places = dict.fromkeys(sizes, "")
+    assert placeholders_of(processor, places) == placeholders_of(measured, places)
 
 
 class TowerPositions:
@@ -94,7 +89,7 @@ def test_patches_by_size_are_those_of_the_tower(name):
     processor = tiny_processors.tiny_processor(name)
     model = tiny_vision.tiny_vision_model(name, processor).eval()
     tower = TowerPositions(model)
-    placeholders = Placeholders(processor, patch_size_of(model.config))
+    patch_size = patch_size_of(model.config)
     collate = DataCollatorForVisionLanguageModeling(processor)
     for row in image_dataset().select([0, 3, 4]):
         batch = collate([row])
@@ -102,8 +97,7 @@ def test_patches_by_size_are_those_of_the_tower(name):
         with torch.no_grad():
             model(**batch)
         (key,) = keys_of(np.array([image.size[::-1] for image in row["images"]]))
-        placeholders.learn([key])
-        assert placeholders.of(key).patches == sum(tower.calls)
+        assert placeholders_of(processor, {key: ""}, patch_size)[key].patches == sum(tower.calls)
 
 
 @pytest.mark.parametrize("form", ["prompt_completion", "messages"])

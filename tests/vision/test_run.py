@@ -70,7 +70,6 @@ TRLS = {
     "stream": {"dataset": lambda: image_dataset().to_iterable_dataset()},
     "stream with images": {"eval_dataset": lambda: image_dataset().to_iterable_dataset()},
     "wrapped": {"packing_strategy": lambda: "wrapped"},
-    "several forms": {"dataset": lambda: image_dataset().add_column("text", ["a"] * 8)},
     "tools": {"dataset": lambda: image_dataset().add_column("tools", [None] * 8)},
     "skip_prepare_dataset": {"dataset_kwargs": lambda: {"skip_prepare_dataset": True}},
     "compute_metrics needs the logits": {"compute_metrics": lambda: dict},

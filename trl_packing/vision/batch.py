@@ -28,7 +28,7 @@ from trl_packing.attention.state import all_reduce_max
 from trl_packing.documents.host_row import BOUNDARIES, host_row
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.vision.images import ImageError, ImageStore
-from trl_packing.vision.sizes import feature_id, placeholder_token
+from trl_packing.vision.sizes import feature_id, gray_image, placeholder_token
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
@@ -87,15 +87,10 @@ class ImageBatches:
         types = [torch.tensor(types_of([ids.tolist()])[0]) for ids in input_ids]
         made |= {name: torch.cat(types)[None] for name in _TOKEN_TYPES if name in self.inputs}
         if self.positions is not None:
-            counts = [sum(map(len, rows)) for rows in images]
-            counts += [0] * (len(input_ids) - len(images))
-            ends = np.cumsum([0, *counts]).tolist()
-            grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-            positions = [
-                self._positions(torch.from_numpy(ids), kinds, grids[start:stop])
-                for ids, kinds, start, stop in zip(input_ids, types, ends, ends[1:], strict=False)
-                if len(ids)
-            ]
+            counts = [sum(map(len, rows)) for rows in images] + [0] * (len(types) - len(images))
+            grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64)).split(counts)
+            parts = zip(map(torch.from_numpy, input_ids), types, grids, strict=True)
+            positions = [self._positions(*part) for part in parts if len(part[0])]
             made["position_ids"] = torch.cat(positions, dim=-1)
         return made
 
@@ -107,8 +102,7 @@ class ImageBatches:
         """
         if "images" in document:
             return [list(row) for row in document["images"] if row]
-        numbers = _numbers(document)
-        return [self.store.load(int(document[IMAGE_ROW]), numbers)] if len(numbers) else []
+        return [self.store.load(int(document[IMAGE_ROW]))] if _num_images(document) else []
 
     def _pixels(
         self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
@@ -140,8 +134,7 @@ class ImageBatches:
             if needed != given:
                 raise ImageError(
                     f"{self._name(document)} has {given} image tokens, but its images need "
-                    f"{needed} now; were the files or the processor changed after the data set was "
-                    "prepared?"
+                    f"{needed} now; prepare the data again: its files or the processor changed"
                 )
         return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
 
@@ -164,15 +157,10 @@ class ImageBatches:
         return torch.cat([text, positions.to(text.dtype)])
 
 
-def _numbers(document: Mapping[str, Any]) -> np.ndarray:
-    """Return the numbers of the images of a document in its row, from 0."""
-    found = np.unique(document.get(IMAGE_IDS, ()))
-    return found[found > 0].astype(np.int64) - 1
-
-
 def _num_images(document: Mapping[str, Any]) -> int:
-    images = document.get("images")
-    return len(_numbers(document)) if images is None else sum(map(len, images))
+    if "images" in document:
+        return sum(map(len, document["images"]))
+    return int(np.max(document.get(IMAGE_IDS, ()), initial=0))
 
 
 def _without_weights(module: nn.Module) -> Any:
@@ -183,11 +171,9 @@ def _without_weights(module: nn.Module) -> Any:
     return bare
 
 
-# --- the tower ------------------------------------------------------------------------------------
-
 #: Heights and widths from which the image with the fewest tokens is chosen: some processors cut
 #: wide images into fewer tiles.
-_SIZES = ((32, 32), (32, 128), (128, 32))
+_BLANKS = ((32, 32), (32, 128), (128, 32))
 
 
 def ranks_wait_for_tower(trainer: Any) -> bool:
@@ -197,9 +183,8 @@ def ranks_wait_for_tower(trainer: Any) -> bool:
     would take part in the balance of experts.
     """
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    waits = trainer.args.world_size > 1 and (
-        sharded or not trainer.args.ddp_find_unused_parameters  # TRL sets it for these models
-    )
+    together = sharded or not trainer.args.ddp_find_unused_parameters  # TRL sets it for these
+    waits = trainer.args.world_size > 1 and together
     if waits and trainer.aux_loss_enabled:
         raise ValueError(
             "rows without images get a blank one on several ranks, which would take part in the "
@@ -210,11 +195,8 @@ def ranks_wait_for_tower(trainer: Any) -> bool:
 
 def blank_document(processor: Any) -> dict[str, Any]:
     """Return a document that is one gray image: `input_ids`, and `images` of one row."""
-    from PIL import Image as PillowImage
-
     text, made = [placeholder_token(processor)], []
-    for height, width in _SIZES:
-        image = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
+    for image in (gray_image(*size) for size in _BLANKS):
         output = processor(images=[[image]], text=text, add_special_tokens=False)
         ids = np.asarray(output["input_ids"][0], np.int64)
         made.append({"input_ids": ids, "images": [[image]]})
@@ -265,12 +247,9 @@ def hide_boundaries(model: Any) -> None:
     base = unwrap_peft(model)
     config = getattr(base.config, "vision_config", None)
     for module in base.modules():
-        is_tower = isinstance(module, PreTrainedModel) and module.config is config
-        if is_tower and _drop_boundaries not in module._forward_pre_hooks.values():
+        if isinstance(module, PreTrainedModel) and module.config is config:
             module.register_forward_pre_hook(_drop_boundaries, with_kwargs=True)
 
 
-def _drop_boundaries(
-    _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _drop_boundaries(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
     return args, {name: value for name, value in kwargs.items() if name not in _DROPPED}

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,30 +36,33 @@ from trl_packing.documents.labels import (
     document_columns,
 )
 from trl_packing.vision.images import ImageStore
-from trl_packing.vision.sizes import Placeholder, Placeholders, Size
+from trl_packing.vision.sizes import (
+    Placeholder,
+    Size,
+    feature_id,
+    placeholder_token,
+    placeholders_of,
+)
 
 _MESSAGES = ("messages", "prompt", "completion")
 WAY_OUT = "TRL's SFTTrainer trains rows with images padded"
-
-
-# --- a whole data set -----------------------------------------------------------------------------
 
 
 def documents_with_images(
     dataset: Dataset,
     rules: Rules,
     store: ImageStore,
-    placeholders: Placeholders,
+    patch_size: int,
     chat_template: str | None,
     name: str,
-) -> tuple[Dataset, np.ndarray]:
-    """Return the documents of a data set, and images and patches of each row, ``(rows, 2)``.
+) -> tuple[Dataset, list[tuple[int, int]]]:
+    """Return the documents of a data set, and the numbers of images and patches of each row.
 
     Args:
         dataset: the rows, with numbers in place of their images.
         rules: of the run.
         store: the image files.
-        placeholders: of the processor.
+        patch_size: pixels of a side of a patch of the tower.
         chat_template: replaces the processor's; None: the processor's.
         name: of the data set, for messages.
 
@@ -75,16 +79,18 @@ def documents_with_images(
     if weighted and row_format.flags_decide:
         row_format = replace(row_format, train_on="assistant")
     sizes = [store.sizes(row) for row in dataset[IMAGE_ROW]]
-    learned = _learn(placeholders, sizes, name)
+    keys = [*map(keys_of, sizes)]
+    places = {key: f"row {row} of the {name} dataset" for row, of in enumerate(keys) for key in of}
+    learned = placeholders_of(processor, places, patch_size)
+    images = [[learned[key] for key in of_row] for of_row in keys]
     kept = document_columns(dataset.column_names, rules.options.named_columns())
     documents = dataset.with_format(None).map(
         _tokenize_batch,
         fn_kwargs={
             "row_format": row_format,
-            "token": placeholders.token,
-            "feature_id": placeholders.feature_id,
-            "placeholders": learned,
-            "sizes": sizes,
+            "token": placeholder_token(processor),
+            "feature": feature_id(processor),
+            "images": images,
             "name": name,
             "weighted": weighted and row_format.train_on in ("assistant", "last_assistant"),
         },
@@ -106,31 +112,26 @@ def documents_with_images(
         row = {key: value for key, value in dataset[number].items() if value is not None}
         expected = collate([{**row, "images": store.load(row.pop(IMAGE_ROW))}])
         for column in compared:
-            tokens, ours = expected[column][0].tolist(), documents[number][column]
-            if tokens != ours:
+            if expected[column][0].tolist() != documents[number][column]:
                 raise ValueError(
                     f"row {number} of the {name} dataset has other {column} by its image sizes "
                     f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
                 )
-    patches = [sum(learned[key].patches for key in keys_of(of_row)) for of_row in sizes]
-    return documents, np.array([[*map(len, sizes)], patches], np.int64).T
+    return documents, [(len(row), sum(image.patches for image in row)) for row in images]
 
 
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings and columns that rows with images cannot serve."""
-    options = rules.options
+    options, kind = rules.options, type(rules.processing_class).__name__
     names = ("prompt_template", "response_template", "static_shapes", "append_eos")
-    refused = {setting: getattr(options, setting) for setting in names}
-    refused["train_on"] = options.train_on if options.train_on == "every_turn" else None
-    for setting, value in refused.items():
-        if value:
-            raise ValueError(
-                f"{setting}={value!r} is not available for data sets with images; leave it out"
-            )
+    given = [f"{name}={getattr(options, name)!r}" for name in names if getattr(options, name)]
+    given += ["train_on='every_turn'"] * (options.train_on == "every_turn")
+    if given:
+        raise ValueError(f"{given[0]} is not available for data sets with images; leave it out")
     if not isinstance(rules.processing_class, ProcessorMixin):
         raise ValueError(
-            f"the {name} dataset has images, but processing_class is a "
-            f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
+            f"the {name} dataset has images, but processing_class is a {kind}; pass the model's "
+            "processor (AutoProcessor)"
         )
     check_weights_have_tokens(dataset.column_names, name)
 
@@ -140,28 +141,11 @@ def keys_of(sizes: np.ndarray) -> list[Size]:
     return [(int(height), int(width), min(len(sizes), 2)) for height, width in sizes]
 
 
-def _learn(
-    placeholders: Placeholders, sizes: Sequence[np.ndarray], name: str
-) -> dict[Size, Placeholder]:
-    """Return the placeholders by size. Raises ValueError naming the row of a refused size."""
-    found: dict[Size, int] = {}
-    for row, of_row in enumerate(sizes):
-        for size in keys_of(of_row):
-            found.setdefault(size, row)
-    try:
-        placeholders.learn(found)
-    except ValueError:
-        for size, row in found.items():
-            with _naming(row, name, f"an image of {size[1]} × {size[0]} pixels is refused: "):
-                placeholders.learn([size])
-    return {size: placeholders.of(size) for size in found}
-
-
 def _spread(sizes: Sequence[np.ndarray]) -> set[int]:
     """Return the numbers of a few rows: with the most images, with the smallest, and others."""
     areas = [int(of_row.prod(axis=1).max(initial=0)) or np.inf for of_row in sizes]
     found = {0, len(sizes) // 2, len(sizes) - 1, int(np.argmin(areas))}
-    return found | {int(np.argmax([len(of_row) for of_row in sizes]))}
+    return found | {int(np.argmax([*map(len, sizes)]))}
 
 
 def _tokenize_batch(
@@ -169,66 +153,55 @@ def _tokenize_batch(
     indices: Sequence[int],
     row_format: RowFormat,
     token: str,
-    feature_id: int,
-    placeholders: Mapping[Size, Placeholder],
-    sizes: Sequence[np.ndarray],
+    feature: int,
+    images: Sequence[Sequence[Placeholder]],
     name: str,
     weighted: bool,
 ) -> dict[str, list[Any]]:
-    texts = []
+    texts: list[Any] = []
+    columns: tuple[list[Any], ...] = ([], [], [], [])
     for index, *values in zip(indices, *batch.values(), strict=True):
         with _naming(index, name):
             row = dict(zip(batch, values, strict=True))
-            found = [placeholders[size] for size in keys_of(sizes[index])]
-            texts.append(_texts_of(row, found, row_format, token))
-    flat = [text.rendered for of_row in texts for text in of_row]
+            texts.append(_texts_of(row, images[index], row_format, token))
+    flat = [rendered for of_row in texts for rendered, _ in of_row]
     tokens = iter(tokenize(row_format.chat.tokenizer, flat))
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("input_ids", TOKEN_WEIGHTS, IMAGE_IDS, "labels")
-    }
     for index, of_row in zip(indices, texts, strict=True):
         with _naming(index, name):
-            parts = [_in_full_length(text, next(tokens), feature_id, token) for text in of_row]
-        ids, weights, images = map(np.concatenate, zip(*parts, strict=True))
+            parts = [_in_full_length(next(tokens), runs, feature, token) for _, runs in of_row]
+        ids, weights, numbers = map(np.concatenate, zip(*parts, strict=True))
         labels = np.where(weights > 0, ids, IGNORE_INDEX)
-        for column, array in zip(columns.values(), (ids, weights, images, labels), strict=True):
+        for column, array in zip(columns, (ids, labels, numbers, weights), strict=True):
             column.append(array)
-    if not weighted:
-        del columns[TOKEN_WEIGHTS]
-    return columns
+    names = ("input_ids", "labels", IMAGE_IDS, *[TOKEN_WEIGHTS] * weighted)
+    return dict(zip(names, columns, strict=False))
 
 
 @contextmanager
-def _naming(row: int, name: str, what: str = "") -> Iterator[None]:
+def _naming(row: int, name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-        raise ValueError(f"row {row} of the {name} dataset: {what}{error}") from error
-
-
-# --- one row --------------------------------------------------------------------------------------
-
-
-class ImageText(NamedTuple):
-    """A text with the placeholders of the model, every run of feature tokens as one token."""
-
-    rendered: Rendered
-    runs: list[tuple[int, int]]  # image, from 1, and number of tokens of each run
+        raise ValueError(f"row {row} of the {name} dataset: {error}") from error
 
 
 def _texts_of(
-    row: Mapping[str, Any], placeholders: Sequence[Placeholder], row_format: RowFormat, token: str
-) -> list[ImageText]:
-    """Return the text of a row with these placeholders; prompt and completion apart, as TRL."""
-    row = _with_image_parts(row, len(placeholders))
+    row: Mapping[str, Any], images: Sequence[Placeholder], row_format: RowFormat, token: str
+) -> list[tuple[Rendered, list[tuple[int, int]]]]:
+    """Return the text of a row, prompt and completion apart, as TRL.
+
+    Runs of feature tokens are one token. Beside each text are the image, from 1, and the number of
+    tokens of each of its runs.
+    """
+    row = _with_image_parts(row, len(images))
     splits = row_format.train_on is None and row.get("completion") is not None
     form = replace(row_format, completion_only=True) if splits else row_format
     [rendered] = form.documents(row, form.form(row))
     found = rendered.text.count(token)
-    if found != len(placeholders):
+    if found != len(images):
         raise ValueError(
-            f"its text has {found} image placeholders ({token}), but it has "
-            f"{len(placeholders)} images; give one image part for each image"
+            f"its text has {found} image placeholders ({token}), but it has {len(images)} images; "
+            "give one image part for each image"
         )
     parts = [rendered]
     if splits and rendered.prompt is not None:
@@ -237,29 +210,27 @@ def _texts_of(
             replace(rendered, text=text[:end], spans=[] if row_format.completion_only else None),
             replace(rendered, text=text[end:], spans=None),
         ]
-    texts, first = [], 0
+    texts, numbered = [], enumerate(images, start=1)
     for part in parts:
-        last = first + part.text.count(token)
-        numbered = list(enumerate(placeholders, start=1))[first:last]
-        runs = [(number, run) for number, image in numbered for run in image.runs]
-        texts.append(ImageText(_expanded(part, token, placeholders[first:last]), runs))
-        first = last
+        own = list(islice(numbered, part.text.count(token)))
+        runs = [(number, run) for number, image in own for run in image.runs]
+        texts.append((_expanded(part, token, [image.text for _, image in own]), runs))
     return texts
 
 
 def _in_full_length(
-    text: ImageText, tokenized: Tokenized, feature_id: int, token: str
+    tokenized: Tokenized, runs: Sequence[tuple[int, int]], feature: int, token: str
 ) -> list[np.ndarray]:
     """Return ids, weights and images of a text, every run of feature tokens in full, ``(T,)``."""
     ids, weights = np.asarray(tokenized.input_ids, np.int64), tokenized.weights
-    at = np.flatnonzero(ids == feature_id)
-    if len(at) != len(text.runs):
+    at = np.flatnonzero(ids == feature)
+    if len(at) != len(runs):
         raise ValueError(
             f"its text holds the token of images ({token}) outside of images; remove it"
         )
     times, images = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
-    times[at] = [length for _, length in text.runs]
-    images[at] = [number for number, _ in text.runs]
+    times[at] = [length for _, length in runs]
+    images[at] = [number for number, _ in runs]
     weights = np.ones(len(ids), np.float32) if weights is None else weights
     return [np.repeat(values, times) for values in (ids, weights, images)]
 
@@ -278,9 +249,8 @@ def _with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without null entries, which Arrow adds to parts of other types."""
     message = {key: value for key, value in message.items() if value is not None}
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [{k: v for k, v in part.items() if v is not None} for part in content]
+    if isinstance(message.get("content"), list):
+        parts = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
         for part in parts:
             others = {"image", "url", "path", "base64"} & part.keys()
             if part.get("type") not in ("text", "image") or others:
@@ -292,19 +262,16 @@ def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _expanded(part: Rendered, token: str, placeholders: Sequence[Placeholder]) -> Rendered:
+def _expanded(part: Rendered, token: str, texts: Sequence[str]) -> Rendered:
     """Return `part` with the placeholders of the model in place of those of its template."""
-    texts, place = iter([image.text for image in placeholders]), np.arange(len(part.text) + 1)
-    for found, image in zip(re.finditer(re.escape(token), part.text), placeholders, strict=True):
-        place[found.start() + 1 :] += len(image.text) - len(token)
-    text = re.sub(re.escape(token), lambda _: next(texts), part.text)
+    left, place = iter(texts), np.arange(len(part.text) + 1)
+    for found, text in zip(re.finditer(re.escape(token), part.text), texts, strict=True):
+        place[found.start() + 1 :] += len(text) - len(token)
+    text = re.sub(re.escape(token), lambda _: next(left), part.text)
     spans = part.spans
     if spans is not None:
         spans = [(int(place[start]), int(place[stop]), weight) for start, stop, weight in spans]
     return replace(part, text=text, spans=spans, prompt=None, adds_special_tokens=False)
-
-
-# --- images of a document ---------------------------------------------------------------------
 
 
 class ImageTokens(NamedTuple):
@@ -319,10 +286,9 @@ def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
     """Return the images of a document in their order; none without the column `image_ids`.
 
     Examples:
-        >>> images_of({"input_ids": [5, 9, 9, 6], "image_ids": [0, 2, 2, 0]})
-        [ImageTokens(image=1, start=1, stop=3)]
+        >>> images_of({"input_ids": [5, 9, 9, 6], "image_ids": [0, 1, 1, 0]})
+        [ImageTokens(image=0, start=1, stop=3)]
     """
     ids = np.asarray(document.get(IMAGE_IDS, ()), np.int64)
-    at = np.flatnonzero(ids)
-    groups = np.split(at, np.flatnonzero(np.diff(ids[at])) + 1) if len(at) else []
-    return [ImageTokens(int(ids[g[0]]) - 1, int(g[0]), int(g[-1]) + 1) for g in groups]
+    places = [np.flatnonzero(ids == 1 + image) for image in range(ids.max(initial=0))]
+    return [ImageTokens(image, int(at[0]), int(at[-1]) + 1) for image, at in enumerate(places)]

@@ -17,15 +17,14 @@ from torch import nn
 from trl_packing.attention.backends import PADDED, AttentionChoice
 from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
+from trl_packing.documents.labels import IMAGE_ROW
 from trl_packing.isolation.check import CheckResult
 from trl_packing.isolation.guard import IsolationGuard, NotIsolated
 from trl_packing.isolation.probes import Document, Probe, Row, random_tokens
-from trl_packing.vision.documents import WAY_OUT, images_of
+from trl_packing.vision.documents import WAY_OUT
 from trl_packing.vision.images import ImageStore
 
 _MOST_POSITIONS = 64
-_SEARCHED = 1_000  # shortest documents with images, among which those of the check are found
 
 
 class ImageGuard(IsolationGuard):
@@ -34,10 +33,14 @@ class ImageGuard(IsolationGuard):
     def __init__(self, model: nn.Module, store: ImageStore, **options: Any):
         # Padded rows of the text part would not match the images of the whole row.
         super().__init__(model, **options | {"packing_requested": True})
-        if self._isolation_check == "off" and _opens_images(self.base_model):
+        kind = self.base_model.config.model_type
+        opens = getattr(text_config(self.base_model), "use_bidirectional_attention", None)
+        opens = kind == "gemma3" or opens in (True, "all", "vision")
+        # The tokens of an image see each other in both directions.
+        if opens and self._isolation_check == "off":
             raise ValueError(
-                f"isolation_check='off' with images on {self.base_model.config.model_type}: only "
-                "the check finds a backend that is exact with them; leave isolation_check out"
+                f"isolation_check='off' with images on {kind}: only the check finds a backend that "
+                "is exact with them; leave isolation_check out"
             )
         self.store = store
         self._with_images: list[dict[str, Any]] = []
@@ -72,36 +75,24 @@ class ImageGuard(IsolationGuard):
         return super()._first_exact(choices, *others)
 
 
-def _opens_images(model: Any) -> bool:
-    """Return whether the tokens of an image see each other in both directions."""
-    opens = getattr(text_config(model), "use_bidirectional_attention", None)
-    return model.config.model_type == "gemma3" or opens in (True, "all", "vision")
-
-
 def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
     """Return short documents with one image, with several and with none, with their images.
 
     A data set whose documents have equal numbers of images gives two of them.
     """
-    documents = ArrowDocuments(dataset, ["input_ids", IMAGE_IDS])
-    order = np.argsort(documents.lengths(), kind="stable")
-    has_images = np.zeros(len(order), bool)
-    has_images[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
-    short, without = order[has_images[order]][:_SEARCHED], order[~has_images[order]]
-    several = np.array([len(images_of(documents[n])) > 1 for n in short.tolist()], bool)
-    kinds = [short[several], short[~several]]
-    most = 1 if all(map(len, kinds)) else 2
-    chosen = np.concatenate([numbers[:most] for numbers in kinds])
-    numbers = [*chosen, *without[:1]] if len(chosen) else []
-    return [_with_pixels(dataset, int(number), store) for number in numbers]
-
-
-def _with_pixels(dataset: Any, number: int, store: ImageStore) -> dict[str, Any]:
-    row = dataset[number]
-    images = np.unique(row[IMAGE_IDS])
-    images = images[images > 0] - 1
-    loaded = [store.load(int(row[IMAGE_ROW]), images)] if len(images) else []
-    return {"input_ids": np.asarray(row["input_ids"]), "images": loaded}
+    order = np.argsort(ArrowDocuments(dataset, ["input_ids"]).lengths(), kind="stable")
+    rows = np.array([-1 if row is None else row for row in dataset[IMAGE_ROW]])[order]
+    counts = np.array([len(store.sizes(row)) if row >= 0 else 0 for row in rows.tolist()])
+    kinds = [np.flatnonzero(kind) for kind in (counts > 1, counts == 1, counts == 0)]
+    most = 1 if len(kinds[0]) and len(kinds[1]) else 2
+    chosen = [*kinds[0][:most], *kinds[1][:most]]
+    return [
+        {
+            "input_ids": np.asarray(dataset[int(order[at])]["input_ids"]),
+            "images": [store.load(int(rows[at]))] if counts[at] else [],
+        }
+        for at in chosen + [*kinds[2][:1]] * bool(chosen)
+    ]
 
 
 def image_probes(documents: Sequence[Document]) -> list[Probe]:
@@ -110,32 +101,25 @@ def image_probes(documents: Sequence[Document]) -> list[Probe]:
 
 
 def _probe(before: Document, document: Document) -> Probe:
-    size, at = len(document["input_ids"]), np.arange(len(document["input_ids"]) - 1)
-    at, others = at[-_MOST_POSITIONS:], [before, _with_other_images(before)]
-    rows = [[others[0], document], [others[1], document]]
-    rows += [[document, before], [before, document, before]]
-
-    def place(row: list[Document]) -> Row:
-        first = [*map(id, row)].index(id(document))
-        return Row(row, sum(len(d["input_ids"]) for d in row[:first]) + at)
-
-    def one(other: Document) -> Row:
-        ids = np.concatenate([other["input_ids"], document["input_ids"]])
-        images = [*other["images"], *document["images"]]
-        return Row([{"input_ids": ids, "images": images}], len(ids) - size + at)
-
-    count, others_count = (sum(map(len, d["images"])) for d in (document, before))
-    name = f"{count} image(s) after {others_count}"
-    return Probe(name, document, at, [place(row) for row in rows], [one(x) for x in others])
+    at = np.arange(len(document["input_ids"]) - 1)[-_MOST_POSITIONS:]
+    others, behind = [before, _with_other_images(before)], len(before["input_ids"]) + at
+    rows = [Row([other, document], behind) for other in others]
+    rows += [Row([document, before], at), Row([before, document, before], behind)]
+    whole = [
+        {
+            "input_ids": np.concatenate([other["input_ids"], document["input_ids"]]),
+            "images": [*other["images"], *document["images"]],
+        }
+        for other in others
+    ]
+    count, before_it = (sum(map(len, d["images"])) for d in (document, before))
+    name = f"{count} image(s) after {before_it}"
+    return Probe(name, document, at, rows, [Row([one], behind) for one in whole])
 
 
 def _with_other_images(document: Document) -> Document:
-    """Return `document` with noise of the same sizes as images."""
-    from PIL import Image as PillowImage
+    """Return `document` with the negatives of its images."""
+    from PIL import ImageOps
 
-    rng = np.random.default_rng(0)
-    images = [
-        [PillowImage.fromarray(rng.integers(0, 256, (*i.size[::-1], 3), np.uint8)) for i in row]
-        for row in document["images"]
-    ]
-    return {**document, "images": images}
+    negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in document["images"]]
+    return {**document, "images": negatives}

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
 
 _ORIENTATION = 0x0112  # EXIF tag; values from 5 exchange width and height
-_NO_SIZES = np.zeros((0, 2), np.int64)
 
 File = dict[str, Any]  # its `bytes`, or its `path`
 
@@ -36,7 +35,7 @@ class ImageError(ValueError):
 class Source(NamedTuple):
     """The images of a data set."""
 
-    files: Dataset | None  # one column, of files or of lists of them; None if no row has an image
+    files: Any  # of each row: a dict of one column, or an empty one
     name: str  # for messages
     first: int  # number of its first row in the run
 
@@ -51,54 +50,37 @@ class ImageStore:
     def take(self, dataset: Dataset, name: str) -> Dataset:
         """Return `dataset` with numbers in the column `image_row` in place of its images.
 
-        Args:
-            dataset: with a column `image` (an image, or null) or `images` (a list of them); without
-                either, no row has images.
-            name: of the data set, for messages.
+        Its column `image` has an image or null, `images` a list of them. Messages call it `name`.
 
         Raises:
             ValueError: it has both columns, or tokens, or the column holds no images.
             ImageError: an image is missing or cannot be read, naming the row.
         """
-        found = [column for column in IMAGE_COLUMNS if column in dataset.column_names]
-        columns = dataset.column_names
+        columns, first = dataset.column_names, len(self._sizes)
+        found = [column for column in IMAGE_COLUMNS if column in columns]
         if len(found) == 2 or (found and (found == columns or "input_ids" in columns)):
             raise ValueError(
                 f"the {name} dataset has the columns {columns}; give 'image' or 'images' beside "
                 "text or messages, not tokens"
             )
-        files, sizes, first = None, [_NO_SIZES] * len(dataset), len(self._sizes)
-        if found:
-            try:
-                files = _files_of(dataset, found[0])
-            except (TypeError, ValueError, pa.ArrowException) as error:
-                raise ValueError(
-                    f"{found[0]!r} of the {name} dataset holds {dataset.features[found[0]]}; "
-                    "images are PIL images, paths or bytes, one or a list of them in each row"
-                ) from error
-            sizes = []
-            for row, values in enumerate(files):
-                of_row = [_size(file, at, row, name) for at, file in enumerate(_files(values))]
-                sizes.append(np.array(of_row, np.int64) if of_row else _NO_SIZES)
+        files: Any = _files_of(dataset, found[0], name) if found else [{}] * len(dataset)
         self._sources.append(Source(files, name, first))
-        self._sizes += sizes
-        rows = np.arange(first, first + len(sizes))
+        for row, of_row in enumerate(map(_files, files)):
+            where = f"in row {row} of the {name} dataset"
+            sizes = [_size(file, f"image {at} {where}") for at, file in enumerate(of_row)]
+            self._sizes.append(np.array(sizes, np.int64).reshape(-1, 2))
+        rows = np.arange(first, len(self._sizes))
         return dataset.remove_columns(found).add_column(IMAGE_ROW, rows)
 
     def sizes(self, row: int) -> np.ndarray:
         """Return height and width of each image of a row, ``(images, 2)`` int64."""
         return self._sizes[row]
 
-    def load(self, row: int, chosen: np.ndarray | None = None) -> list["PillowImage.Image"]:
-        """Return the images of a row, or those `chosen`, as `datasets` decodes them.
-
-        Raises ImageError naming the row, if one cannot be decoded.
-        """
-        source = self._source_of(row)
-        files = [] if source.files is None else _files(source.files[row - source.first])
-        images = []
-        for at in range(len(files)) if chosen is None else chosen.tolist():
-            with _reading(files[at], at, row - source.first, source.name) as file:
+    def load(self, row: int) -> list["PillowImage.Image"]:
+        """Return the images of a row, as `datasets` decodes them. ImageError names a bad one."""
+        source, images = self._source_of(row), []
+        for at, given in enumerate(_files(source.files[row - source.first])):
+            with _reading(given, f"image {at} in {self.name_of(row)}") as file:
                 images.append(Image().decode_example(file))
         return images
 
@@ -111,48 +93,49 @@ class ImageStore:
         return next(source for source in reversed(self._sources) if source.first <= row)
 
 
-def _files_of(dataset: Dataset, column: str) -> Dataset:
+def _files_of(dataset: Dataset, column: str, name: str) -> Dataset:
     """Return one column, each of its images as a dict of bytes and path."""
     kind, file = dataset.features[column], Image(decode=False)
     whole = List(file) if isinstance(kind, (List, LargeList)) else file
-    return dataset.select_columns([column]).with_format(None).cast_column(column, whole)
+    try:
+        return dataset.select_columns([column]).with_format(None).cast_column(column, whole)
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        raise ValueError(
+            f"{column!r} of the {name} dataset holds {kind}; images are PIL images, paths or "
+            "bytes, one or a list of them in each row"
+        ) from error
 
 
 def _files(row: dict[str, Any]) -> list[File | None]:
     """Return the files of a row: an image, or a list of them, or null."""
-    (found,) = row.values()
+    found = next(iter(row.values()), None)
     return found if isinstance(found, list) else [found] * (found is not None)
 
 
 @contextmanager
-def _reading(file: File | None, image: int, row: int, dataset: str) -> Iterator[File]:
+def _reading(file: File | None, where: str) -> Iterator[File]:
     """Name the image in errors of reading it, and raise one if it is missing."""
     from PIL.Image import DecompressionBombError
 
-    where = f"image {image} in row {row} of the {dataset} dataset"
     if file is None or (file["bytes"] is None and file["path"] is None):
         raise ImageError(f"{where} is missing (null); remove it, or the row")
     try:
         yield file
     # Damaged EXIF data raise the last two.
     except (OSError, SyntaxError, DecompressionBombError, ValueError, struct.error) as error:
-        raise ImageError(
-            f"{where} cannot be read ({str(error)[:200]}); give a file, or remove the row"
-        ) from error
+        said = f"{where} cannot be read ({str(error)[:200]}); give a file, or remove the row"
+        raise ImageError(said) from error
 
 
-def _size(file: File | None, image: int, row: int, dataset: str) -> tuple[int, int]:
+def _size(given: File | None, where: str) -> tuple[int, int]:
     """Return height and width as they are after the EXIF orientation is applied; from a header."""
     from PIL import Image as PillowImage
 
-    with (
-        _reading(file, image, row, dataset) as found,
-        PillowImage.open(
-            found["path"] if found["bytes"] is None else BytesIO(found["bytes"])
-        ) as opened,
-    ):
-        width, height = opened.size
-        # TIFF's size is turned already. PNG's own method would decode the whole image.
-        turns = opened.format != "TIFF"
-        turns = turns and PillowImage.Image.getexif(opened).get(_ORIENTATION, 1) >= 5
+    with _reading(given, where) as file:
+        read = file["path"] if file["bytes"] is None else BytesIO(file["bytes"])
+        with PillowImage.open(read) as opened:
+            width, height = opened.size
+            # TIFF's size is turned already. PNG's own method would decode the whole image.
+            turns = opened.format != "TIFF"
+            turns = turns and PillowImage.Image.getexif(opened).get(_ORIENTATION, 1) >= 5
     return (width, height) if turns else (height, width)

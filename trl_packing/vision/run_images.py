@@ -26,7 +26,7 @@ from trl_packing.vision.batch import ImageBatches, StillTower, hide_boundaries, 
 from trl_packing.vision.documents import check_settings, documents_with_images
 from trl_packing.vision.guard import ImageGuard
 from trl_packing.vision.images import ImageStore
-from trl_packing.vision.sizes import Placeholders, patch_size_of
+from trl_packing.vision.sizes import patch_size_of
 from trl_packing.vision.support import (
     check_no_other_media,
     config_of,
@@ -43,37 +43,27 @@ class RunImages:
     def __init__(self) -> None:
         self.packs = False  # whether the training set has images that are packed
         self.store = ImageStore()
-        self._loads = np.zeros((0, 2), np.int64)  # images and patches, by the number of the row
+        self._loads: dict[int, tuple[int, int]] = {}  # images and patches of rows
         self._patch_size = 0
         self._takes_texts = False
         self._tower: StillTower | None = None
 
     def why_not_packed(
-        self, model: Any, train: Any, evaluated: Any, args: Any, processor: Any, scores: Any = None
+        self, model: Any, train: Any, evaluated: Any, args: Any, scores: Any = None
     ) -> str | None:
         """Return why a training set with images takes TRL's path, or None if it is packed.
 
-        Args:
-            model: a model or its name.
-            train: the training set, with images, or a dictionary of several.
-            evaluated: the evaluation sets, which may be None.
-            args: settings of the run, which may be None.
-            processor: the user's, which may be None.
-            scores: `compute_metrics`, which may be None.
-
-        Raises:
-            ValueError: a set has videos or audio.
+        `model` may be a name, `train` and `evaluated` a dictionary of sets; `scores` is the user's
+        `compute_metrics`. Raises ValueError for videos or audio.
         """
         sets = [*named_sets(train, "train"), *named_sets(evaluated, "eval")]
         for name, dataset in sets:
             if isinstance(dataset, Dataset):
                 check_no_other_media(dataset, name)
-        reason = why_not_packed(model, [dataset for _, dataset in sets], args, processor)
-        if scores is not None:
-            reason = reason or "compute_metrics needs the logits of padded rows with images"
-        self.packs = reason is None
-        if self.packs:
-            self._takes_texts = isinstance(train, dict)
+        with_images = [dataset for _, dataset in sets if has_images(dataset)]
+        reason = why_not_packed(model, with_images, args, scores)
+        if reason is None:
+            self.packs, self._takes_texts = True, isinstance(train, dict)
             self._patch_size = patch_size_of(config_of(model, args))
         return reason
 
@@ -83,13 +73,12 @@ class RunImages:
             return None
         stored = documents.dataset.data.column(IMAGE_ROW).to_numpy()
         rows = stored[documents.stored_rows]
-        has_row = rows >= 0  # neither -1 nor NaN, as in documents of text
-        loads = np.zeros((len(rows), 2), np.int64)
-        loads[has_row] = self._loads[rows[has_row].astype(np.int64)]
+        of_rows = [self._loads.get(row, (0, 0)) for row in rows.tolist()]  # NaN: of no images
+        images, patches = np.array(of_rows, np.int64).reshape(-1, 2).T
         tokens = documents.by_document(
             IMAGE_IDS, lambda ids, ends: np.diff(np.concatenate([[0], np.cumsum(ids > 0)])[ends])
         )
-        return ImageLoads(loads[:, 0], tokens, loads[:, 1])
+        return ImageLoads(images, tokens, patches)
 
     def take(self, dataset: Any, name: str) -> Any:
         """Return `dataset` with numbers in place of its images, which TRL would refuse to pack.
@@ -107,7 +96,7 @@ class RunImages:
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
         made = copy.copy(self)
-        made.store, made._loads = ImageStore(), np.zeros((0, 2), np.int64)
+        made.store, made._loads = ImageStore(), {}
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
@@ -120,13 +109,13 @@ class RunImages:
         """Return `collator`, with the tensors of images in its rows if the run has images."""
         if not self.packs:
             return collator
-        model, waits = trainer.model, ranks_wait_for_tower(trainer)
-        hide_boundaries(model)
+        waits = ranks_wait_for_tower(trainer)
+        hide_boundaries(trainer.model)
         if waits and not trainer.is_deepspeed_enabled:
             self._tower = StillTower()
             trainer.add_callback(self._tower)
-        images = ImageBatches(self.store, trainer.processing_class, model, fills_rows=waits)
-        return collator.replaced(images=images)
+        made = ImageBatches(self.store, trainer.processing_class, trainer.model, fills_rows=waits)
+        return collator.replaced(images=made)
 
     def measure(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Note whether any rank has images in the micro-batches of a step."""
@@ -146,12 +135,8 @@ class RunImages:
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
-        placeholders = Placeholders(rules.processing_class, self._patch_size)
         documents, loads = documents_with_images(
-            dataset, rules, self.store, placeholders, chat_template, name
+            dataset, rules, self.store, self._patch_size, chat_template, name
         )
-        rows = np.array(dataset[IMAGE_ROW])
-        missing = max(int(rows.max()) + 1 - len(self._loads), 0)
-        self._loads = np.pad(self._loads, ((0, missing), (0, 0)))
-        self._loads[rows] = loads
+        self._loads.update(zip(dataset[IMAGE_ROW], loads, strict=True))
         return documents

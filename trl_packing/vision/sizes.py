@@ -3,27 +3,27 @@
     size 56 × 84      <|image_pad|> × 6                        a run, as long as arithmetic says
     size 512 × 512    <fake><row_1_col_1><image> × 64 <fake> … rows of tiles (Idefics3, Pixtral, …)
 
-A processor with arithmetic for runs is asked for lengths. Any other processor is run once for each
-size on a blank image. Either way the text depends on the size alone, and for some processors
-(LLaVA-OneVision) on whether the row has other images. Patches are positions of the vision tower.
+A processor without arithmetic is run once for each size on a blank image. Patches are positions of
+the vision tower.
 """
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Height and width of an image, and how many images its row has, up to 2.
+#: Height and width of an image, and how many images its row has, up to 2: LLaVA-OneVision cuts an
+#: image into tiles only if it is alone in its row.
 Size = tuple[int, int, int]
 
 #: Pixels of a side of a patch where the config does not say it.
 _PATCH_SIZE = 14
 
 _TRIALS: tuple[Size, ...] = (
-    *((112, 168, 1), (300, 224, 1), (640, 427, 1)),
+    *((112, 168, 1), (112, 168, 2), (300, 224, 1), (640, 427, 1)),
     *((96, 480, 1), (1000, 1000, 1)),  # other grids of tiles
     *((70, 210, 1), (210, 126, 1)),  # odd numbers of patches
 )
@@ -44,97 +44,85 @@ def placeholder_token(processor: Any) -> str:
 
 def feature_id(processor: Any) -> int:
     """Return the id of the tokens whose embeddings come from an image."""
-    known = [token for token in processor.image_token_ids if token is not None]
-    return int(
-        known[0] if known else processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-    )
+    own = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+    return int(next((token for token in processor.image_token_ids if token is not None), own))
 
 
-class Placeholders:
-    """Placeholders of a processor by image size.
+def placeholders_of(
+    processor: Any, places: Mapping[Size, str], patch_size: int = _PATCH_SIZE
+) -> dict[Size, Placeholder]:
+    """Return the placeholder of each size.
 
     Args:
         processor: of a vision-language model.
+        places: where images of each size are, for messages.
         patch_size: pixels of a side of a patch of its tower.
+
+    Raises:
+        ValueError: the processor refuses a size.
     """
+    make = _arithmetic(processor, patch_size)
+    try:
+        return dict(zip(places, make([*places]), strict=True)) if places else {}
+    except ValueError:
+        for size, place in places.items():
+            try:
+                make([size])
+            except ValueError as error:
+                said = f"{place}: an image of {size[1]} × {size[0]} pixels is refused: {error}"
+                raise ValueError(said) from error
+        raise
 
-    def __init__(self, processor: Any, patch_size: int = _PATCH_SIZE):
-        self.processor = processor
-        self.patch_size = patch_size
-        self.token = placeholder_token(processor)
-        self.feature_id = feature_id(processor)
-        self.feature_token: str = processor.tokenizer.convert_ids_to_tokens(self.feature_id)
-        options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
-        self._options = options["images_kwargs"]
-        self._known: dict[Size, Placeholder] = {}
 
-    def learn(self, sizes: Iterable[Size]) -> None:
-        """Find the placeholders of images of these sizes; ValueError if one is refused."""
-        new = sorted(set(map(self._key, sizes)) - self._known.keys())
-        if self._amounts is not None:
-            name, factor = self._amounts
-            numbers = self._named("num_image_tokens", new), self._named(name, new)
-            for size, length, amount in zip(new, *numbers, strict=True):
-                self._known[size] = Placeholder(self.feature_token, (length,), factor * amount)
-            return
-        self._known |= {size: self._measured(size) for size in new}
-
-    def of(self, size: Size) -> Placeholder:
-        """Return the placeholder of an image of a size that was learned."""
-        return self._known[self._key(size)]
-
-    def _key(self, size: Size) -> Size:
-        return size if self._counts_images else (*size[:2], 1)
-
-    @cached_property
-    def _counts_images(self) -> bool:
-        """Whether an image has another placeholder beside a second image of its row."""
-        height, width, _ = _TRIALS[0]
-        return self._measured((height, width, 1)) != self._measured((height, width, 2))
-
-    @cached_property
-    def _amounts(self) -> tuple[str, int] | None:
-        """The name of numbers of which patches are a multiple, and the factor; None if unknown.
-
-        An image is then one run of tokens, and both agree with the pixels of all trial images.
-        """
-        if not hasattr(self.processor, "_get_num_multimodal_tokens") or self._counts_images:
-            return None
+def _arithmetic(processor: Any, patch_size: int) -> Callable[[Sequence[Size]], list[Placeholder]]:
+    """Return what makes placeholders: arithmetic if it agrees with the pixels of all trials."""
+    measured = partial(_measured, processor, patch_size)
+    if hasattr(processor, "_get_num_multimodal_tokens"):
         try:
-            measured = [self._measured(size) for size in _TRIALS]
-            lengths = self._named("num_image_tokens", _TRIALS)
+            trials = measured(_TRIALS)
+            [first] = _calculated(processor, 1, _TRIALS[:1])
+            calculated = partial(_calculated, processor, trials[0].patches // first.patches)
+            if calculated(_TRIALS) == trials:
+                return calculated
         except Exception:  # arithmetic of some processors needs more than sizes
-            return None
-        if [image[:2] for image in measured] != [(self.feature_token, (n,)) for n in lengths]:
-            return None
-        patches = [image.patches for image in measured]
-        for name in ("num_image_patches", "num_image_tokens"):
-            found = self._named(name, _TRIALS)
-            factor = patches[0] // max(found[0], 1)
-            if [factor * amount for amount in found] == patches:
-                return name, factor
-        return None
+            pass
+    return measured
 
-    def _named(self, name: str, sizes: Sequence[Size]) -> list[int]:
-        if not sizes:
-            return []
-        pairs = [[*size[:2]] for size in sizes]
-        found = self.processor._get_num_multimodal_tokens(image_sizes=pairs)
-        return [int(amount) for amount in found[name]]
 
-    def _measured(self, size: Size) -> Placeholder:
-        from PIL import Image as PillowImage
+def _calculated(processor: Any, factor: int, sizes: Sequence[Size]) -> list[Placeholder]:
+    """Return one run of tokens each; patches are a multiple of what the processor calls so."""
+    token, pairs = _feature_token(processor), [[*size[:2]] for size in sizes]
+    found = processor._get_num_multimodal_tokens(image_sizes=pairs)
+    numbers = zip(found["num_image_tokens"], found["num_image_patches"], strict=True)
+    return [Placeholder(token, (int(n),), factor * int(patches)) for n, patches in numbers]
 
-        height, width, images = size
-        blank = PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
-        made, (text, *_) = self.processor._process_images([[blank] * images], **self._options)
-        run = re.compile(f"(?:{re.escape(self.feature_token)})+")
-        runs = [len(found) // len(self.feature_token) for found in run.findall(text)]
+
+def _feature_token(processor: Any) -> str:
+    return processor.tokenizer.convert_ids_to_tokens(feature_id(processor))
+
+
+def _measured(processor: Any, patch_size: int, sizes: Sequence[Size]) -> list[Placeholder]:
+    """Return what the processor writes for blank images."""
+    token, made = _feature_token(processor), []
+    options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+    run = re.compile(f"(?:{re.escape(token)})+")
+    for height, width, images in sizes:
+        blanks = [[gray_image(height, width)] * images]
+        output, (text, *_) = processor._process_images(blanks, **options["images_kwargs"])
+        runs = tuple(len(found) // len(token) for found in run.findall(text))
         if not runs:
-            raise ValueError(f"it writes no {self.feature_token} for an image, but {text[:80]!r}")
-        pixels = next((made[name] for name in made if name.startswith("pixel_values")), ())
-        patches = _num_patches(pixels, self.patch_size) // images
-        return Placeholder(run.sub(lambda _: self.feature_token, text), tuple(runs), patches)
+            raise ValueError(f"it writes no {token} for an image, but {text[:80]!r}")
+        pixels = next((output[name] for name in output if name.startswith("pixel_values")), ())
+        patches = _num_patches(pixels, patch_size) // images
+        made.append(Placeholder(run.sub(lambda _: token, text), runs, patches))
+    return made
+
+
+def gray_image(height: int, width: int) -> Any:
+    """Return a PIL image of one gray."""
+    from PIL import Image as PillowImage
+
+    return PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
 
 
 def patch_size_of(config: Any) -> int:

@@ -8,7 +8,7 @@ yes                      any other                              TRL's, unchanged
 Videos and audio are refused by name: only their placeholders would be trained.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -66,97 +66,63 @@ def named_sets(given: Any, name: str) -> list[tuple[str, Any]]:
     return list(given.items()) if isinstance(given, dict) else [(name, given)]
 
 
-# --- which runs -----------------------------------------------------------------------------------
-
-
-def why_not_packed(model: Any, sets: Iterable[Any], args: Any, processor: Any) -> str | None:
-    """Return why a run on some sets with images takes TRL's path, or None if it is packed."""
-    installed = transformers.__version__
+def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> str | None:
+    """Return why a run on sets with images takes TRL's path, or None if it is packed."""
+    installed, oldest = transformers.__version__, ".".join(map(str, _OLDEST_TRANSFORMERS))
     if Version(installed).release[:2] < _OLDEST_TRANSFORMERS:
-        oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
         return f"the data set has images, and transformers {installed} is older than {oldest}"
-    if reason := _why_no_data([dataset for dataset in sets if has_images(dataset)], args):
-        return reason
-    if reason := why_no_family(config_of(model, args).model_type):
-        return reason
-    names = ("image_token", "image_token_ids", "_process_images")
-    if processor is not None and not all(hasattr(processor, name) for name in names):
-        return f"the data set has images, and {type(processor).__name__} has no image_token"
-    return None
-
-
-def why_no_family(model_type: str) -> str | None:
-    """Return why documents with images are not packed for a model type, or None if they are."""
-    if model_type in FAMILIES:
-        return None
-    return f"the data set has images, which are not packed for {model_type} models"
-
-
-def _why_no_data(sets: list[Any], args: Any) -> str | None:
-    """Return why data sets with images, or settings of TRL, need TRL's path, or None."""
     if any(isinstance(dataset, IterableDataset) for dataset in sets):
         return "a data set is a stream with images, whose lengths are unknown"
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         return "skip_prepare_dataset=True leaves rows with images as they are"
     if getattr(args, "packing", False) and args.packing_strategy == "wrapped":
         return "packing_strategy='wrapped' cuts documents anywhere, also in an image"
-    text_field = getattr(args, "dataset_text_field", "text")
-    for dataset in sets:
-        columns = set(dataset.column_names)
-        forms = [{"messages"}, {text_field}, {"prompt", "completion"}]
-        if sum(form <= columns for form in forms) > 1:
-            return "rows with images have several forms of text"
-        if found := {*_LEFT_OUT} & columns:
-            return f"rows with images have {sorted(found)[0]}, which TRL leaves out"
-    return None
+    if found := {*_LEFT_OUT} & {name for dataset in sets for name in dataset.column_names}:
+        return f"rows with images have {min(found)}, which TRL leaves out"
+    if scores is not None:
+        return "compute_metrics needs the logits of padded rows with images"
+    return why_no_family(config_of(model, args).model_type)
+
+
+def why_no_family(model_type: str) -> str | None:
+    """Return why documents with images are not packed for a model type, or None if they are."""
+    reason = f"the data set has images, which are not packed for {model_type} models"
+    return None if model_type in FAMILIES else reason
 
 
 def config_of(model: Any, args: Any) -> Any:
     """Return the config of a model, or of its name."""
-    config = getattr(model, "config", None)
-    if config is not None:
+    if (config := getattr(model, "config", None)) is not None:
         return config
     given = getattr(args, "model_init_kwargs", None) or {}
     chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
     return AutoConfig.from_pretrained(model, **chosen)
 
 
-# --- other media ----------------------------------------------------------------------------------
-
-
 def check_no_other_media(dataset: Dataset, name: str) -> None:
     """Raise ValueError if a data set for a model with a processor has videos or audio."""
-    if found := sorted({*_OTHER_MEDIA} & {*dataset.column_names}):
+    columns = dataset.column_names
+    if found := sorted({*_OTHER_MEDIA} & {*columns}):
         raise ValueError(
             f"the {name} dataset has {found[0]!r}; only text and images can be trained here, so "
             "remove the column"
         )
     rows = dataset.with_format(None)
-    for column, parts in _parts(dataset).items():
-        if parts.type.get_field_index("type") < 0:
-            continue
-        others = {*pc.unique(pc.struct_field(parts, "type")).to_pylist()} & {*_OTHER_PARTS}
-        for row, messages in enumerate(rows[column] if others else ()):  # a filter may hide them
+    for column in (c for c in _MESSAGES if c in columns and _other_parts(dataset.data.column(c))):
+        for row, messages in enumerate(rows[column]):  # a filter may hide them
             kinds = {part.get("type") for m in messages or () for part in m["content"] or ()}
-            if kinds & others:
+            if found := sorted(kinds & {*_OTHER_PARTS}):
                 raise ValueError(
-                    f"row {row} of the {name} dataset: a message has a part of type "
-                    f"{sorted(kinds & others)[0]!r}; only text and images can be trained here"
+                    f"row {row} of the {name} dataset: a message has a part of type {found[0]!r}; "
+                    "only text and images can be trained here"
                 )
 
 
-def _parts(dataset: Dataset) -> dict[str, pa.ChunkedArray]:
-    """Return the parts of all messages, by column, where contents are lists of parts."""
-    found: dict[str, pa.ChunkedArray] = {}
-    for name in (name for name in _MESSAGES if name in dataset.column_names):
-        messages = _structs(dataset.data.column(name))
-        if messages is not None and messages.type.get_field_index("content") >= 0:
-            parts = _structs(pc.struct_field(messages, "content"))
-            found |= {} if parts is None else {name: parts}
-    return found
-
-
-def _structs(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
-    """Return the structures in a column of lists of them, None for any other type."""
-    value = getattr(column.type, "value_type", None)
-    return pc.list_flatten(column) if value is not None and pa.types.is_struct(value) else None
+def _other_parts(column: pa.ChunkedArray) -> set[str]:
+    """Return the other media among the parts of messages; none where contents are no parts."""
+    try:
+        parts = pc.list_flatten(pc.struct_field(pc.list_flatten(column), "content"))
+        kinds = pc.unique(pc.struct_field(parts, "type"))
+    except pa.ArrowException:
+        return set()
+    return {*kinds.to_pylist()} & {*_OTHER_PARTS}

@@ -125,7 +125,7 @@ class PreviewedRun:
         if not trl_path and has_images(given):
             if model is None:
                 raise ValueError("the data set has images, which some models pack; name the model")
-            trl_path = images.why_not_packed(model, given, None, args, call.processing_class)
+            trl_path = images.why_not_packed(model, given, None, args)
         if trl_path:
             raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
         labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
