@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from trl_packing.attention.block_mask import packed_mask
-from trl_packing.attention.model_facts import layer_configs, layer_values
+from trl_packing.attention.model_facts import layer_values
 
 LENGTHS = [7, 1, 5, 12]
-WINDOW, CHUNK = 3, 4
+WINDOW = 3
 TOKENS = [(d, at) for d, length in enumerate(LENGTHS) for at in range(length)]
 
 
@@ -24,8 +24,7 @@ def expected(rule=lambda at, seen: True):
 
 FULL = expected()
 SLIDING = expected(lambda at, seen: at - seen < WINDOW)
-CHUNKED = expected(lambda at, seen: at // CHUNK == seen // CHUNK)
-OF_KIND = {"full_attention": FULL, "sliding_attention": SLIDING, "chunked_attention": CHUNKED}
+OF_KIND = {"full_attention": FULL, "sliding_attention": SLIDING}
 
 
 def seen_by(**config):
@@ -47,7 +46,6 @@ def seen_by(**config):
         ({"sliding_window": WINDOW}, SLIDING),  # mistral: all layers, without saying so
         ({"layer_types": ["full_attention"] * 2, "sliding_window": WINDOW}, FULL),
         ({"layer_types": ["sliding_attention"], "sliding_window": None}, FULL),
-        ({"layer_types": ["chunked_attention"], "attention_chunk_size": CHUNK}, CHUNKED),
         # Kinds of layers that no mask reaches: what reaches the others is one mask.
         ({"layer_types": ["linear_attention", "full_attention"]}, FULL),
     ],
@@ -58,8 +56,10 @@ def test_one_kind_of_layer_gets_one_mask(config, wanted):
 
 
 def test_several_kinds_of_layers_get_a_mask_each():
-    lengths = {"sliding_window": WINDOW, "attention_chunk_size": CHUNK}
-    assert seen_by(layer_types=[*OF_KIND, "full_attention"], **lengths) == OF_KIND
+    kinds = [*OF_KIND, "full_attention"]
+    assert seen_by(layer_types=kinds, sliding_window=WINDOW) == OF_KIND
+    with pytest.raises(NotImplementedError, match="chunks"):
+        seen_by(layer_types=["full_attention", "chunked_attention"], attention_chunk_size=4)
 
 
 @pytest.mark.parametrize("windows_only", [False, True])
@@ -85,7 +85,6 @@ def test_a_field_is_read_over_all_layers_and_one_mask_is_refused_where_windows_d
         getattr(config, "head_dim", None)
     assert layer_values(config, "qk_head_dim", "head_dim") == [256] * 5 + [512]
     assert layer_values(config, "sliding_window") == [64, 16, 64, 64, 64, 64]
-    assert layer_configs(config)[5].head_dim == 512
     with pytest.raises(NotImplementedError, match=r"several sizes of sliding_window: \[16, 64\]"):
         packed_mask([3, 2], config, torch.float32)
     alike = make(num_hidden_layers=6, sliding_window=2)

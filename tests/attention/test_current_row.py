@@ -45,7 +45,7 @@ def causal(x):
 
 REFUSED = {
     "two halves": lambda x: {"input_ids": x[:, : x.shape[1] // 2 * 2].reshape(2, -1)},
-    "a slice in a document": lambda x: {"input_ids": x[:, 1:]},
+    "without the last token": lambda x: {"input_ids": x[:, :-1]},
     "a copy of a part": lambda x: {"input_ids": x[:, :50].clone()},
     # Masks under which documents see each other.
     "a mask": lambda x: {"input_ids": x, "attention_mask": (x.cumsum(1) > x[0, 0]).long()},
@@ -123,7 +123,7 @@ def test_two_ranks_train_documents_apart(tmp_path):
     for refusal, results in on_ranks(steps, {"": str(tmp_path)}, tmp_path)[""]:
         assert "outside of train() and evaluate()" in refusal
         assert "call enable_packing(model) first" in refusal
-        assert len(results) == 5
+        assert len(results) == 4
         for found in results.values():
             of_model = {name.removeprefix("module."): g for name, g in found[1].items()}
             assert_same_step((found[0], of_model), expected)

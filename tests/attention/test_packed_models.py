@@ -56,8 +56,9 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
 def test_what_packed_kernels_do_not_compute_is_refused():
     attention = ALL_ATTENTION_FUNCTIONS[document_sdpa.NAME]
     q, ends = torch.randn(1, 2, 5, 4), {"cu_seq_lens_q": torch.tensor([0, 5])}
-    for argument in ("position_bias", "attention_bias", "alibi", "head_mask"):
+    for argument in ("position_bias", "attention_bias", "alibi", "head_mask", "dropout"):
+        value = 0.1 if argument == "dropout" else torch.zeros(5, 5)
         with pytest.raises(NotImplementedError, match=f"{argument}.*attention='model'"):
-            attention(nn.Module(), q, q, q, None, **{argument: torch.zeros(5, 5)}, **ends)
+            attention(nn.Module(), q, q, q, None, **{argument: value}, **ends)
     with pytest.raises(ValueError, match="one flat row, got 2 rows"):
         attention(nn.Module(), *[q.repeat(2, 1, 1, 1)] * 3, None, **ends)

@@ -59,7 +59,7 @@ def test_gathered_keys_are_not_kept_until_the_backward(monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: saved.append(x.shape) or x, lambda x: x
     ):
-        options = KernelOptions(0.4, None, None, None, 0.0)
+        options = KernelOptions(0.4)
         tensors = inputs(num_tokens=tree.starts[-1])
         varlen_attention(*tensors, tree.cu_seqlens, options, None, tree.keys).sum().backward()
     assert saved

@@ -57,8 +57,6 @@ def test_keys_that_do_not_fit_are_refused():
     for keys in (swapped, short):
         with pytest.raises(ValueError, match="segment"):
             document_attention(q, k, v, row.cu_seqlens, KernelOptions(0.4), keys=keys)
-    with pytest.raises(NotImplementedError, match="dropout"):
-        document_attention(q, k, v, row.cu_seqlens, KernelOptions(0.4, dropout=0.1), keys=good)
 
 
 def test_compiled_once_for_any_tree():

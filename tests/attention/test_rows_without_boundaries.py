@@ -10,7 +10,6 @@ from helpers.model_calls import (
     embedded,
     ids_only,
     mask_of_ones,
-    without_the_last_token,
 )
 from helpers.plain_runs import DOCUMENTS, documents_of_rows, first_step, packed
 from helpers.tiny import tiny_model, tiny_tokenizer
@@ -29,7 +28,7 @@ COLLATORS = {
     "PackedCollator": PackedCollator(),
     "flattened by transformers": TheirFlattening(),
 }
-IN_MEMORY = [ids_only, mask_of_ones, backbone, without_the_last_token]
+IN_MEMORY = [ids_only, mask_of_ones, backbone]
 # Only our collator keeps its rows in memory, so that their tokens are known.
 EXACT = [(name, whole) for name in COLLATORS] + [("PackedCollator", call) for call in IN_MEMORY]
 REFUSED = [("PackedCollator", a_copy), ("flattened by transformers", embedded)]

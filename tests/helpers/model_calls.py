@@ -9,7 +9,7 @@ from harness import make_trainer
 
 from helpers.one_step import ONE_STEP, Keep
 from helpers.tiny import documents_of_lengths
-from trl_packing import PackedSFTTrainer
+from trl_packing import PackedSFTTrainer, other_rows
 
 DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 
@@ -37,22 +37,18 @@ def backbone(trainer, model, inputs):
     return bare.lm_head(bare.model(inputs["input_ids"]).last_hidden_state)
 
 
-def without_the_last_token(trainer, model, inputs):
-    logits = model(input_ids=inputs["input_ids"][:, :-1]).logits
-    return F.pad(logits, (0, 0, 0, 1))
-
-
 def a_copy(trainer, model, inputs):
     return model(input_ids=inputs["input_ids"].clone()).logits
 
 
 def each_document(trainer, model, inputs):
     pieces = itertools.pairwise(inputs["cu_seq_lens_q"].tolist())
-    return torch.cat([model(input_ids=inputs["input_ids"][:, a:b]).logits for a, b in pieces], 1)
+    with other_rows():
+        parts = [model(input_ids=inputs["input_ids"][:, a:b]).logits for a, b in pieces]
+    return torch.cat(parts, 1)
 
 
-CALLS = [ids_only, mask_of_ones, positions_only, embedded, backbone]
-CALLS += [without_the_last_token, a_copy, each_document]
+CALLS = [ids_only, mask_of_ones, positions_only, embedded, backbone, a_copy, each_document]
 
 
 def calling(call, base):

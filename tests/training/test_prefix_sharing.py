@@ -109,13 +109,9 @@ def of_bloom():
     return made
 
 
-def with_dropout(place):
-    model = tiny_model("llama")
-    if place == "lora_dropout":
-        return get_peft_model(model, LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"]))
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.25
-    return model
+def with_dropout():
+    adapter = LoraConfig(r=2, lora_dropout=0.25, target_modules=["q_proj"])
+    return get_peft_model(tiny_model("llama"), adapter)
 
 
 # arguments of `trainer_of`, and why nothing is shared.
@@ -128,10 +124,7 @@ APART_BECAUSE = {
         lambda: {"collator": OwnRows(), "isolation_check": "off"},
         "data_collator is your own",
     ),
-    **{
-        place: (lambda place=place: {"model": with_dropout(place)}, "=0.25 draws for each document")
-        for place in ("attention_dropout", "lora_dropout")
-    },
+    "dropout": (lambda: {"model": with_dropout()}, "lora_dropout=0.25 draws for each document"),
 }
 
 

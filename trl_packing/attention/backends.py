@@ -57,8 +57,7 @@ class AttentionChoice:
         implementation: the `attn_implementation` to set on the model; None: its native one.
         reason: why this backend was chosen, in a few words.
         native: the `attn_implementation` that the model came with.
-        slower: other kernels that fit the model, from fast to slow, for when this one fails the
-            isolation check.
+        slower: the backends to try when this one fails the isolation check, from fast to slow.
     """
 
     backend: str
@@ -98,6 +97,9 @@ def resolve_attention(
     native, refused = native_implementation(model), refusals(model, device=kind, dtype=dtype)
     if attention == "auto":
         choices = _choices_that_fit(model, refused, f"{kind}, {str(dtype).removeprefix('torch.')}")
+        last = choices[-1].backend
+        after = NATIVE_ATTENTION.index(last) + 1 if last in NATIVE_ATTENTION else 0
+        choices += [AttentionChoice(name, None, "") for name in NATIVE_ATTENTION[after:]]
         first, *slower = (replace(choice, native=native) for choice in choices)
         return replace(first, slower=tuple(slower))
     if refused[attention]:
@@ -149,7 +151,7 @@ def _choices_that_fit(
         for name in (*flash, "varlen", "documents")
         if refused[name] is None
     ]
-    return kernels or [AttentionChoice("model", None, str(outside_interface(model)))]
+    return kernels or [AttentionChoice("model", None, str(refused["documents"]))]
 
 
 def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | None]:
@@ -170,14 +172,14 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
         reason = f"the dtype is {dtype}"
     elif reason is None and torch.cuda.get_device_capability() < (8, 0):
         reason = f"{torch.cuda.get_device_name()} is older than sm80"
-    found = dict.fromkeys(CHOICES[1:]) | {"documents": outside}
+    found: dict[str, str | None] = dict.fromkeys(CHOICES[1:])
     dropout = layer_values(text_config(model), "attention_dropout", "attn_pdrop")
-    for name in (*flash_attn.VERSIONS, "varlen"):
-        found[name] = reason
+    for name in (*flash_attn.VERSIONS, "varlen", "documents"):
+        found[name] = outside if name == "documents" else reason
         # Without an argument for dropout, transformers skips it with a warning.
-        if reason is None and any(dropout) and name != "flash_attention_2":
+        if found[name] is None and any(dropout) and name != "flash_attention_2":
             found[name] = f"{name} has no dropout and the model sets {max(dropout)}"
-        elif reason is None and flash_attn.drops_sinks(name) and _has_sinks(model):
+        elif found[name] is None and flash_attn.drops_sinks(name) and _has_sinks(model):
             found[name] = f"{name} has no attention sinks"
     return found
 

@@ -2,9 +2,9 @@
 
 For models outside transformers' attention interface that ignore `position_ids` when they build
 their mask, but use a 4-D mask unchanged. It replaces every mask that the model would build, so it
-contains windows and chunks too: one mask, or one per layer type. The tokens of an image see each
-other in both directions in Gemma 3, and in the layers with a window of large Gemma 4 models:
-transformers' own mask looks images up by the position in the document, not in the row (5.23).
+contains windows too: one mask, or one per layer type. The tokens of an image see each other in both
+directions in Gemma 3, and in the layers with a window of large Gemma 4 models: transformers' own
+mask looks images up by the position in the document, not in the row (5.23).
 """
 
 from collections.abc import Callable, Sequence
@@ -46,24 +46,25 @@ def packed_mask(
 
     Args:
         seq_lengths: tokens of each document, ``(N,)``.
-        config: text config of the model, which names windows, chunks and layer types.
+        config: text config of the model, which names windows and layer types.
         dtype: dtype of the mask.
         device: device of the mask; None: the CPU.
         images: the image of each token ``(T,)``, −1 on text; None without images.
         windows_only: whether layers without a window see images in one direction only.
 
     Raises:
-        NotImplementedError: layers have several sizes of windows or of chunks.
+        NotImplementedError: layers have several sizes of windows, or chunks.
     """
     types = set(getattr(config, "layer_types", None) or ())
-    window = _one(config, "sliding_window")
-    chunk: Any = _one(config, "attention_chunk_size")
-    seq_lengths = np.asarray(seq_lengths)
+    windows = sorted(set(layer_values(config, "sliding_window")))
+    if len(windows) > 1 or "chunked_attention" in types:
+        found = f"several sizes of sliding_window: {windows}" if len(windows) > 1 else "chunks"
+        raise NotImplementedError(f"layers have {found}; set attention='padded'")
+    window = windows[0] if windows else None
+    ids = np.repeat(np.arange(len(seq_lengths)), seq_lengths)[None]
 
     def mask(kind: str) -> Tensor:
-        lengths = _chunks(seq_lengths, chunk) if kind == "chunked_attention" else seq_lengths
         size = window if kind == "sliding_attention" else None
-        ids = np.repeat(np.arange(len(lengths)), lengths)[None]
         made = mask_from_document_ids(to_device(ids, device), window=size, dtype=dtype)
         if images is None or (windows_only and size is None):
             return made
@@ -75,7 +76,7 @@ def packed_mask(
 
     if not types:
         return mask("sliding_attention" if window else "full_attention")
-    if not types <= {"full_attention", "sliding_attention", "chunked_attention"}:
+    if not types <= {"full_attention", "sliding_attention"}:
         return mask("full_attention")
     return {kind: mask(kind) for kind in types} if len(types) > 1 else mask(types.pop())
 
@@ -87,21 +88,3 @@ def _images(is_image: Tensor, boundaries: Tensor) -> Tensor:
     inside = boundaries[(boundaries > 0) & (boundaries < len(is_image))].long()
     starts[inside] = is_image[inside]
     return torch.where(is_image, starts.cumsum(0) - 1, -1)
-
-
-def _one(config: Any, name: str) -> int | None:
-    """Return the one size of all windows or chunks, since a layer type has one mask."""
-    sizes = set(layer_values(config, name))
-    if len(sizes) > 1:
-        raise NotImplementedError(f"layers have several sizes of {name}: {sorted(sizes)}")
-    return sizes.pop() if sizes else None
-
-
-def _chunks(seq_lengths: np.ndarray, chunk: int) -> np.ndarray:
-    """Return the lengths ``(chunks,)`` of all chunks, which are isolated like documents."""
-    pieces = [
-        min(chunk, length - start)
-        for length in seq_lengths.tolist()
-        for start in range(0, length, chunk)
-    ]
-    return np.array(pieces)

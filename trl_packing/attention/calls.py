@@ -1,9 +1,8 @@
 """Completes model calls on tokens of a packed row with the row's boundaries, and runs them packed.
 
-A call belongs to a row if its tokens share the row's memory, as the whole row or as a part that
-starts with a document, or if it is as long as the current row. While a row is current, or a model
-of `enable_packing` trains, any other call raises ValueError, because its tokens may or may not be a
-row's; `other_rows` and a cache with tokens (`generate`) allow it.
+A call belongs to a row if its tokens are the row in memory, or as many as those of the current row.
+While a row is current, or a model of `enable_packing` trains, any other call raises ValueError,
+because its tokens may or may not be a row's; `other_rows` and a cache (`generate`) allow it.
 
     trainer      set_current_row(batch)                  before each micro-batch
     user's loss  model(input_ids=inputs["input_ids"])    names no documents
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -34,7 +32,6 @@ from trl_packing.attention.model_facts import (
     is_packed_implementation,
     set_implementation,
 )
-from trl_packing.documents.boundaries import boundaries_of_row
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cached_values,
@@ -86,22 +83,13 @@ def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
         set_current_row(before)
 
 
-class AnnouncedBatches:
-    """Micro-batches of a step or data loader, each the current row until the next one is read."""
-
-    def __init__(self, batches: Any):
-        self._batches = batches
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-    def __len__(self) -> int:
-        return len(self._batches)
+class AnnouncedBatches(list[Any]):
+    """Micro-batches of a step, each the current row until the next one is read."""
 
     def __iter__(self) -> Iterator[Any]:
         # No cleanup when the generator is closed: after an error, the garbage collector may close
         # it at any time, even during a later step.
-        for batch in self._batches:
+        for batch in super().__iter__():
             set_current_row(batch)
             yield batch
         set_current_row(None)
@@ -195,21 +183,9 @@ def _find_row(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
         trains = model.training and getattr(model, "trains_packed_rows", False)
         if has_cache or (_current is None and not trains):
             return None
-        raise ValueError(_refusal(model, tokens))
-    if has_cache:
-        raise ValueError(_refusal(model, tokens, " and with a cache"))
-    if tokens.shape[:2] == ids.shape[:2]:
+    elif tokens.shape[:2] == ids.shape[:2] and not has_cache:
         return row
-    # A part that starts with a document.
-    start = int(tokens.storage_offset() - ids.storage_offset())
-    end, whole = start + int(tokens.shape[1]), host_boundaries(row["cu_seq_lens_q"])
-    is_slice = len(tokens) == 1 and tokens.dim() == 2 and tokens.stride(1) == 1
-    starts_document = start in whole and start < end <= whole[-1]
-    if not (is_slice and starts_document) or row.get("key_index") is not None:
-        raise ValueError(_refusal(model, tokens))
-    lengths = np.diff(np.unique(np.array(whole).clip(start, end)))
-    made = boundaries_of_row(torch.from_numpy(lengths))
-    return {k: v.to(tokens.device) if torch.is_tensor(v) else v for k, v in made.items()}
+    raise ValueError(_refusal(model, tokens))
 
 
 def _row_in_memory(tokens: Tensor) -> tuple[Any, dict[str, Any]]:
@@ -238,8 +214,8 @@ def _valid_positions(model: Any, call: dict[str, Any], restarting: Any) -> Any:
 def _refusal(model: Any, tokens: Tensor, why: str = "") -> str:
     return (
         f"{type(model).__name__} was called on tokens of shape {tuple(tokens.shape[:2])} without "
-        f"the boundaries of documents{why}; call model(**inputs), pass inputs['input_ids'] whole "
-        "or one document of it, or call rows that are not packed in `with trl_packing.other_rows()`"
+        f"the boundaries of documents{why}; call model(**inputs), pass inputs['input_ids'] whole, "
+        "or call one document or other rows inside `with trl_packing.other_rows()`"
     )
 
 
@@ -255,12 +231,7 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
                 "that hides tokens, or is not (1, T); leave it out"
             )
         call = call | {"attention_mask": None}
-    if call.get("past_key_values") is None:
-        call = call | {"use_cache": False}
-    longest = ("max_length_q", "max_length_k")
-    if not all(isinstance(call.get(name), int) for name in longest):
-        sizes = for_kernels(call)
-        call = call | {name: sizes[name] for name in longest}
+    call = for_kernels(call)
     if call.get("key_index") is not None:  # the collator has masked the labels of such a row
         return call
     for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
@@ -359,13 +330,7 @@ def _run_call(
     if before is not None and not before[0].attention and kwargs.get("cu_seq_lens_q") is None:
         kwargs |= before[1]
     args, kwargs = complete_arguments(module, names, args, kwargs)
-    shares_prefixes = kwargs.get("key_index") is not None
     if kwargs.get("cu_seq_lens_q") is None or kwargs.get("attention_mask") is not None:
-        if shares_prefixes:
-            raise ValueError(
-                f"{type(module).__name__} was called on a row with shared prefixes (key_index) "
-                "with an attention_mask or without cu_seq_lens_q; pass the batch unchanged"
-            )
         return way.inner(module, *args, **kwargs)
     kwargs = dict(zip(names, args, strict=False)) | kwargs
     if not torch.compiler.is_compiling():
@@ -374,7 +339,7 @@ def _run_call(
         _check_covers_row(kwargs)
     if way.implementation is not None and current_implementation(module) != way.implementation:
         set_implementation(module, way.implementation)
-    if shares_prefixes:
+    if kwargs.get("key_index") is not None:
         attention = way.attention or current_implementation(module)
         if not (is_packed_implementation(attention) or gathers_prefix_keys(attention)):
             raise NotImplementedError(

@@ -6,12 +6,9 @@
 
 Each document is cut into tiles: blocks of queries, each with every key that they may see. Without a
 sliding window a document is one causal tile; with one, the work is Σ len·window. A tile is computed
-on CPUs by PyTorch's FlashAttention kernel, and for soft-caps, dropout and other devices from the
-scores in float32. One custom op with an explicit backward runs the loop over tiles, so
-`torch.compile` sees one call for any documents, and the backward writes into place.
+on CPUs by PyTorch's FlashAttention kernel, for soft-caps and on other devices from float32 scores.
 
-Shape letters: K key-value heads, G query heads per key-value head, Q queries, S keys, D head_dim,
-V value_dim.
+Shape letters: K key-value heads, G query heads of each, Q queries, S keys, D head_dim, V value_dim.
 """
 
 import functools
@@ -72,7 +69,6 @@ def document_attention(
 
     Raises:
         ValueError: `cu_seqlens` does not run from 0 to T, or does not fit `keys`.
-        NotImplementedError: documents share prefixes, with dropout: each would need its own.
 
     Examples:
         >>> q, options = torch.randn(5, 2, 4), KernelOptions(scale=0.5)
@@ -81,30 +77,21 @@ def document_attention(
         >>> bool(torch.allclose(out[3:], alone))
         True
     """
-    scale, window, softcap, sinks, dropout = options
-    if keys is not None and dropout:
-        raise NotImplementedError(
-            f"shared prefixes have no attention dropout (got {dropout}); set prefix_sharing='off'"
-        )
-    plain = sinks is None and keys is None and not softcap and not dropout
+    scale, window, softcap, sinks = options
+    plain = sinks is None and keys is None and not softcap
     if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
         spans = pairwise(host_boundaries(cu_seqlens))
         lengths = [end - start for start, end in spans if end > start]
         if not window or max(lengths) <= window:
             return sdpa_by_document(query, key, value, lengths, scale)
-    # The seed is a tensor, so that a compiled graph gets a new one in each call.
-    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout else None
     index = (None, None) if keys is None else keys[:2]
-    numbers = [scale, float(window or 0), softcap or 0.0, dropout]
-    output, _ = torch.ops.trl_packing.document_attention(
-        query, key, value, cu_seqlens, *index, sinks, seed, numbers
-    )
-    return output
+    numbers = [scale, float(window or 0), softcap or 0.0]
+    attend = torch.ops.trl_packing.document_attention
+    return attend(query, key, value, cu_seqlens, *index, sinks, numbers)[0]
 
 
-# --- the operator ---------------------------------------------------------------------------------
-
-
+# A custom op with an explicit backward: torch.compile sees one call for any documents, and the
+# gradients are written into place.
 @torch.library.custom_op("trl_packing::document_attention", mutates_args=())
 def _forward_op(
     query: Tensor,
@@ -114,7 +101,6 @@ def _forward_op(
     cu_seqlens_k: Tensor | None,
     key_index: Tensor | None,
     sinks: Tensor | None,
-    seed: Tensor | None,
     numbers: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Return output ``(T, heads, value_dim)`` and log-sum-exp ``(heads, T)`` float32."""
@@ -124,11 +110,10 @@ def _forward_op(
     dtype = query.dtype if keys is None else torch.float32
     output = query.new_empty(num_tokens, num_heads, value.shape[-1], dtype=dtype)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    generator = _generator(seed, query.device)
     for tile in cut_tiles(cu_seqlens, options, query, keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
-        out, tile_lse = forward_tile(q, k, v, tile, options, generator)
+        out, tile_lse = forward_tile(q, k, v, tile, options)
         out, tile_lse = out.flatten(0, 1).transpose(0, 1), tile_lse.flatten(0, 1)
         if tile.merges:
             out, tile_lse = merge_softmax(output[rows], lse[:, rows], out, tile_lse)
@@ -162,7 +147,6 @@ def _backward_op(
     cu_seqlens_k: Tensor | None,
     key_index: Tensor | None,
     sinks: Tensor | None,
-    seed: Tensor | None,
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks (without sinks: empty)."""
@@ -173,13 +157,12 @@ def _backward_op(
     d_key, d_value = (
         x.new_zeros(x.shape) if overlap else x.new_empty(x.shape) for x in (key, value)
     )
-    generator = _generator(seed, query.device)
     for tile in cut_tiles(cu_seqlens, options, query, keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
         g, o = (_split_by_group(x[rows], k.shape[0]) for x in (grad, output))
         tile_lse = lse[:, rows].unflatten(0, q.shape[:2])
-        dq, dk, dv = backward_tile(g, q, k, v, o, tile_lse, tile, options, generator)
+        dq, dk, dv = backward_tile(g, q, k, v, o, tile_lse, tile, options)
         dq = dq.flatten(0, 1).transpose(0, 1)
         d_query[rows].add_(dq) if tile.merges else d_query[rows].copy_(dq)
         for total, part in ((d_key, dk), (d_value, dv)):
@@ -207,23 +190,15 @@ def _autograd_backward(ctx, grad, _grad_lse):
     *gradients, d_sinks = torch.ops.trl_packing.document_attention_backward(
         grad, *saved, ctx.numbers
     )
-    return *gradients, None, None, None, d_sinks if saved[-2] is not None else None, None, None
+    return *gradients, None, None, None, None if saved[-1] is None else d_sinks, None
 
 
 _forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def _options(numbers: list[float]) -> KernelOptions:
-    scale, window, softcap, dropout = numbers
-    return KernelOptions(scale, int(window), softcap, None, dropout)
-
-
-def _generator(seed: Tensor | None, device: torch.device) -> torch.Generator | None:
-    # Forward and backward visit tiles in one order, and share the seed.
-    return None if seed is None else torch.Generator(device).manual_seed(int(seed))
-
-
-# --- tiles ----------------------------------------------------------------------------------------
+    scale, window, softcap = numbers
+    return KernelOptions(scale, int(window), softcap)
 
 
 class Tile(NamedTuple):
@@ -286,7 +261,6 @@ def _prefix_tiles(
 
 
 def _split_by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, ...]:
-    """Return views ``(K, G, Q, D)``, ``(K, G, S, D)`` and ``(K, G, S, V)`` of the tile."""
     q = _split_by_group(query[tile.q0 : tile.q1], key.shape[1])
     k, v = (
         x[tile.k0 : tile.k1].transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
@@ -296,20 +270,11 @@ def _split_by_kv_head(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> 
 
 
 def _split_by_group(x: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `x` ``(tokens, heads, dim)`` as ``(K, G, tokens, dim)``."""
     return x.transpose(0, 1).unflatten(0, (num_kv_heads, -1))
 
 
-# --- the attention of one tile --------------------------------------------------------------------
-
-
 def forward_tile(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tile: Tile,
-    options: KernelOptions,
-    generator: torch.Generator | None,
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, options: KernelOptions
 ) -> tuple[Tensor, Tensor]:
     """Return output ``(K, G, Q, V)`` and log-sum-exp ``(K, G, Q)`` float32 of one tile."""
     if needs_scores(q, options):
@@ -317,8 +282,7 @@ def forward_tile(
         with torch.autocast(q.device.type, enabled=False):
             scores, _ = _scores(q, k, tile, options)
             lse = torch.logsumexp(scores, -1)
-            kept = _dropout_factor(scores, options, generator)
-            return (torch.exp(scores - lse[..., None]) * kept) @ v.float(), lse
+            return torch.exp(scores - lse[..., None]) @ v.float(), lse
     causal, mask = _causal_or_mask(q, tile, options)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_equally_wide(q, k, v), 0.0, causal, attn_mask=mask, scale=options.scale
@@ -335,7 +299,6 @@ def backward_tile(
     lse: Tensor,
     tile: Tile,
     options: KernelOptions,
-    generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of one tile from `grad`, that of `out`."""
     in_scores = needs_scores(q, options)
@@ -345,10 +308,9 @@ def backward_tile(
         with torch.autocast(q.device.type, enabled=False):
             scores, slope = _scores(q, k, tile, options)
             probabilities = torch.exp(scores - lse[..., None])
-            kept = _dropout_factor(scores, options, generator)
-            d_value = (probabilities * kept).transpose(-1, -2) @ grad
-            d_probabilities = (grad @ v.transpose(-1, -2)) * kept
+            d_value = probabilities.transpose(-1, -2) @ grad
             received = (grad * out).sum(-1, keepdim=True)
+            d_probabilities = grad @ v.transpose(-1, -2)
             d_scores = probabilities * (d_probabilities - received) * slope * options.scale
             return d_scores @ k, d_scores.transpose(-1, -2) @ q, d_value
     causal, mask = _causal_or_mask(q, tile, options)
@@ -385,8 +347,8 @@ def visible_keys(tile: Tile, options: KernelOptions, device: torch.device) -> Te
 
 
 def needs_scores(query: Tensor, options: KernelOptions) -> bool:
-    """Whether scores are materialized: the fused kernel is a CPU's, without cap and dropout."""
-    return bool(options.softcap or options.dropout) or query.device.type != "cpu"
+    """Whether scores are materialized: the fused kernel is a CPU's, without a cap."""
+    return bool(options.softcap) or query.device.type != "cpu"
 
 
 def _scores(
@@ -399,18 +361,6 @@ def _scores(
         squashed = torch.tanh(scores / options.softcap)
         scores, slope = squashed * options.softcap, 1 - squashed**2
     return scores.masked_fill(~visible_keys(tile, options, q.device), float("-inf")), slope
-
-
-def _dropout_factor(
-    scores: Tensor, options: KernelOptions, generator: torch.Generator | None
-) -> Tensor | float:
-    if not options.dropout:
-        return 1.0
-    uniform = torch.rand(scores.shape, generator=generator, device=scores.device)
-    return (uniform >= options.dropout).to(scores.dtype) / (1 - options.dropout)
-
-
-# --- by F.scaled_dot_product_attention ------------------------------------------------------------
 
 
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

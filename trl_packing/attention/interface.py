@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.calls import needs_no_mask
-from trl_packing.attention.model_facts import register_packed_name
+from trl_packing.attention.model_facts import PACKED_NAMES
 from trl_packing.attention.prefix_keys import prefix_keys
 
 
@@ -34,14 +34,12 @@ class KernelOptions(NamedTuple):
         window: number of tokens that a query sees, itself included; None or 0: all before it.
         softcap: bound of the scaled scores, ``softcap * tanh(score / softcap)``; None or 0: none.
         sinks: learned logits ``(heads,)`` that take part in the softmax and attend to nothing.
-        dropout: probability of dropping an attention weight, in [0, 1].
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    dropout: float = 0.0
 
 
 # Attention within documents; `document_sdpa.document_attention` describes the arguments.
@@ -49,7 +47,7 @@ PackedKernel = Callable[..., Tensor]
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index")
 # Arguments of the interface that change the result and that no packed kernel computes.
-_UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask")
+_UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask", "dropout")
 
 
 def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
@@ -59,7 +57,7 @@ def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
     """
     for fallback in ("sdpa", "eager"):
         registered = implementation_name(name, fallback)
-        register_packed_name(registered)
+        PACKED_NAMES.add(registered)
         AttentionInterface.register(registered, _attention_function(kernel, fallback))
         AttentionMaskInterface.register(registered, _mask_function(fallback))
 
@@ -121,6 +119,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
             native = _fallback_function(fallback, module)
             others |= {"dropout": dropout, "scaling": scaling}
             return native(module, query, key, value, attention_mask, **others)
+        given |= {"dropout": dropout} if dropout else {}
         if unknown := [argument for argument in _UNSUPPORTED if argument in given]:
             raise NotImplementedError(
                 f"{type(module).__name__} passes {unknown[0]!r} to attention, which packed kernels "
@@ -137,7 +136,7 @@ def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tu
         output = kernel(
             *[x[0].transpose(0, 1) for x in _one_dtype(query, key, value)],
             given["cu_seq_lens_q"],
-            KernelOptions(scale, window, softcap, sinks, dropout),
+            KernelOptions(scale, window, softcap, sinks),
             given.get("max_length_q"),
             **({} if keys is None else {"keys": keys}),
         )

@@ -23,15 +23,6 @@ def text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def layer_configs(config: Any) -> list[Any]:
-    """Return the config of each layer, or ``[config]`` if layers do not differ; None has none."""
-    if config is None:
-        return []
-    # transformers before 5.20 has no per-layer configs.
-    differ = getattr(config, "is_heterogeneous", False)
-    return list(config.per_layer_config) if differ else [config]
-
-
 def layer_values(config: Any, *names: str) -> list[Any]:
     """Return the values of a field in all layer configs, without None and with repetitions.
 
@@ -43,7 +34,9 @@ def layer_values(config: Any, *names: str) -> list[Any]:
         [8]
     """
     found: list[Any] = []
-    for layer in layer_configs(config):
+    # transformers before 5.20 has no per-layer configs.
+    differ = getattr(config, "is_heterogeneous", False)
+    for layer in config.per_layer_config if differ else [config]:
         value = next((v for n in names if (v := getattr(layer, n, None)) is not None), None)
         found += value if isinstance(value, (list, tuple)) else [value]
     return [value for value in found if value is not None]
@@ -118,17 +111,12 @@ def unwrap_model(model: Any) -> nn.Module:
 
 _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 
-_packed_names: set[str] = set()
-
-
-def register_packed_name(name: str) -> None:
-    """Remember that the `attn_implementation` `name` is a packed kernel of this package."""
-    _packed_names.add(name)
+PACKED_NAMES: set[str] = set()  # of the registered kernels of this package
 
 
 def is_packed_implementation(implementation: str | None) -> bool:
     """Whether `implementation` names a packed kernel of this package."""
-    return implementation in _packed_names
+    return implementation in PACKED_NAMES
 
 
 class InstalledName(str):

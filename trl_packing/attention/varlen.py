@@ -2,8 +2,8 @@
 
 `aten._flash_attention_forward` takes the boundaries directly, and has the same arguments from torch
 2.10 to 2.15. `torch.nn.attention.varlen` around it has not: 2.10 knows no scale, and 2.15 prefers
-cuDNN, which builds a graph for every row. The kernel has no dropout here and no soft-cap. Attention
-sinks are exact on top of it, because it returns its log-sum-exp.
+cuDNN, which builds a graph for every row. The kernel has no soft-cap. Attention sinks are exact on
+top of it, because it returns its log-sum-exp.
 """
 
 from collections.abc import Iterable
@@ -37,17 +37,11 @@ def varlen_attention(
     """Return causal attention within each document, ``(T, heads, head_dim)``.
 
     Arguments as of `document_sdpa.document_attention`, but `max_length`: tokens of the longest
-    document; None computes it, which waits for the device.
-
-    Raises:
-        NotImplementedError: `options` has a soft-cap or dropout.
+    document; None computes it, which waits for the device. NotImplementedError for a soft-cap.
     """
-    scale, window, softcap, sinks, dropout = options
-    if softcap or dropout:
-        raise NotImplementedError(
-            f"torch's varlen attention has no soft-cap and no dropout (got softcap={softcap}, "
-            f"dropout={dropout}); set attention='documents'"
-        )
+    scale, window, softcap, sinks = options
+    if softcap:
+        raise NotImplementedError(f"varlen has no softcap={softcap}; set attention='documents'")
     cu_seqlens_k, longest = cu_seqlens, _longest(cu_seqlens, max_length)
     longest_k = longest
     if keys is not None:

@@ -101,26 +101,15 @@ def brief(number: float) -> str:
     return f"{number:.2g}" if abs(number) < 100 else f"{number:,.0f}"
 
 
-class CannotRun(ValueError):
-    """An error without packing, whatever the backend."""
+class Refusal(ValueError):
+    """What a model or a collator raised, in a line: "refused" or "not finite". It is false."""
 
-    def __init__(self, message: str, verdict: str = "refused"):
-        super().__init__(message)
+    def __init__(self, error: str, verdict: str = "refused"):
+        super().__init__(error)
         self.verdict = verdict
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An exception that a model raised, in a line: "refused" or "not finite". It is false."""
-
-    error: str
-    verdict: str = "refused"
 
     def __bool__(self) -> bool:
         return False
-
-    def __str__(self) -> str:
-        return self.error
 
 
 CheckResult = IsolationReport | Refusal
@@ -132,8 +121,8 @@ def attempt(check: Callable[[], IsolationReport]) -> CheckResult:
         return check()
     except torch.OutOfMemoryError:
         raise
-    except CannotRun as error:
-        return Refusal(str(error), error.verdict)
+    except Refusal as error:
+        return Refusal(str(error), error.verdict)  # without the tensors of its frames
     except Exception as error:  # models raise all kinds of errors against a packed batch
         return Refusal(_in_a_line(error))
 
@@ -149,7 +138,7 @@ def _without_packing(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise CannotRun(f"{what}: {_in_a_line(error)}") from error
+        raise Refusal(f"{what}: {_in_a_line(error)}") from error
 
 
 def check_isolation(
@@ -185,15 +174,11 @@ def check_isolation(
     Raises:
         Exception: any error that the model raises against a packed batch.
     """
-    return check_probes(
-        model,
+    made, collator = (
         probes(unwrap_model(model), documents, max_length),
-        collator=collator or PackedCollator(),
-        training=training,
-        attention=attention,
-        fused_head=fused_head,
-        gradients=gradients,
+        collator or PackedCollator(),
     )
+    return check_probes(model, made, collator, training, attention, fused_head, gradients)
 
 
 def check_prefixes(
@@ -205,14 +190,13 @@ def check_prefixes(
 ) -> IsolationReport:
     """Return whether documents with a shared prefix affect each other; see `check_isolation`."""
     made = prefix_probes(unwrap_model(model), documents)
-    return check_probes(model, made, collator=collator.replaced(shares_prefixes=True), **options)
+    return check_probes(model, made, collator.replaced(shares_prefixes=True), **options)
 
 
 @torch.no_grad()
 def check_probes(
     model: nn.Module,
     made: Sequence[Probe],
-    *,
     collator: PackedCollator,
     training: bool | None = None,
     attention: str | None = None,
@@ -282,9 +266,6 @@ def check_fused_head(model: nn.Module) -> bool:
     )
 
 
-# --- the forwards that are compared: alone, packed and contaminated -------------------------------
-
-
 def _measure(
     model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -309,7 +290,7 @@ def _measure(
         if fused_head:
             outputs = _score_logits(outputs, ids[at + 1], rounded)
         if not bool(outputs.isfinite().all()):
-            raise CannotRun(
+            raise Refusal(
                 f"the logits of {name} are not finite (NaN or infinity) for a document alone, "
                 "unpacked; check its weights, and the dtype it is loaded in",
                 NOT_FINITE,
@@ -483,9 +464,6 @@ def _logits_of(output: Any) -> Tensor:
         return output
     logits: Tensor | None = getattr(output, "logits", None)
     return output[0] if logits is None else logits
-
-
-# --- gradients ------------------------------------------------------------------------------------
 
 
 def _gradient_difference(

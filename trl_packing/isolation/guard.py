@@ -23,12 +23,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
-from trl_packing.attention.backends import (
-    NATIVE_ATTENTION,
-    PADDED,
-    AttentionChoice,
-    resolve_attention,
-)
+from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
 from trl_packing.attention.state import all_reduce_max, announce_head
@@ -59,25 +54,10 @@ REACH = 1024  # tokens of the longest probe of a plain trainer, if no documents 
 
 
 class Precision(NamedTuple):
-    """Kind of device ("cpu", "cuda") and dtype of a forward pass."""
+    """Kind of device ("cpu", "cuda") and dtype of a forward pass; None: that of the model."""
 
     device: str
     dtype: torch.dtype | None
-
-    @classmethod
-    def of_settings(cls, args: Any) -> "Precision":
-        """Return that of a training with `args`; no dtype without mixed precision."""
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        return cls(args.device.type, dtype)
-
-
-class Passed(NamedTuple):
-    """A check that allowed the run: what it was made for, and the lengths that it covers."""
-
-    precision: Precision
-    training: bool
-    shortest: int  # tokens of the shortest and the longest document, which were checked together
-    longest: int
 
 
 class NotIsolated(RuntimeError):
@@ -106,7 +86,9 @@ class IsolationGuard:
     ):
         self.model = model
         self.limits = limits_of(self.base_model)
-        self.passed: list[Passed] = []  # checks that allowed the run, of the backend in use
+        # Checks that allowed the run with the backend in use: precision, whether in training, and
+        # tokens of the shortest and the longest document, which were checked together.
+        self.passed: list[tuple[Precision, bool, int, int]] = []
         self._results: dict[bool, CheckResult] = {}  # of the backend in use, by training
         self._requested, self._isolation_check = attention, isolation_check
         self._packing_requested, self._is_ours = packing_requested, is_ours
@@ -127,13 +109,12 @@ class IsolationGuard:
         """The result of the check for training (else for evaluation) on the backend in use."""
         result = self._results.get(True, self._results.get(False))
         if result is None:
-            is_off = self._isolation_check == "off"
-            return Checked(reason="isolation_check='off'" if is_off else _NOT_YET)
+            return Checked(reason=_NOT_YET if self.checks else "isolation_check='off'")
         # Among the backends of "auto", padded rows are used after a failure only as in `_accept`.
-        pads = self._requested == "auto" and self.attention.backend == "padded" and not result
+        pads = self._requested == "auto" and self.attention.backend == "padded"
         reason = "" if result else _PADDED if pads else _GOES_ON
         if isinstance(result, Refusal):
-            return Checked(result.verdict, reason, error=result.error)
+            return Checked(result.verdict, reason, error=str(result))
         return Checked(result.verdict, reason, result)
 
     @property
@@ -148,7 +129,10 @@ class IsolationGuard:
 
     def select_backend(self, precision: Precision) -> None:
         """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
-        self._use(install_first(self.model, self._resolve(precision)), precision)
+        best = resolve_attention(
+            self.base_model, self._requested, device=precision.device, dtype=precision.dtype
+        )
+        self._use(install_first(self.model, [best, *best.slower]), precision)
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
         """Return token ids ``(T,)`` of representative documents; none if nothing is checked.
@@ -164,13 +148,15 @@ class IsolationGuard:
         if not self.checks:
             return []
         if not isinstance(dataset, IterableDataset):
-            packed = is_packed(dataset)
-            documents = ArrowDocuments(dataset, ["input_ids", *[SEQ_LENGTHS] * packed])
-            lengths = documents.lengths()
-            if packed:
-                lengths = np.array([row[SEQ_LENGTHS].max() for row in documents])
+            if not is_packed(dataset):
+                documents = ArrowDocuments(dataset, ["input_ids"])
+                chosen = representative_documents(documents.lengths())
+                return [documents[i]["input_ids"] for i in chosen]
+            documents = ArrowDocuments(dataset, ["input_ids", SEQ_LENGTHS])
+            lengths = np.array([row[SEQ_LENGTHS].max() for row in documents])
             rows = [documents[i] for i in representative_documents(lengths)]
-            return [document for row in rows for document in _documents_of_row(row)]
+            parts = [np.split(row["input_ids"], np.cumsum(row[SEQ_LENGTHS])[:-1]) for row in rows]
+            return [document for row in parts for document in row]
         first = list(islice(dataset, _OF_STREAM))
         if not first:
             raise ValueError(NOTHING_TO_TRAIN)
@@ -187,20 +173,18 @@ class IsolationGuard:
     ) -> bool:
         """Return whether `ensure` would do nothing for these arguments."""
         if not self.checks:
-            return any(check.precision == precision for check in self.passed)
+            return precision == self._precision
         shortest, longest = _extremes(documents)
         return any(
-            (check.precision, check.training) == (precision, training)
-            and check.shortest <= shortest
-            and longest <= check.longest
-            for check in self.passed
+            (known, mode) == (precision, training) and least <= shortest and longest <= most
+            for known, mode, least, most in self.passed
         )
 
     def trust(
         self, documents: Sequence[np.ndarray], *, training: bool, precision: Precision
     ) -> None:
         """Record a check as passed."""
-        self.passed.append(Passed(precision, training, *_extremes(documents)))
+        self.passed.append((precision, training, *_extremes(documents)))
 
     def ensure(
         self,
@@ -230,7 +214,6 @@ class IsolationGuard:
         if precision != self._precision:
             self.select_backend(precision)
         if not self.checks:
-            self.trust(documents, training=training, precision=precision)
             return
         if self._is_ours:
             all_reduce_max(0)  # ranks begin together: one that raises does not wait long for others
@@ -273,12 +256,6 @@ class IsolationGuard:
     def probes(self, documents: Sequence[np.ndarray], *, thorough: bool) -> list[Probe]:
         """Return the probes of the check on these documents, as `isolation.probes` makes them."""
         return probes(self.base_model, documents, 0 if self._is_ours else REACH, thorough)
-
-    def _resolve(self, precision: Precision) -> list[AttentionChoice]:
-        choice = resolve_attention(
-            self.base_model, self._requested, device=precision.device, dtype=precision.dtype
-        )
-        return with_fallbacks(choice) if self._requested == "auto" else [choice]
 
     def _use(self, choices: list[AttentionChoice], precision: Precision) -> None:
         """Record that the first of `choices` is installed; forget the checks of another backend."""
@@ -333,29 +310,21 @@ class IsolationGuard:
             padded = AttentionChoice("padded", None, reason, choice.native)
             install_attention(self.model, padded)
             return padded
-        remedy = f"No other backend is exact either ({choice.reason})"
+        remedy = f"no other backend is exact ({choice.reason})"
         if named:
-            fits = "" if choice.backend in PADDED else " (attention='padded' fits most models)"
-            remedy = f"Set attention='auto', which takes the fastest exact backend{fits}"
+            remedy = f"set attention='auto' in place of {self._requested!r}"
         if isinstance(result, Refusal):
-            by = str(choice) if named else "any backend"
-            packed = f"{name} cannot run packed documents by {by}: {result}. {remedy}"
+            packed = f"{name} cannot run packed documents: {result}; {remedy}"
             raise NotIsolated(packed if fails else str(result))
         if rope_thresholds(self.base_model):
-            remedy += (
-                ", or keep documents on one side of the model's length threshold with max_length"
-            )
+            remedy += ", or max_length to one side of the model's length threshold"
         if fails and self._isolation_check == "error":
-            raise NotIsolated(f"{result}. {remedy}; isolation_check='warn' trains all the same")
+            raise NotIsolated(f"{result}; {remedy}; isolation_check='warn' trains all the same")
         self._logger.warning(f"{result}; {_GOES_ON}")
         return choice
 
 
-# --- documents that represent a data set ----------------------------------------------------------
-
-
 def _extremes(documents: Sequence[np.ndarray]) -> tuple[int, int]:
-    """Return the tokens of the shortest and the longest document, zeros for none."""
     lengths = [len(document) for document in documents] or [0]
     return min(lengths), max(lengths)
 
@@ -369,23 +338,6 @@ def representative_documents(lengths: np.ndarray) -> list[int]:
     """
     order = np.argsort(lengths, kind="stable")
     return sorted({int(order[i]) for i in (0, len(order) // 2, -1)})
-
-
-def _documents_of_row(row: Any) -> list[np.ndarray]:
-    """Return the token ids of each document; a packed row holds several."""
-    ids, lengths = np.asarray(row["input_ids"]), row.get(SEQ_LENGTHS)
-    return [ids] if lengths is None else np.split(ids, np.cumsum(lengths)[:-1])
-
-
-# --- backends from fast to slow -------------------------------------------------------------------
-
-
-def with_fallbacks(choice: AttentionChoice) -> list[AttentionChoice]:
-    """Return `choice` and its fallbacks, from fast to slow."""
-    is_native = choice.backend in NATIVE_ATTENTION
-    after = NATIVE_ATTENTION.index(choice.backend) + 1 if is_native else 0
-    native = [AttentionChoice(name, None, "", choice.native) for name in NATIVE_ATTENTION[after:]]
-    return [choice, *choice.slower, *native]
 
 
 def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[AttentionChoice]:
@@ -417,10 +369,9 @@ def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> 
 
 def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
-        return f"refused ({result.error[:80]})"
-    where = " with images" if "image" in result.probe else ""
-    leaks = result.verdict == "leaks"
-    return f"leaks by {brief(result.difference)}{where}" if leaks else f"{result.verdict}{where}"
+        return f"refused ({str(result)[:80]})"
+    by = f" by {brief(result.difference)}" if result.verdict == "leaks" else ""
+    return result.verdict + by + " with images" * ("image" in result.probe)
 
 
 _FROM_BEST = ("isolated", "inconclusive", "leaks", "refused", NOT_FINITE)
@@ -447,9 +398,6 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
     if isinstance(result, Refusal) or verdict not in VERDICTS:
         return Refusal("another rank refuses it, and says why", verdict)
     return replace(result, verdict=verdict, probe="on another rank than this")
-
-
-# --- the verdict on a run, for its report ---------------------------------------------------------
 
 
 _NOT_YET = "train() checks before its first step"

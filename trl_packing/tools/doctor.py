@@ -23,7 +23,7 @@ from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import CHOICES, refusals, resolve_attention
 from trl_packing.data.printable import escape_hidden
 from trl_packing.isolation.check import CheckResult, Refusal
-from trl_packing.isolation.guard import check_backend, with_fallbacks
+from trl_packing.isolation.guard import check_backend
 from trl_packing.tools.verify import VerifiedModel
 from trl_packing.versions import TESTED, installed_version, is_tested
 
@@ -156,7 +156,7 @@ class Trial:
     def of(cls, result: CheckResult) -> "Trial":
         """Return the trial with this result of a check."""
         if isinstance(result, Refusal):
-            return cls("error", result.error)
+            return cls("error", str(result))
         return cls("exact" if result else "differs", "", result.difference, result.leak)
 
     def __str__(self) -> str:
@@ -192,7 +192,8 @@ def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
             trials[name] = Trial("refused", reason)
         else:
             trials[name] = Trial.of(_check(_in_dtype(tiny, name, dtype), name, gradients=True))
-    for choice in with_fallbacks(resolve_attention(tiny, device=device, dtype=dtype)):
+    best = resolve_attention(tiny, device=device, dtype=dtype)
+    for choice in (best, *best.slower):
         trial = trials[choice.backend]
         if trial.verdict == "exact":
             trials[choice.backend] = replace(trial, is_chosen=True)

@@ -20,7 +20,7 @@ from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.config import PackingOptions
 from trl_packing.isolation.check import CheckResult, Refusal, attempt, check_prefixes
-from trl_packing.isolation.guard import check_backend, with_fallbacks
+from trl_packing.isolation.guard import check_backend
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.training_command import config_of, loading_options
@@ -101,9 +101,8 @@ class VerifiedModel:
     def verify(self, *, gradients: bool = False) -> Iterator[BackendResult]:
         """Yield the result of each backend, from fast to slow, until one is exact on the model."""
         first = resolve_attention(self.model, self.attention)
-        choices = with_fallbacks(first) if self.attention == "auto" else [first]
         options: Any = {"max_length": self.max_length, "gradients": gradients, "training": True}
-        for choice in choices:
+        for choice in (first, *first.slower):
             result = BackendResult(choice.backend, check_backend(self.model, choice, **options))
             yield result
             if result.is_exact:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
@@ -57,7 +58,8 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
     Raises:
         ValueError: the requested backend is unknown, or cannot be exact on this model.
     """
-    guard.select_backend(Precision.of_settings(args))
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    guard.select_backend(Precision(args.device.type, dtype))
     add_trained_positions_head(guard.base_model)
     restore_implementation(guard.base_model)
 
@@ -110,7 +112,7 @@ class RunIsolation:
         trainer, guard = self.trainer, self.guard
         if allows_other_rows() or not guard.checks:  # the check itself, or isolation_check="off"
             return
-        modes = {check.training for check in guard.passed} | self._settled
+        modes = {in_training for _, in_training, *_ in guard.passed} | self._settled
         if trainer.is_in_train or called.training in modes:
             return
         args = trainer.args

@@ -4,7 +4,7 @@ from helpers.model_calls import CALLS, trainer_with
 
 # A step of all documents: two rows, one a rank. Unwrapped, DDP reduces no gradients.
 OPTIONS = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 3, "max_length": 48}
-NAMES = ("ids_only", "mask_of_ones", "a_copy", "embedded", "without_the_last_token")
+NAMES = ("ids_only", "mask_of_ones", "a_copy", "embedded")
 
 
 def called_outside_of_train(folder: str) -> str:
