@@ -3,8 +3,7 @@
     python benchmarks/fair_steps.py --output benchmarks/results/fair_steps.md
 
 Each mixture has a source with few tokens. In a random step it varies as a random sample does; a
-mixture lets steps exchange bins, or documents of one source, until they are fair. Of the same bins,
-before → after:
+mixture lets steps exchange bins until they are fair. Of the same bins, before → after:
 
     share              mean of the source over the tokens of a step, and standard deviation
     max / mean         cost of a slot's costliest micro-batch over their mean, mean over slots, on
@@ -12,8 +11,7 @@ before → after:
     document length    std over steps of the mean length of their documents, in tokens
     seconds            of planning an epoch of 1,000,000 documents, CPU time of this process
 
-Steps of documents are those of `documents_per_step`; before is the order that holds each source in
-proportion to its documents. About a minute on an idle core.
+About half a minute on an idle core.
 """
 
 import argparse
@@ -31,7 +29,6 @@ ATTENTION_COST = 1 / (12 * 4096)  # an 8B Llama
 DOCUMENTS = 1_000_000
 RANKS = 8
 BINS = (8, 16, 64)  # of a step
-DOCUMENTS_A_STEP = (64, 256)
 
 
 @dataclass(frozen=True)
@@ -105,14 +102,6 @@ class Documents:
         assert len(np.unique(bins)) == bins.size, "a bin is in two steps"
         return bins
 
-    def order(self, size: int, *, fair: bool) -> np.ndarray:
-        """Return the documents of all full steps, (steps, size)."""
-        places = self.draw.documents(0)
-        order = self.draw.fair_order(
-            places, self.lengths, epoch=0, documents_per_step=size if fair else 1
-        )
-        return order[: len(order) // size * size].reshape(-1, size)
-
     def shares(self, step_of: np.ndarray, documents: np.ndarray) -> np.ndarray:
         """Return the share of each source in the tokens of every step, (steps, sources)."""
         number = len(self.names)
@@ -153,22 +142,6 @@ def over_bins(documents: Documents) -> list[list[str]]:
     return rows
 
 
-def over_documents(documents: Documents) -> list[list[str]]:
-    rows = []
-    for size in DOCUMENTS_A_STEP:
-        shares, varied, seconds = [], [], []
-        for fair in (False, True):
-            order, spent = timed(lambda size=size, fair=fair: documents.order(size, fair=fair))
-            step = np.repeat(np.arange(len(order)), size)
-            shares.append(documents.shares(step, order.ravel()))
-            varied.append(documents.lengths[order].mean(1).std())
-            seconds.append(spent)
-        said = ["", *(f"{a:.1f} → {b:.1f}" for a, b in [varied])]
-        said += [f"{a:.2f} → {b:.2f}" for a, b in [seconds]]
-        rows += rows_of(f"{size} documents", documents.names, shares, said)
-    return rows
-
-
 def rows_of(step: str, names: list[str], shares, said: list[str]) -> list[list[str]]:
     """Return a row for each source; the first has the numbers of the steps."""
     before, after = shares
@@ -192,8 +165,7 @@ def main() -> None:
     parts = ["# Fair steps of mixtures\n", provenance(("numpy",)), __doc__.split("\n\n", 2)[2]]
     for name, (capacity, sources) in MIXTURES.items():
         documents = Documents(capacity, sources, arguments.documents)
-        rows = over_bins(documents) + over_documents(documents)
-        parts += [f"## {name}\n", table(HEADER, rows)]
+        parts += [f"## {name}\n", table(HEADER, over_bins(documents))]
     publish("\n".join(parts), arguments.output)
 
 

@@ -3,8 +3,8 @@
     python benchmarks/prefix_groups.py --tokenizer PATH --data FOLDER \\
         --output benchmarks/results/prefix_groups.md      # about half a minute
 
-An epoch of each data set is planned: bins of 8,192 tokens, and steps of 64 documents. No model
-runs. FOLDER holds gsm8k_train.jsonl and glaive_toolcall_en_demo.json.
+An epoch of each data set is planned in bins of 8,192 tokens. No model runs. FOLDER holds
+gsm8k_train.jsonl and glaive_toolcall_en_demo.json.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 
-CAPACITY, PER_STEP = 8192, 64
+CAPACITY = 8192
 SIZES = (2, 4, 8, 16, 32)
 ALL = 10**6
 
@@ -73,14 +73,12 @@ def measure(documents: ArrowDocuments) -> list[list[str]]:
     for size in (1, *SIZES):
         groups = group_documents(index, lengths, CAPACITY, size) if size > 1 else None
         bins = PackedBatchSampler(lengths, CAPACITY, groups=groups)
-        steps = PackedBatchSampler(lengths, documents_per_step=PER_STEP, groups=groups)
-        computed = [_computed(index, lengths, sampler.micro_batches()) for sampler in (bins, steps)]
+        tokens = _computed(index, lengths, bins.micro_batches())
         lines.append(
             [
                 "`bin`" if groups is None else f"`group`, {size}",
                 f"{len(bins):,}",
-                *(f"{lengths.sum() / tokens:.2f}×" for tokens in computed),
-                str(PER_STEP) if groups is None else f"{steps.groups_per_step():.1f}",
+                f"{lengths.sum() / tokens:.2f}×",
             ]
         )
     return lines
@@ -100,9 +98,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     text = (
         "# Sizes of groups\n\nFewer tokens computed than the documents have, in bins of "
-        f"{CAPACITY:,} tokens and in steps of {PER_STEP} documents:\n\n"
+        f"{CAPACITY:,} tokens:\n\n"
     )
-    header = ["`prefix_sharing`", "bins", "in bins", "in steps", "groups in a step"]
+    header = ["`prefix_sharing`", "bins", "in bins"]
     for name in DATA:
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
         documents = documents_of(name, arguments.data, tokenizer)

@@ -82,9 +82,9 @@ MUTATIONS = [
     ),
     (
         "boundaries",
-        "packing/prefix_tree.py",
-        "len(documents[before]) else common - 1",
-        "-1 else common",
+        "packing/prefix_index.py",
+        "common == lengths_before, common, common - 1",
+        "common == lengths_before, common, common",
     ),
     ("boundaries", "packing/prefix_tree.py", "path[depth - 1] + 1)", "path[depth - 1])"),
     (

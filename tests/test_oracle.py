@@ -61,7 +61,7 @@ WAYS |= {
     f"{sharing}, {way}": WAYS[way] | WAYS[sharing]
     for sharing, ways in {
         "shared prefixes": ("padding-free", "documents_per_step", "a stream"),
-        "groups of prefixes": ("padding-free, accumulated", "documents_per_step", "a stream"),
+        "groups of prefixes": ("a stream",),
     }.items()
     for way in ways
 }

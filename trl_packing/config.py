@@ -205,7 +205,11 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
         "curriculum": None,
         "packing_strategy": ("wrapped",),
     },
-    ("prefix_sharing", "group"): {"packing_strategy": ("wrapped",)},
+    ("prefix_sharing", "group"): {
+        "packing_strategy": ("wrapped",),
+        "documents_per_step": None,
+        "packing": (False,),
+    },
     ("overflow", "overlap"): {"packing_strategy": ("wrapped",)},
 }
 # Settings that do nothing without another one.

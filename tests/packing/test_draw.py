@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from helpers.steps import steps_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing import PackedBatchSampler
-from trl_packing.packing.draw import MixtureDraw, drawn_by_weight
+from trl_packing.packing.draw import MixtureDraw
 
 CAPACITY = 32
 
@@ -56,23 +55,6 @@ def test_documents_drawn_independently_are_not_as_often_as_their_share():
         assert_as_often_as_its_share(np.bincount(drawn, minlength=90), draw, 1)
 
 
-@pytest.mark.parametrize(
-    ("weights", "sizes", "units", "expected"),
-    [
-        ([1, 1], [100, 300], [100, 300], [200, 200]),
-        ([0, 1], [100, 300], [100, 300], [0, 400]),
-        ([3, 1], [100, 300], [5000, 3000], [120, 200]),  # 6,000 and 2,000 tokens
-        ([1000, 10], [1000, 10], [1000, 10], [1000, 10]),
-        # neither overflow nor draw nothing
-        ([1e308, 1e308], [1000, 500], [1000, 500], [750, 750]),
-        ([1e308, 1], [1000, 500], [1000, 500], [1500, 1]),
-    ],
-)
-def test_weights_divide_what_sources_hold(weights, sizes, units, expected):
-    drawn = drawn_by_weight(weights, np.array(sizes), np.array(units))
-    assert drawn.tolist() == expected
-
-
 # --- in the sampler -------------------------------------------------------------------------------
 
 LAYOUTS = {
@@ -111,23 +93,7 @@ def test_an_epoch_beyond_the_planned_ones_is_not_trained_in_part():
     sampler = PackedBatchSampler(lengths, CAPACITY, draw=draw, epochs=1)
     assert sum(map(len, sampler)) == 50
     sampler.set_epoch(1)
-    with pytest.raises(RuntimeError, match="epoch 1 has more documents than the epochs=1"):
+    with pytest.raises(RuntimeError, match="epoch 1 has more bins than the epochs=1"):
         list(sampler)
     planned = PackedBatchSampler(lengths, CAPACITY, draw=draw, epochs=2)
     assert len(planned) == len(list(planned)) == 50
-
-
-# --- fair steps -----------------------------------------------------------------------------------
-
-
-def test_a_step_of_documents_holds_each_source_in_proportion():
-    """Within two documents of 64, and no document comes twice in a step."""
-    rng = np.random.default_rng(1)
-    long, short = rng.lognormal(6.2, 0.6, 1500), rng.lognormal(4.5, 0.6, 6000)
-    lengths = np.concatenate([long, short]).astype(int).clip(8, 2048)
-    draw = draw_of([(1500, 3000), (6000, 2000)])
-    sampler = PackedBatchSampler(lengths, documents_per_step=64, accumulation=4, draw=draw)
-    for step in list(steps_in(sampler))[:-1]:
-        documents = np.concatenate(step)
-        assert abs((draw.source_ids[documents] == 0).sum() - 64 * 0.6) <= 2
-        assert len(np.unique(documents)) == 64

@@ -64,19 +64,3 @@ def test_exchanged_bins_leave_ranks_as_even_and_documents_as_they_are():
         variation[fair] = np.std([lengths[step].mean() for step in in_steps(found)])
     assert unevenness[True] <= unevenness[False] * COSTLY_FROM
     assert variation[True] < 0.5 * variation[False], "mean length of the documents of a step"
-
-
-def test_steps_of_documents_hold_a_fair_share_of_tokens():
-    lengths, sources = three_sources()
-    draw = drawn_once(sources)
-    places = draw.documents(0)
-    # Control: the order that holds documents in proportion, without exchanges.
-    in_proportion = draw.fair_order(places, lengths, epoch=0, documents_per_step=1)
-    exchanged = draw.fair_order(places, lengths, epoch=0, documents_per_step=64)
-    variations, numbers = [], []
-    for order in (in_proportion, exchanged):
-        steps = order[: len(order) // 64 * 64].reshape(-1, 64)
-        variations.append(shares_of_steps(steps, lengths, sources).std(0))
-        numbers.append([np.bincount(sources[step], minlength=3).tolist() for step in steps])
-    assert numbers[0] == numbers[1], "the number of documents of each source stays"
-    assert (variations[1] < 0.5 * variations[0]).all(), variations

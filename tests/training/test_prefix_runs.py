@@ -42,7 +42,6 @@ SAME_STEPS = {
 GROUPS = {"prefix_sharing": "group", "prefix_group_size": 4}
 SAME_GROUPS = {
     "groups": {"batch_size": 2, "options": GROUPS, **EVALUATED},
-    "groups, documents_per_step": {"batch_size": 2, "options": GROUPS | {"documents_per_step": 12}},
 }
 
 

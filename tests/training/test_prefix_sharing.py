@@ -182,9 +182,6 @@ def computed_by_collator(documents, batches) -> int:
 
 SAMPLERS = {
     "bins": {"capacity": 256, "bins_per_batch": 2, "num_ranks": 2, "accumulation": 2},
-    "documents": {"documents_per_step": 20, "num_ranks": 2},
-    # The last step has 3 documents for 4 ranks.
-    "idle ranks": {"documents_per_step": 57, "num_ranks": 4, "allow_idle_ranks": True},
 }
 
 

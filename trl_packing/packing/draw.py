@@ -11,7 +11,6 @@ an epoch without stages. A draw depends on (seed, epoch) alone.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.packing.balance import excess_of_parts, exchange_between_steps
 
 #: The value of the setting `curriculum` that orders by tokens.
 LENGTH = "length"
@@ -28,10 +26,6 @@ LENGTH = "length"
 _MOST_STAGES, _BINS_OF_A_STAGE = 64, 64
 
 _MIX_SEED = 0x6D6978  # keeps the order of remainders apart from other uses of the seed
-_MOST_COUNTED = 2.0**60  # larger shares would not fit into 64 bits
-
-
-# --- the order of a padded run ----------------------------------------------------------------
 
 
 def document_order(
@@ -87,9 +81,6 @@ def order_seed(strategy: str, *, data_seed: int | None, torch_seed: int) -> int:
     return torch_seed if strategy == "group_by_length" or data_seed is None else data_seed
 
 
-# --- mixtures ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class MixtureDraw:
     """The documents that each epoch of a mixture draws, with repetitions.
@@ -115,95 +106,23 @@ class MixtureDraw:
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Documents of each source, ``(sources,)`` int64."""
-        return np.bincount(self.source_ids, minlength=len(self.counts))
+        """Documents of each source, at least 1, ``(sources,)`` int64."""
+        return np.maximum(np.bincount(self.source_ids, minlength=len(self.counts)), 1)
 
     @property
     def is_same_every_epoch(self) -> bool:
         """Whether every epoch draws the same documents: no source has a remainder."""
-        return not (self.counts % np.maximum(self.sizes, 1)).any()
+        return not (self.counts % self.sizes).any()
 
     def documents(self, epoch: int) -> np.ndarray:
         """Return the documents of an epoch, ascending, ``(len(self),)`` int64."""
-        copies = self.counts // np.maximum(self.sizes, 1)
-        times = copies[self.source_ids]
-        for source, order in enumerate(self._orders):
-            number = int(self.counts[source] % max(len(order), 1))
-            start = epoch * number
-            times[order[np.arange(start, start + number) % max(len(order), 1)]] += 1
+        times = (self.counts // self.sizes)[self.source_ids]
+        for source in np.flatnonzero(self.counts % self.sizes).tolist():
+            rng = np.random.default_rng((_MIX_SEED, self.seed, source))
+            order = rng.permutation(np.flatnonzero(self.source_ids == source))
+            number = int(self.counts[source]) % len(order)
+            times[order[np.arange(epoch * number, (epoch + 1) * number) % len(order)]] += 1
         return np.repeat(np.arange(len(self.source_ids)), times)
-
-    def fair_order(
-        self, documents: np.ndarray, lengths: np.ndarray, epoch: int, documents_per_step: int
-    ) -> np.ndarray:
-        """Return the places of an epoch in an order of which every step is a fair mixture.
-
-        A step holds each source in proportion to its documents, within one or two of them, and
-        nearly in proportion to its tokens. A document that is drawn twice comes again when all
-        others of its source have come. `documents` and `lengths` are those of the epoch.
-        """
-        rng = np.random.default_rng((_MIX_SEED, self.seed, epoch))
-        sources = self.source_ids[documents]
-        copies = np.arange(len(documents)) - np.searchsorted(documents, documents)
-        by_source = np.lexsort((rng.random(len(documents)), copies, sources))
-        starts = np.cumsum(self.counts) - self.counts
-        rank = np.arange(len(documents)) - starts[sources[by_source]]
-        offsets = rng.random(len(self.counts))[sources[by_source]]
-        order = by_source[np.argsort((rank + offsets) / self.counts[sources[by_source]])]
-        return exchange_between_steps(
-            order,
-            documents_per_step,
-            excess=excess_of_parts(sources, lengths, np.arange(len(documents)), len(documents)),
-            keys=copies * len(self.counts) + sources,  # a document may replace one of its source
-            rng=rng,
-        )
-
-    @cached_property
-    def _orders(self) -> list[np.ndarray]:
-        """Documents of each source in the order of drawing, which the remainders go round."""
-        return [
-            np.random.default_rng((_MIX_SEED, self.seed, source)).permutation(
-                np.flatnonzero(self.source_ids == source)
-            )
-            for source in range(len(self.counts))
-        ]
-
-
-def drawn_by_weight(weights: Any, sizes: np.ndarray, units: np.ndarray) -> np.ndarray:
-    """Return the documents that an epoch draws of each source, ``(sources,)`` int64.
-
-    An epoch has as many units (documents, or tokens) as all sources together. Source s has the
-    share weight_s / Σ weight of them.
-
-    Args:
-        weights: of each source; none is negative, and one is positive.
-        sizes: documents of each source, ``(sources,)``.
-        units: documents or tokens of each source, in which shares are counted, ``(sources,)``.
-
-    Examples:
-        >>> drawn_by_weight([3, 1], np.array([10, 10]), np.array([10, 10])).tolist()
-        [15, 5]
-        >>> drawn_by_weight([1, 1], np.array([10, 10]), np.array([300, 100])).tolist()
-        [7, 20]
-    """
-    shares = np.asarray(weights, float)
-    shares = shares / shares.max()  # their sum does not overflow
-    wanted = shares / shares.sum() * units.sum()
-    return drawn_by_epochs(wanted / np.maximum(units, 1), sizes)
-
-
-def drawn_by_epochs(epochs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return `epochs` × `sizes` in whole documents, at least 1 where a source has a share.
-
-    Args:
-        epochs: how often an epoch draws each document of a source, ``(sources,)``.
-        sizes: documents of each source, ``(sources,)``.
-    """
-    counts = np.rint(np.minimum(epochs * sizes, _MOST_COUNTED)).astype(np.int64)
-    return np.maximum(counts, (np.asarray(epochs) > 0) & (sizes > 0))
-
-
-# --- curricula --------------------------------------------------------------------------------
 
 
 def column_of(curriculum: str) -> str:

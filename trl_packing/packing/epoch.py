@@ -18,19 +18,13 @@ import numpy as np
 # Documents of a padded batch with which a run is compared, unless its settings give another number.
 PADDED_BATCH = 8
 
-#: Places of an epoch in the order of training, and where each of its micro-batches ends.
-Steps = tuple[np.ndarray, np.ndarray]
-
 
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
     """The micro-batches of all ranks in an epoch; `epoch[i]` are the documents of one of them.
 
-    Attributes:
-        places: in the order of training, ``(places,)`` int64; without a mixture, documents.
-        documents: the document at each place, ``(places,)`` int64.
-        ends: where each micro-batch ends, ``(micro-batches,)`` int64.
-        slots: micro-batches of an optimizer step; the last step may have fewer.
+    `places` are in the order of training, and `documents` those at each place, ``(places,)`` int64.
+    `ends`, ``(micro-batches,)`` int64, says where micro-batches end. A step has `slots` of them.
     """
 
     places: np.ndarray
@@ -50,20 +44,21 @@ class EpochPlan:
         last = np.arange(self.slots, len(self) + self.slots, self.slots)
         return self.ends[np.minimum(last, len(self)) - 1]
 
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the sums of values of the documents of each micro-batch, ``(micro-batches,)``."""
+        running = np.append(0, np.cumsum(values[self.documents], dtype=np.int64))
+        return np.diff(running[self.ends], prepend=0)
+
 
 def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
     """Return `order` by stage; elements of a stage keep their order."""
     return order[np.argsort(stages[order], kind="stable")]
 
 
-# --- steps of documents -----------------------------------------------------------------------
-
-
 def padded_batches(number: int, documents_per_batch: int, num_ranks: int) -> np.ndarray:
     """Return the ends of the micro-batches of a padded run, which takes documents in slices.
 
-    In the last round of ranks, transformers repeats documents for ranks without any. Here the
-    documents of that round are dealt evenly instead.
+    Where transformers repeats documents for ranks without any, those of the last round are dealt.
     """
     full, left = divmod(number, documents_per_batch * num_ranks)
     if left > documents_per_batch * (num_ranks - 1):
@@ -85,8 +80,8 @@ def padded_batch_size(batch_size: int, *, packing: bool) -> int:
 def equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Divide the elements of each row of `costs` into `number` parts of about equal cost.
 
-    Longest processing time first (Graham 1969). Returns the elements of each row, part after part,
-    (steps, elements), and the elements of each part, (steps, number).
+    Longest processing time first (Graham 1969). Return the elements of each row, part after part,
+    (steps, elements), and the number in each part, (steps, number).
     """
     by_cost = np.argsort(-costs, axis=1, kind="stable")
     part_of, rows = np.empty_like(by_cost), np.arange(len(costs))
@@ -100,32 +95,8 @@ def equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
     return np.take_along_axis(by_cost, by_part, 1), sizes
 
 
-def groups_of_equal_cost(costs: np.ndarray, saved: np.ndarray, number: int) -> Steps:
-    """Do the same with a step of groups, each cut where it costs more than the mean micro-batch.
-
-    `saved` is what each document costs less behind the one before it; 0 where a group begins.
-    """
-    own = costs - saved
-    firsts, before = np.flatnonzero(saved == 0), np.cumsum(own) - own
-    within = before - np.repeat(before[firsts], np.diff(firsts, append=len(own)))
-    piece = (within // (own.sum() / number)).astype(np.int64)
-    is_first = (saved == 0) | (np.diff(piece, prepend=0) != 0)
-    parts = split_bins(np.split(np.arange(len(own)), np.flatnonzero(is_first)[1:]), number)
-    of_parts = np.array([own[part].sum() + saved[part[0]] for part in parts])
-    dealt, sizes = equal_cost(of_parts[None], number)
-    held = np.cumsum([0, *(len(parts[i]) for i in dealt[0])])
-    return np.concatenate([parts[i] for i in dealt[0]]), np.diff(held[np.append(0, sizes.cumsum())])
-
-
-# --- more bins --------------------------------------------------------------------------------
-
-
-def split_bins(
-    bins: Iterable[np.ndarray], number: int, *, repeatedly: bool = True
-) -> list[np.ndarray]:
+def split_bins(bins: Iterable[np.ndarray], number: int) -> list[np.ndarray]:
     """Return `number` bins by halving the fullest ones; fewer where all hold one document.
-
-    If not `repeatedly`, each bin is halved at most once.
 
     Examples:
         >>> bins = [np.arange(5), np.array([5])]
@@ -142,7 +113,6 @@ def split_bins(
             break
         bins.append(bins[at][half:])
         bins[at] = bins[at][:half]
-        if repeatedly:
-            for new in (at, len(bins) - 1):
-                heappush(fullest, (-len(bins[new]), new))
+        for new in (at, len(bins) - 1):
+            heappush(fullest, (-len(bins[new]), new))
     return bins

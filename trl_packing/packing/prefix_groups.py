@@ -11,7 +11,6 @@ of their own. Clusters fill groups in random order, so documents with one system
 random, and not by the first words of their questions.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,9 +25,6 @@ from trl_packing.packing.prefix_index import MIN_SHARED, PrefixIndex, shared_dep
 _MOST_KEYS = 8
 
 _SUBSTANTIAL = 4  # a link shares at least 1/4 of the shorter document, beyond the background
-
-# Most groups that wait for a step with room, before one is cut. Few, to keep steps random.
-_MOST_WAITING = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +51,6 @@ class PrefixGroups:
         return numbers
 
     @cached_property
-    def depths(self) -> np.ndarray:
-        """Tokens that each document takes from the one before it in its group, ``(N,)`` int64."""
-        before, after = self.documents[:-1], self.documents[1:]
-        found = self.index.depths(self.lengths, before, after)
-        depths = np.zeros(len(self.documents), np.int64)
-        depths[after] = np.where(self.numbers[before] == self.numbers[after], found, 0)
-        return depths
-
-    @cached_property
     def tokens(self) -> np.ndarray:
         """Tokens that a row of each group computes, ``(G,)`` int64."""
         return self.index.computed_tokens(self.lengths, self.documents, self.offsets)
@@ -71,13 +58,14 @@ class PrefixGroups:
     @cached_property
     def squares(self) -> np.ndarray:
         """Pairs of query and key that each document computes in its group, twice, ``(N,)``."""
-        return self.lengths.astype(np.int64) ** 2 - self.depths**2
+        before, after = self.documents[:-1], self.documents[1:]
+        depths = self.index.depths(self.lengths, before, after).astype(np.int64)
+        squares = self.lengths.astype(np.int64) ** 2
+        squares[after] -= np.where(self.numbers[before] == self.numbers[after], depths, 0) ** 2
+        return squares
 
     def pack(self, capacity: int, strategy: str, seed: Sequence[int] | None) -> PackingPlan:
-        """Return a plan with each group in one bin; `tokens` are those that a bin computes.
-
-        Arguments and errors are those of `bins.pack`.
-        """
+        """Return a plan with each group in one bin, as `bins.pack`; `tokens` are those computed."""
         checked_lengths(self.lengths, capacity)
         # Tokens that any two documents share are in a bin once.
         common = max(int(self.index.common[1:].min(initial=capacity)) - 1, 0)
@@ -92,38 +80,9 @@ class PrefixGroups:
         tokens = self.index.computed_tokens(self.lengths, indices, offsets)
         return PackingPlan(indices, offsets, tokens, capacity)
 
-    def in_steps(self, order: np.ndarray, documents_per_step: int) -> np.ndarray:
-        """Return `order` with the documents of each group next to each other, ``(documents,)``.
-
-            drawn              a0 b0 c0 a1 d0 b1 e0 ...          a: a group of 3 documents
-            groups as drawn    a a a | b b | c | d | e | ...
-            steps of 4         a a a c | b b d e | ...           b does not fit behind a
-
-        A group is cut if no other fits into what is left of a step. O(documents).
-        """
-        _, first, group = np.unique(self.numbers[order], return_index=True, return_inverse=True)
-        by_draw = np.lexsort((np.argsort(self.documents)[order], first[group]))
-        order, drawn = order[by_draw], first[group][by_draw]
-        waiting = deque(np.split(order, np.flatnonzero(np.diff(drawn)) + 1))
-        parts = [order[:0]]
-        while waiting:
-            room, kept = documents_per_step, list[np.ndarray]()
-            while room and waiting and len(kept) < _MOST_WAITING:
-                documents = waiting.popleft()
-                if len(documents) <= room:
-                    parts.append(documents)
-                    room -= len(documents)
-                else:
-                    kept.append(documents)
-            if room and kept:
-                parts.append(kept[0][:room])
-                kept[0] = kept[0][room:]
-            waiting.extendleft(reversed(kept))
-        return np.concatenate(parts)
-
 
 def group_documents(
-    index: PrefixIndex, lengths: np.ndarray, capacity: int | None, most: int
+    index: PrefixIndex, lengths: np.ndarray, capacity: int, most: int
 ) -> PrefixGroups:
     """Return the groups of a data set; the same for every seed and epoch.
 
@@ -134,17 +93,14 @@ def group_documents(
         most: documents that a group may have.
     """
     number, of_order = len(lengths), lengths[index.order].astype(np.int64)
-    if not number:
-        return PrefixGroups(index, lengths, index.order, np.zeros(1, np.int64))
-    limit = capacity or int(of_order.sum())
-    order, sets = _clusters(index.common.astype(np.int64), of_order, limit, most)
+    order, sets = _clusters(index.common.astype(np.int64), of_order, capacity, most)
     documents = index.order[order]
     # Clusters fill groups in this order, until the next one does not fit or is of another family.
     firsts = np.flatnonzero(np.diff(sets[:, 1], prepend=-1))
     depths = np.zeros(number, np.int64)
     depths[1:] = index.depths(lengths, documents[:-1], documents[1:])
     stops = np.searchsorted(sets[:, 0], sets[firsts, 0], side="right")
-    for given, room in ((depths, limit), (0 * depths, _MOST_KEYS * limit)):
+    for given, room in ((depths, capacity), (0 * depths, _MOST_KEYS * capacity)):
         before = np.concatenate([[0], np.cumsum(lengths[documents] - given)])
         reached = before[firsts] - given[firsts] + room
         stops = np.minimum(stops, np.searchsorted(before, reached, side="right") - 1)

@@ -26,7 +26,6 @@ from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 MIN_SHARED = 16
 
 _AT_ONCE = 32_768  # documents that are compared at once
-_FEW = 8  # a smaller part of the column is copied, and sorted by itself
 _NARROW, _WIDE = 16, 128  # tokens compared at once, first and at most
 
 
@@ -100,14 +99,16 @@ class PrefixIndex:
         return np.diff(np.append(0, np.cumsum(own))[offsets])
 
 
-def shared_depths(common: np.ndarray, lengths_before: np.ndarray) -> np.ndarray:
-    """Return the tokens that documents take in a row from those before them, as `prefix_tree` does.
+def shared_depths(
+    common: np.ndarray, lengths_before: np.ndarray, least: int = MIN_SHARED
+) -> np.ndarray:
+    """Return the tokens, at least `least`, that documents take in a row from those before them.
 
     `common` are those with which both begin, ``(N,)``.
     """
     # A branch repeats the last common token, unless the document before ends with it.
     depths = np.where(common == lengths_before, common, common - 1)
-    return np.where(depths >= MIN_SHARED, depths, 0)
+    return np.where(depths >= least, depths, 0)
 
 
 def range_minima(values: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -142,9 +143,6 @@ def _is_any_own(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) ->
     return bool((~np.isin(own, offsets)).any())  # the first token is never a target
 
 
-# --- the order ------------------------------------------------------------------------------------
-
-
 def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `order` and `common` of an index; equal documents are in any order.
 
@@ -159,12 +157,9 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
         ([1, 0, 2], [0, 2, 0])
     """
     strings = pa.chunked_array([_strings(*chunk) for chunk in chunks], pa.large_binary())
-    if len(stored) < len(strings) // _FEW:
-        order = pc.sort_indices(strings.take(stored)).to_numpy().astype(np.int64)
-    else:
-        rank = np.empty(len(strings), np.int64)
-        rank[pc.sort_indices(strings).to_numpy()] = np.arange(len(strings))
-        order = np.argsort(rank[stored], kind="stable")
+    rank = np.empty(len(strings), np.int64)
+    rank[pc.sort_indices(strings).to_numpy()] = np.arange(len(strings))
+    order = np.argsort(rank[stored], kind="stable")
     rows, common = stored[order], np.zeros(len(stored), np.int32)
     lengths = np.concatenate([*(np.diff(offsets) for _, offsets in chunks), np.zeros(0, int)])[rows]
     first_row = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
@@ -200,14 +195,12 @@ def _block(
     for (values, offsets), first, start, stop in zip(
         chunks, first_row.tolist(), cuts, cuts[1:], strict=False
     ):
-        if start == stop:
-            continue
         at = by_chunk[start:stop]
         starts = offsets[rows[at] - first].astype(np.int64) + depth
         fits = starts + width <= len(values)
         if fits.any():
             block[at[fits]] = sliding_window_view(values, width)[starts[fits]]
-        if len(values):
+        if len(values) and not fits.all():
             behind = starts[~fits, None] + np.arange(width)
             block[at[~fits]] = values.take(behind, mode="clip")
     return block

@@ -30,36 +30,23 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.packing.bins import ranges
-from trl_packing.packing.prefix_index import MIN_SHARED
+from trl_packing.packing.prefix_index import MIN_SHARED, shared_depths
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
-    """The row of N documents with shared prefixes: T tokens of documents, T' in the row.
+    """The row of N documents with shared prefixes: T tokens of documents, T' in the row."""
 
-    Attributes:
-        order: document of each run of the row, ``(N,)``: the documents in sorted order.
-        starts: rows at which the runs start, ``(N + 1,)``; a document may have an empty run.
-        depths: tokens that each run shares with those before it, ``(N,)``.
-        offsets: tokens before each document, ``(N + 1,)``.
-        tokens: the token of the documents that stands in each row, ``(T',)`` int64.
-        targets: the row of each token of the documents as a target, ``(T,)`` int64.
-        cu_seqlens: boundaries of the segments, ``(S + 1,)`` int32.
-        cu_seqlens_k: boundaries of the keys of each segment, ``(S + 1,)`` int32.
-        key_index: rows of all keys, segment by segment, ``(K,)`` int64.
-        position_ids: ``(T',)`` int64.
-    """
-
-    order: np.ndarray
-    starts: np.ndarray
-    depths: np.ndarray
-    offsets: np.ndarray
-    tokens: np.ndarray
-    targets: np.ndarray
-    cu_seqlens: np.ndarray
-    cu_seqlens_k: np.ndarray
-    key_index: np.ndarray
-    position_ids: np.ndarray
+    order: np.ndarray  # document of each run of the row, (N,): the documents in sorted order
+    starts: np.ndarray  # rows at which the runs start, (N + 1,); a document may have an empty run
+    depths: np.ndarray  # tokens that each run shares with those before it, (N,)
+    offsets: np.ndarray  # tokens before each document, (N + 1,)
+    tokens: np.ndarray  # the token of the documents that stands in each row, (T',) int64
+    targets: np.ndarray  # the row of each token of the documents as a target, (T,) int64
+    cu_seqlens: np.ndarray  # boundaries of the segments, (S + 1,) int32
+    cu_seqlens_k: np.ndarray  # boundaries of the keys of each segment, (S + 1,) int32
+    key_index: np.ndarray  # rows of all keys, segment by segment, (K,) int64
+    position_ids: np.ndarray  # (T',) int64
 
     def place(self, values: np.ndarray) -> np.ndarray:
         """Return values ``(T,)`` of the documents' tokens as a row ``(T',)``."""
@@ -87,9 +74,14 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
         >>> tree.position_ids.tolist()
         [0, 1, 2, 3, 2, 3]
     """
-    order, depths = _sort(documents, min_shared)
-    sizes = np.fromiter(map(len, documents), np.int64, len(documents))
-    offsets, lengths = np.append(0, np.cumsum(sizes)), sizes[order]
+    keys = [document.astype(">i8").tobytes() for document in documents]
+    order = np.array(sorted(range(len(documents)), key=keys.__getitem__), np.int64)
+    offsets = np.cumsum([0, *map(len, documents)])
+    lengths, common = np.diff(offsets)[order], [0]
+    for before, document in pairwise(documents[i] for i in order):
+        length = min(len(before), len(document))
+        common.append(int(np.append(before[:length] != document[:length], True).argmax()))
+    depths = shared_depths(np.array(common), np.append(0, lengths[:-1]), min_shared)
     starts = np.append(0, np.cumsum(lengths - depths))
     # The rows of each document, run by run, and those of its tokens as targets.
     path = np.zeros(lengths.max(initial=0), np.int64)
@@ -123,26 +115,6 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
         key_index=np.concatenate([*keys, path[:0]]),
         position_ids=ranges(depths, lengths - depths),
     )
-
-
-def _sort(documents: Sequence[np.ndarray], min_shared: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of documents, and how many tokens each takes from the path before it."""
-    keys = [document.astype(">i8").tobytes() for document in documents]
-    order = sorted(range(len(documents)), key=keys.__getitem__)
-    depths = np.zeros(len(documents), np.int64)
-    first = 8 * min_shared  # bytes
-    for i, (before, document) in enumerate(pairwise(order), 1):
-        if keys[document][:first] == keys[before][:first]:
-            length = min(len(documents[before]), len(documents[document]))
-            differs = documents[before][:length] != documents[document][:length]
-            common = int(np.append(differs, True).argmax())
-            # A document that ends has no next token to disagree about.
-            depth = common if common == len(documents[before]) else common - 1
-            depths[i] = depth if depth >= min_shared else 0
-    return np.array(order, np.int64), depths
-
-
-# --- rows -------------------------------------------------------------------------------------
 
 
 def share_prefixes(

@@ -36,9 +36,7 @@ from trl_packing.packing.bins import (
 from trl_packing.packing.draw import MixtureDraw, document_order
 from trl_packing.packing.epoch import (
     EpochPlan,
-    Steps,
     equal_cost,
-    groups_of_equal_cost,
     in_stages,
     padded_batches,
     split_bins,
@@ -68,9 +66,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
     """Yield the document indices of each micro-batch of one rank.
 
     `Trainer` recognizes rank-aware batch samplers by transformers' class, skips accelerate's
-    sharding and calls `set_epoch`. If micro-batches do not divide evenly by ranks, bins of the last
-    step are split until they do, or micro-batches are empty, of which `PackedCollator` makes a
-    masked token. No document is dropped or repeated, and no bin exceeds its capacity.
+    sharding and calls `set_epoch`. No document is dropped or repeated, and no bin exceeds its
+    capacity: bins of the last step are split until every rank has as many micro-batches, or some
+    are empty, of which `PackedCollator` makes a masked token.
 
     Args:
         lengths: tokens of every document, (documents,) integers.
@@ -80,7 +78,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             optimizer step: those of a padded run with steps of that size (draw.py). The last step
             of an epoch may be smaller.
         divide_by_cost: with documents_per_step, divide a step into micro-batches of equal cost.
-            False keeps the micro-batches of the padded run, except where groups are drawn.
+            False keeps the micro-batches of the padded run.
         rows: Every document is a bin of its own and stays as it is (rows that were packed before).
         num_ranks: data-parallel ranks.
         rank: the rank that this sampler is for.
@@ -95,20 +93,16 @@ class PackedBatchSampler(BatchRebalanceSampler):
             ranks wait; 1 keeps steps random (benchmarks/results/balance.md).
         drop_last: with documents_per_step, leave out the documents that do not fill a padded run's
             last micro-batch (others every epoch), as `dataloader_drop_last` does.
-        allow_idle_ranks: there may be fewer documents than ranks (evaluation).
         groups: Documents with common prefixes that share a bin, whose tokens are then those that
-            its row computes. With documents_per_step they come in one step, which therefore holds
-            other documents than that of a padded run.
+            its row computes.
         draw: the documents that each epoch of a mixture draws; None draws every document once.
-        epochs: With `draw`, epochs that get equally many bins, as many as the fullest of them
-            needs. Bins of the others are split until there are as many.
+        epochs: With `draw`, epochs that get as many bins as the fullest of them needs.
         stages: of each document, (documents,) integers: those of a stage come after those of the
             stages before it, and share bins only with each other (draw.py).
         loads: images of the documents: bins may be limited by their patches, too.
 
     Raises:
-        ValueError: an argument is out of range, or there are fewer documents than ranks without
-            `allow_idle_ranks`.
+        ValueError: an argument is out of range.
     """
 
     lengths: Any
@@ -128,7 +122,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
     attention_cost: float = 0.0
     balance_window: int = 64
     drop_last: bool = False
-    allow_idle_ranks: bool = False
     groups: PrefixGroups | None = None
     draw: MixtureDraw | None = None
     epochs: int = 1
@@ -138,7 +131,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def __post_init__(self) -> None:
         self.lengths = np.asarray(self.lengths)
         self.sampling = self.sampling if self.shuffle else "sequential"
-        self.epoch = 0
+        self.epoch, self.slots = 0, self.num_ranks * self.accumulation  # micro-batches of a step
         self.num_drawn = len(self.lengths) if self.draw is None else len(self.draw)
         multiple = 1  # an epoch leaves out the documents beyond a multiple of it
         if self.drop_last and self.documents_per_step:  # those that a padded loader drops together
@@ -147,10 +140,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.num_used = self.num_drawn // multiple * multiple
         if not 0 <= self.rank < self.num_ranks:
             raise ValueError(f"rank={self.rank} is not one of {self.num_ranks} ranks")
-        if self.num_drawn < self.num_ranks and not self.allow_idle_ranks:
-            raise ValueError(
-                f"{self.num_drawn} documents cannot keep {self.num_ranks} ranks busy; use fewer"
-            )
         if not self.num_used:
             raise ValueError(
                 f"dataloader_drop_last=True drops all {self.num_drawn} documents, which do not "
@@ -160,10 +149,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
         if self.documents_per_step is None:
             self.num_bins = self._most_bins()
-
-    @property
-    def _slots(self) -> int:
-        return self.num_ranks * self.accumulation
 
     @property
     def tokens_per_batch(self) -> int | None:
@@ -178,21 +163,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def __len__(self) -> int:
         """Return this rank's micro-batches per epoch, the same every epoch and on every rank."""
-        if self.documents_per_step is None:
-            return -(-(self.num_bins or 0) // (self.bins_per_batch * self.num_ranks))
-        full, left = divmod(self.num_used, self.documents_per_step)
-        return full * self.accumulation + self._per_rank(left)
+        return len(self.drawn()) // self.num_ranks
 
     def __iter__(self) -> Iterator[list[int]]:
         drawn = self.drawn()
-        if len(drawn) != len(self) * self.num_ranks:
-            raise RuntimeError(
-                f"epoch {self.epoch} has more documents than the epochs={self.epochs} of the plan"
-            )
-        for at in range(self.rank, len(drawn), self.num_ranks):
-            yield drawn[at].tolist()
-
-    # --- the epoch ----------------------------------------------------------------------------
+        return (drawn[at].tolist() for at in range(self.rank, len(drawn), self.num_ranks))
 
     def drawn(self) -> EpochPlan:
         """Return this epoch, which is kept until the next one is drawn."""
@@ -202,7 +177,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         by_bins = self.documents_per_step is None
         places, ends = self._steps_of_bins() if by_bins else self._steps_of_documents()
         documents = places if self.draw is None else self._documents(self.epoch)[places]
-        return EpochPlan(places, documents, ends, self._slots)
+        return EpochPlan(places, documents, ends, self.slots)
 
     def micro_batches(self) -> list[np.ndarray]:
         """Return the document indices of all ranks' micro-batches of this epoch, in order."""
@@ -223,22 +198,13 @@ class PackedBatchSampler(BatchRebalanceSampler):
             return bins
         return replace(bins, indices=self._documents(self.epoch)[bins.indices])
 
-    def tokens_of(self, batches: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
-        """Return the tokens of micro-batches ``(M,)``: those that rows of `groups` compute."""
-        documents = np.concatenate([np.asarray(batch, np.int64) for batch in batches])
-        offsets = np.cumsum([0, *map(len, batches)])
-        if self.groups is not None:
-            return self.groups.index.computed_tokens(self.lengths, documents, offsets)
-        return np.diff(np.append(0, np.cumsum(self.lengths[documents], dtype=np.int64))[offsets])
-
-    def places_in_first_steps(self, number: int) -> np.ndarray:
-        """Return the places of this epoch's first `number` optimizer steps, in any order."""
+    def tokens(self) -> np.ndarray:
+        """Return the tokens of this epoch's micro-batches: those that rows of `groups` compute."""
         drawn = self.drawn()
-        return drawn.places[: drawn.step_ends[:number].max(initial=0)]
-
-    def most_documents(self) -> int:
-        """Return the largest number of documents in a micro-batch of this epoch."""
-        return int(np.diff(self.drawn().ends, prepend=0).max(initial=0))
+        if self.groups is None:
+            return drawn.sums(self.lengths)
+        offsets = np.append(0, drawn.ends)
+        return self.groups.index.computed_tokens(self.lengths, drawn.documents, offsets)
 
     def groups_per_step(self) -> float | None:
         """Return the mean number of `groups` with a document in a step; None without groups."""
@@ -262,8 +228,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self._kept.get(name, (None, None))[0] != epoch:
             self._kept[name] = epoch, make()
         return self._kept[name][1]
-
-    # --- bins ---------------------------------------------------------------------------------
 
     def _most_bins(self) -> int:
         """Return the bins of each epoch: those of the fullest one, if they draw other documents."""
@@ -303,8 +267,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         # Without a mixture, places are documents: no array of a million numbers is copied.
         documents = slice(None) if self.draw is None else self._documents(epoch)
         bins = self._pack(documents, seed)
-        if len(bins) < (self.num_bins or 0):  # of an emptier epoch of a mixture
-            parts = split_bins(bins, self.num_bins or 0)
+        most = len(bins) if self.num_bins is None else self.num_bins
+        if len(bins) > most:
+            raise RuntimeError(f"epoch {epoch} has more bins than the epochs={self.epochs} planned")
+        if len(bins) < most:  # an emptier epoch of a mixture
+            parts = split_bins(bins, most)
             found = np.concatenate(parts), np.array([*map(len, parts)])
             return plan_of(*found, self.lengths[documents], bins.capacity)
         return bins
@@ -321,10 +288,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         bins = pack(np.maximum(lengths, share), capacity, self.strategy, seed)
         return plan_of(bins.indices, np.diff(bins.offsets), lengths, capacity)
 
-    # --- steps --------------------------------------------------------------------------------
-
-    def _steps_of_bins(self) -> Steps:
-        """Return the places of this epoch, by bins, and the ends of micro-batches."""
+    def _steps_of_bins(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of this epoch, bin by bin, and the ends of micro-batches."""
         bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
         squares = lengths.astype(np.int64) ** 2 if self.groups is None else self.groups.squares
         squares = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
@@ -348,7 +313,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         `costs` are integers, (bins,).
         """
         rng = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None
-        slots, documents = self._slots, np.diff(bins.offsets)
+        slots, documents = self.slots, np.diff(bins.offsets)
         size = slots * self.bins_per_batch
         order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
         num_full = len(order) - len(order) % size
@@ -386,48 +351,26 @@ class PackedBatchSampler(BatchRebalanceSampler):
         )
         return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
 
-    def _steps_of_documents(self) -> Steps:
+    def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
-        lengths, groups = self.at_places(self.lengths), self.groups
-        per_step, epoch = self.documents_per_step or 1, self.epoch
-        if self.draw is None or self.sampling == "group_by_length":
-            per_rank = max(per_step // self.num_ranks, 1)
-            order = document_order(self.sampling, lengths, self.seed, epoch, per_rank)
-        else:
-            order = self.draw.fair_order(self._documents(epoch), lengths, epoch, per_step)
+        lengths, per_step = self.at_places(self.lengths), self.documents_per_step or 1
+        per_rank = max(per_step // self.num_ranks, 1)
+        order = document_order(self.sampling, lengths, self.seed, self.epoch, per_rank)
         order = order[: self.num_used]
         if self.stages is not None:
             order = in_stages(order, self.stages)
-        if groups is not None:
-            order = groups.in_steps(order, per_step)
-        elif not self.divide_by_cost:
-            per_batch = max(per_step // self._slots, 1)
+        if not self.divide_by_cost:
+            per_batch = max(per_step // self.slots, 1)
             return order, padded_batches(len(order), per_batch, self.num_ranks)
-        costs, num_full = self._cost(lengths), len(order) // per_step * per_step
-        parts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        costs = lengths + self.attention_cost * lengths.astype(float) ** 2
+        num_full, parts, sizes = len(order) // per_step * per_step, [], []
         for steps in (order[:num_full].reshape(-1, per_step), order[num_full:][None]):
-            if not steps.size:
-                continue
-            number = self.num_ranks * self._per_rank(steps.shape[1])
-            if groups is None:
-                at, found = equal_cost(costs[steps], number)
+            if steps.size:
+                of_rank = -(-steps.shape[1] * self.accumulation // per_step)
+                at, found = equal_cost(costs[steps], self.num_ranks * of_rank)
                 parts.append(np.take_along_axis(steps, at, 1).ravel())
                 sizes.append(found.ravel())
-                continue
-            for step in steps:
-                is_behind = np.diff(groups.numbers[step], prepend=-1) == 0
-                saved = np.where(is_behind, self._cost(groups.depths[step]), 0)
-                at, found = groups_of_equal_cost(costs[step], saved, number)
-                parts.append(step[at])
-                sizes.append(found)
         return np.concatenate(parts), np.cumsum(np.concatenate(sizes))
-
-    def _per_rank(self, num_documents: int) -> int:
-        """Return how many micro-batches each rank runs for a step of documents."""
-        return -(-num_documents * self.accumulation // (self.documents_per_step or 1))
-
-    def _cost(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens + self.attention_cost * tokens.astype(float) ** 2
 
 
 def attention_cost(hidden_size: int | None) -> float:

@@ -8,9 +8,8 @@
     row 1  input_ids        5   6   7                       nothing is padded
            attention_mask   2   2   2                       one document: not 1, as in any mask
 
-A micro-batch is one flat row: a data loader that requests several rows gets them joined, with
-numbers that continue. Only a model prepared with `enable_packing` understands them, so rows are
-refused until one exists.
+A data loader gets the rows of a micro-batch joined, with numbers that continue. Only a model
+prepared with `enable_packing` understands them, so rows are refused until one exists.
 """
 
 import logging
@@ -98,8 +97,6 @@ class PackedDataset(torch.utils.data.Dataset):
                     f"the data set has {column}, which a plain loss or these rows ignore; use "
                     f"PackedSFTTrainer, or drop the column: dataset.remove_columns({column!r})"
                 )
-        if rows_multiple_of < 1:
-            raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
         if not is_stored or _has_padding(dataset):
             dataset = Dataset.from_list([_without_padding(row) for row in dataset])
         columns = [c for c in _COLUMNS if c in dataset.column_names]
@@ -126,7 +123,7 @@ class PackedDataset(torch.utils.data.Dataset):
         seed = None if self.shuffle_seed is None else (self.shuffle_seed, epoch)
         self.plan: PackingPlan = pack(self.lengths, self.pack_len, self.strategy, seed)
         num_rows = -(-len(self.plan) // self.rows_multiple_of) * self.rows_multiple_of
-        rows = split_bins(self.plan, num_rows, repeatedly=False)
+        rows = split_bins(self.plan, num_rows)
         self._rows = rows + [np.array([-1])] * (num_rows - len(rows))  # -1: no document
 
     def __len__(self) -> int:
@@ -246,13 +243,11 @@ def make_supervised_dset(
     for given in (query_field, resp_field):
         names = [given] * len(paths) if isinstance(given, str) else list(given)
         if len(names) != len(paths):
-            raise ValueError(
-                f"{len(names)} fields {names} were given for {len(paths)} data paths; give one name"
-            )
+            raise ValueError(f"{len(names)} fields {names} for {len(paths)} paths; give one name")
         fields.append(names)
     packs = pack_len is not None and pack_len > 0
-    limits = [n for n in (pack_len if packs else None, tokenizer.model_max_length) if n]
-    capacity = min((n for n in limits if n < _NO_LIMIT), default=None)
+    limits = (pack_len if packs else None, tokenizer.model_max_length)
+    capacity = min((n for n in limits if n and n < _NO_LIMIT), default=None)
     parts = []
     for path, query, response in zip(paths, *fields, strict=True):
         name = Path(path).name
@@ -277,8 +272,6 @@ def make_supervised_dset(
         return PackedDataset(
             documents, tokenizer, pack_len, shuffle_seed, rows_multiple_of=rows_multiple_of
         )
-    return documents.map(_with_mask, batched=True, desc="Adding attention_mask")
-
-
-def _with_mask(batch: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    return {"attention_mask": [[1] * len(ids) for ids in batch["input_ids"]]}
+    return documents.map(
+        lambda rows: {"attention_mask": [[1] * len(ids) for ids in rows["input_ids"]]}, batched=True
+    )

@@ -177,20 +177,12 @@ def _divides_by_count(base: Any) -> bool:
 
 @dataclass(eq=False)
 class EnabledPacking:
-    """What `enable_packing` keeps on a model: copies of the model share it, and pickles lose it.
-
-    Attributes:
-        guard: checks isolation.
-        documents: token ids ``(T,)`` of the documents to check.
-        reach: tokens of the longest document that the check covers.
-        divides_by_count: whether the native loss is divided by `num_items_in_batch`.
-        is_checking: whether calls are those of the check.
-    """
+    """What `enable_packing` keeps on a model: copies of the model share it, and pickles lose it."""
 
     guard: IsolationGuard
-    documents: list[np.ndarray]
-    reach: int
-    divides_by_count: bool
+    documents: list[np.ndarray]  # token ids ``(T,)`` of those to check
+    reach: int  # tokens of the longest document that the check covers
+    divides_by_count: bool  # the native loss is divided by `num_items_in_batch`
     is_checking: bool = False
 
     def __deepcopy__(self, memo: Any) -> "EnabledPacking":
@@ -238,8 +230,8 @@ class EnabledPacking:
             guard.trust(documents, **mode)
             return
         if crosses:
-            by_length = sorted([*documents, *_documents_of_batch(model, batch)], key=len)
-            documents = [by_length[0], by_length[-1]]
+            draw = random_tokens(model, np.random.default_rng(0))
+            documents = [*documents[:1], draw(longest)]
         guard.model = model  # it may be a copy
         with temporarily(self, is_checking=True):
             guard.ensure(documents, **mode)
@@ -303,15 +295,6 @@ def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | 
     least = 1 if model.training and not has_cache else 2
     starts = position_ids == 0
     return starts[0].cumsum(0) if len(starts) == 1 and int(starts.sum()) >= least else None
-
-
-def _documents_of_batch(model: Any, batch: dict[str, Any]) -> list[np.ndarray]:
-    """Return the token ids ``(T,)`` of each document; random ones if the row came embedded."""
-    boundaries = batch["cu_seq_lens_q"].cpu().numpy()
-    if batch.get("input_ids") is None:
-        draw = random_tokens(model, np.random.default_rng(0))
-        return [draw(int(length)) for length in np.diff(boundaries)]
-    return np.split(batch["input_ids"][0].cpu().numpy(), boundaries[1:-1])
 
 
 def _precision(model: nn.Module) -> Precision:

@@ -108,8 +108,8 @@ class RunCollators:
         if isinstance(dataset, Dataset) and not is_packed(dataset):
             documents = documents_of(dataset, self.trainer.compute_loss_func)
             sampler = self.sampling.for_training(documents)
-            longest = int(sampler.lengths.max())
-            of_epoch = {"most_documents": sampler.most_documents(), "longest": longest}
+            most = max(map(len, sampler.micro_batches()))
+            of_epoch = {"most_documents": most, "longest": int(sampler.lengths.max())}
         self.packed = self._with_shapes(self.sampling.batch_size, **of_epoch)
         self.trainer.data_collator = self.packed
         self.drop_shapes_of_padded_rows()

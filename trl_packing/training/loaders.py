@@ -315,7 +315,7 @@ class PackedLoaders:
         args, sampling, (ranks, rank) = self.trainer.args, self.sampling, self.sampling.ranks
         packing = sampling.packing if training else sampling.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
-        groups = sampling.draws_groups(training)
+        groups = packing and sampling.draws_groups(training)
         sources = (stream_sources(dataset, self.options) or None) if training else None
         columns = training_columns(dataset, *([] if sources is None else [SOURCE]))
         return StreamBatches(

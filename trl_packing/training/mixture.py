@@ -22,7 +22,7 @@ from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SOURCE
 from trl_packing.loss.sums import Sources
-from trl_packing.packing.draw import MixtureDraw, drawn_by_epochs, drawn_by_weight, packing_seed
+from trl_packing.packing.draw import MixtureDraw, packing_seed
 from trl_packing.training.columns import training_columns
 from trl_packing.training.metrics import training_sources
 
@@ -93,7 +93,10 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
 def _documents_an_epoch(
     sources: Sources, documents: ArrowDocuments, options: PackingOptions
 ) -> np.ndarray:
-    """Return the documents that an epoch draws of each source, ``(sources,)`` int64."""
+    """Return the documents that an epoch draws of each source, ``(sources,)`` int64.
+
+    Weights divide the units (documents, or tokens) that all sources with a weight have together.
+    """
     names, sizes, unit = sources.names, sources.num_documents, options.mixture_unit
     given: Any = options.mixture or {}
     shares: dict[str, Any] = {str(name): share for name, share in given.items()}
@@ -102,23 +105,20 @@ def _documents_an_epoch(
             f"mixture names {unknown[0]!r}, but the sources with a document to train are "
             f"{', '.join(names)}; name one of them"
         )
-    epochs = [shares.get(name, {}).get("epochs", 1.0) for name in names]
-    counts, units = drawn_by_epochs(np.array(epochs), sizes), sizes
+    epochs = np.array([shares.get(name, {}).get("epochs", 1.0) for name in names], float)
+    weights = np.array([shares.get(name, {}).get("weight", np.nan) for name in names], float)
+    is_weighed, units = ~np.isnan(weights), sizes
     if unit != "documents":
         values = documents.lengths() if unit == "tokens" else documents.num_trained()
         units = np.bincount(sources.ids, values, minlength=len(names))
-    weights = np.array([shares.get(name, {}).get("weight", 0.0) for name in names])
-    is_drawn = np.array(["weight" in shares.get(name, {}) for name in names])
-    counts[is_drawn] = 0
-    if weights.any():
-        counts[is_drawn] = drawn_by_weight(weights[is_drawn], sizes[is_drawn], units[is_drawn])
-    if not counts.sum() or not units[is_drawn].all():
+    weights, held = weights[is_weighed], units[is_weighed]
+    epochs[is_weighed] = weights / (weights.sum() or 1.0) * held.sum() / np.maximum(held, 1)
+    drawn = np.rint(np.minimum(epochs * sizes, 2.0**60)).astype(np.int64)
+    counts = np.maximum(drawn, (epochs > 0) & (sizes > 0))
+    if not counts.sum() or not held.all():
         no_unit = f"no {unit.replace('_', ' ')}"
         raise ValueError(f"mixture draws no document: all have a share of 0, or one has {no_unit}")
     return counts
-
-
-# --- streams --------------------------------------------------------------------------------------
 
 
 def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:

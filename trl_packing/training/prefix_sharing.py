@@ -33,12 +33,9 @@ _WORTH_SHARING, _WORTH_A_LINE = 0.005, 0.05
 
 
 class PrefixSharing:
-    """Turns the sharing of prefixes on where it is exact.
+    """Turns the sharing of prefixes in rows of `collators` on where it is exact.
 
-    Args:
-        trainer: its model and loss are read.
-        collators: their packed rows share.
-        loss_is_ours: whether no method of a user computes the loss; asked before each run.
+    `loss_is_ours` says before each run whether no method of a user computes the loss.
     """
 
     def __init__(
@@ -67,11 +64,8 @@ class PrefixSharing:
     ) -> None:
         """Turn sharing on or off, before batches are made in this mode.
 
-        Args:
-            model: wrapped as it will run; it is checked once in a mode.
-            documents: token ids ``(T,)`` of documents of the run.
-            training: the mode of the model.
-            pays: whether the documents have prefixes to share, as far as is known.
+        `model`, wrapped as it will run, is checked once in a mode on `documents`, the token ids of
+        each. `pays`: they have prefixes to share, as far as is known.
         """
         # Bins of groups hold the tokens of shared rows.
         shares = self.mode == "group" or (self.mode == "bin" and pays)
@@ -123,28 +117,16 @@ class PrefixSharing:
         return None if result else str(result)
 
 
-# --- savings --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class PrefixSavings:
-    """Tokens of micro-batches: those of their documents, and those computed where these share.
+    """Tokens of micro-batches: those of their documents, and those computed where these share."""
 
-    Attributes:
-        sharing: `prefix_sharing` of the run.
-        tokens: of the documents looked at; 0 if none were.
-        computed: tokens of their rows with shared prefixes, without padding.
-        is_whole: whether all micro-batches of the epoch were looked at.
-        reason: why the run does not share; None if it does, or if it was not asked to.
-        per_step: mean number of different prefixes in an optimizer step, if they were grouped.
-    """
-
-    sharing: str
-    tokens: int = 0
-    computed: int = 0
-    is_whole: bool = False
-    reason: str | None = None
-    per_step: float | None = None
+    sharing: str  # `prefix_sharing` of the run
+    tokens: int = 0  # of the documents looked at; 0 if none were
+    computed: int = 0  # of their rows with shared prefixes, without padding
+    is_whole: bool = False  # all micro-batches of the epoch were looked at
+    reason: str | None = None  # why the run does not share, though it was asked to
+    per_step: float | None = None  # mean number of groups in an optimizer step
 
     @property
     def saved(self) -> float:

@@ -387,8 +387,7 @@ def report_of(
     plan, padded = sampler.plan(), padded_batch_size(batch_size, packing=sampling.packing)
     largest = None
     if not by_bins:
-        batches = sampler.micro_batches()[: _STEPS_LOOKED_AT * sampler.drawn().slots]
-        largest = int(sampler.tokens_of(batches).max())
+        largest = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
     # Below 1 they are shares of the run.
     steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
     given = {name: int(number) for name, number in steps_of.items() if number and number >= 1}

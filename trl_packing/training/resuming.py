@@ -170,7 +170,8 @@ class ResumedEpochs:
     def _trained_in(self, steps: int) -> np.ndarray:
         """Return `trained` of a record after the first steps of the sampler's epoch."""
         trained = np.zeros(self._sampler.num_drawn, bool)
-        trained[self._sampler.places_in_first_steps(steps)] = True
+        drawn = self._sampler.drawn()
+        trained[drawn.places[: drawn.step_ends[:steps].max(initial=0)]] = True
         return np.packbits(trained)
 
     # --- numbers that `Trainer` computes ------------------------------------------------------

@@ -117,14 +117,14 @@ class Sampling:
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
         rows, size = is_packed(documents), self.args.eval_batch_size
+        packs = self.eval_packing and not rows
         return PackedBatchSampler(
             documents.lengths(),
             bins_per_batch=size,
-            documents_per_step=None if self.eval_packing or rows else size * self.ranks[0],
+            documents_per_step=None if packs or rows else size * self.ranks[0],
             divide_by_cost=False,
             shuffle=False,
-            allow_idle_ranks=True,
-            groups=self.groups(documents) if self.draws_groups(False) and not rows else None,
+            groups=self.groups(documents) if packs and self.draws_groups(False) else None,
             loads=self._limited_loads(documents),
             rows=rows,
             **self._of_any_set(),

@@ -122,12 +122,11 @@ class PackedStream(IterableDataset):
         settings, documents, capacity = self.settings, window.documents, self.settings.capacity
         lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
         groups, size = None, settings.bins_per_batch
-        if settings.prefix_group_size is not None:
+        if settings.prefix_group_size is not None and capacity is not None:
             index = PrefixIndex.of_loaded(documents)
             groups = group_documents(index, lengths, capacity, settings.prefix_group_size)
         if capacity is None:
-            order = np.arange(len(documents))
-            bins = [*(order if groups is None else groups.in_steps(order, size))[:, None]]
+            bins = [*np.arange(len(documents))[:, None]]
             cuts = [*range(0, len(bins), size), len(bins)]
         else:
             seed = None

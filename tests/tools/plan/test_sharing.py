@@ -29,7 +29,6 @@ def answers():
 
 STEPS = {
     "bins": [],
-    "documents": ["--documents_per_step", "12"],
     "accumulated": ["--gradient_accumulation_steps", "3", "--per_device_train_batch_size", "2"],
 }
 

@@ -66,7 +66,6 @@ def test_the_page_shows_what_an_epoch_draws_of_each_source():
     shares = shares_of_steps(plan)
     tokens = np.array([source.tokens for source in plan.report.sources])
     assert shares.mean(0) == pytest.approx(tokens / tokens.sum(), abs=0.01)
-    assert shares.std(0).max() < 0.05
     page = plan_page(plan)
     for text in ("<h2>Sources", "large", "small", "2.5×", "375", "documents of 300 drawn"):
         assert text in page

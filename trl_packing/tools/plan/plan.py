@@ -52,16 +52,11 @@ class PlannedEpoch:
         self.documents = np.diff(self.drawn.ends, prepend=0)
         squares = sampler.lengths.astype(np.int64) ** 2
         squares = squares if sampler.groups is None else sampler.groups.squares
-        self.tokens = sampler.tokens_of(self.members)
-        self.costs = self.tokens + sampler.attention_cost * self._sums(squares)
-        self.patches = None if sampler.loads is None else self._sums(sampler.loads.patches)
-        self.ranks, self.slots = sampler.num_ranks, sampler.num_ranks * sampler.accumulation
+        self.tokens, sums = sampler.tokens(), self.drawn.sums
+        self.costs = self.tokens + sampler.attention_cost * sums(squares)
+        self.patches = None if sampler.loads is None else sums(sampler.loads.patches)
+        self.ranks, self.slots = sampler.num_ranks, sampler.slots
         self.steps = -(-len(self.members) // self.slots)
-
-    def _sums(self, values: np.ndarray) -> np.ndarray:
-        """Return the sums of the values of the documents of each micro-batch."""
-        running = np.append(0, np.cumsum(values[self.drawn.documents]))
-        return np.diff(running[self.drawn.ends], prepend=0)
 
     def by_step(self, values: np.ndarray) -> np.ndarray:
         """Return sums of values of micro-batches over each step, ``(steps,)``."""
@@ -295,8 +290,8 @@ def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[
     number = given or sampler.documents_per_step
     fixed = sampling.changed(documents_per_step=number, static_shapes=False)
     is_run = given is not None or not args.packing
-    name = f"documents_per_step={number}"
-    return (*ways, variant_of(fixed, lengths, facts, name, is_run=is_run))
+    name, apart = f"documents_per_step={number}", facts | {"groups": None}
+    return (*ways, variant_of(fixed, lengths, apart, name, is_run=is_run))
 
 
 def _padded(sampler: PackedBatchSampler, size: int, multiple: int) -> Variant:
@@ -319,9 +314,10 @@ def _on_ranks(
 ) -> Iterator[Variant]:
     """Yield the plan for each number of ranks that has a document for every rank."""
     for ranks in numbers:
-        with suppress(ValueError):  # too few documents, or a fixed number of them for each step
+        with suppress(ValueError):  # documents that do not fill a micro-batch of every rank
             other, is_run = sampling.changed(ranks=ranks), ranks == sampling.ranks[0]
-            yield variant_of(other, lengths, facts, f"{ranks:,}", is_run=is_run)
+            if ranks <= len(lengths):
+                yield variant_of(other, lengths, facts, f"{ranks:,}", is_run=is_run)
 
 
 def _ways_to_share(
@@ -337,7 +333,8 @@ def _ways_to_share(
     if in_one_row[0] > (1 - _LEAST_SHARED) * lengths.sum():
         return ()
     ways: dict[str, Any] = {"off": (None, None), "bin": (None, index)}
-    if find_strategy(sampling.args.packing_strategy).shuffles:
+    is_fixed = sampling.options.documents_per_step or not sampling.args.packing
+    if find_strategy(sampling.args.packing_strategy).shuffles and not is_fixed:
         ways["group"] = (sampling.groups(documents), index)
     variants = []
     for name, (groups, shared) in ways.items():
