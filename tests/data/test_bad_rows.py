@@ -103,13 +103,12 @@ OF_A_KIND = [
 
 
 @pytest.mark.parametrize(("usual", "bad", "sentence"), OF_A_KIND)
-def test_bad_rows_of_a_kind_are_counted_in_one_sentence(tmp_path, usual, bad, sentence):
+def test_the_first_bad_row_of_a_kind_is_named(tmp_path, usual, bad, sentence):
     rows = Dataset.from_list([usual, bad, usual, bad, bad])
-    with pytest.raises(ValueError, match=sentence.format(1) + r".*\(3 such rows\)$"):
+    with pytest.raises(ValueError, match=sentence.format(1)):
         trainer_for(tmp_path, rows)
-    with pytest.raises(ValueError, match=sentence.format(2)) as error:
+    with pytest.raises(ValueError, match=sentence.format(2)):
         trainer_for(tmp_path, rows.select([0, 2, 3]))
-    assert "such rows)" not in str(error.value)
     if None not in bad.values():
         trainer_for(tmp_path, rows.select([0, 2]))
 
@@ -171,9 +170,7 @@ def test_a_bad_row_is_found_in_its_batch(tmp_path):
 
 
 def test_rows_of_other_forms_are_few_words(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"row 1 .* it holds prompt, but the first row text.*2 such"
-    ):
+    with pytest.raises(ValueError, match=r"row 1 .* it holds prompt, but the first row text"):
         trainer_for(tmp_path, [{"text": "a", **dict.fromkeys(PAIR)}, *[{"text": None, **PAIR}] * 2])
 
 
@@ -185,7 +182,7 @@ def test_half_a_character_and_a_template_that_asks_for_too_much_name_their_row(t
         trainer_for(tmp_path, stream_of(texts)).train()
     tokenizer = tiny_tokenizer(chat=True)
     tokenizer.chat_template = "{% for i in range(1000000) %}a{% endfor %}"
-    with pytest.raises(ValueError, match=r"row 0 .*cannot render it: Range too big.*30 such rows"):
+    with pytest.raises(ValueError, match=r"row 0 .*cannot render it: Range too big"):
         trainer_for(tmp_path, [chat(said("Yes?"))] * 30, tokenizer=tokenizer)
 
 
@@ -253,7 +250,7 @@ def test_flags_that_are_null_are_as_if_they_were_not_there(tmp_path):
     ("flags", "settings", "name"),
     [
         ({"weight": 0.5}, {}, "'weight' of messages"),
-        ({}, {"train_on": "assistant"}, "train_on='as"),
+        ({}, {"train_on": "assistant"}, "train_on"),
     ],
 )
 def test_what_trl_would_ignore_is_refused(tmp_path, flags, settings, name):
@@ -261,7 +258,7 @@ def test_what_trl_would_ignore_is_refused(tmp_path, flags, settings, name):
     own.__class__ = type(
         "Own", (type(own),), {"__call__": lambda self, *a, **k: {"input_ids": [5]}}
     )
-    with pytest.raises(ValueError, match=rf"{name}.* cannot be used .*Own renders"):
+    with pytest.raises(ValueError, match=rf"{name}.* cannot be used .*because Own renders"):
         trainer_for(tmp_path, [chat(said("a", **flags))], tokenizer=own, **settings)
 
 

@@ -194,7 +194,7 @@ def test_wrapped_is_cut_in_batches_as_in_one_table(num_proc):
 
 def test_an_overlap_is_an_eighth_of_a_piece():
     assert Overflow("overlap", 1024).overlap == 128
-    assert (Overflow("overlap", 4).overlap, Overflow("split", 1024).overlap) == (1, None)
+    assert (Overflow("overlap", 4).overlap, Overflow("split", 1024).overlap) == (1, 0)
     documents, counts = fit([document(0, 100)], "overlap", 40)
     # 40, then 35 new tokens, then 25
     assert [len(ids.split()) for ids, _ in documents] == [40, 40, 30]

@@ -114,11 +114,11 @@ def test_shuffling_the_data_set_gives_the_order_of_trl(tmp_path):
     assert sorted(order) != order
 
 
-def test_a_column_of_packed_rows_is_refused_where_it_would_stay(tmp_path):
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_column_of_packed_rows_goes_where_rows_are_texts(tmp_path, packing):
     rows = Dataset.from_list([{"text": "Because.", "seq_lengths": [1]}] * 8)
-    assert "seq_lengths" not in trainer_for(tmp_path, rows).train_dataset.column_names
-    with pytest.raises(ValueError, match=r"'seq_lengths' .* drop the column: .*remove_columns"):
-        trainer_for(tmp_path, rows, packing=False)
+    trainer = trainer_for(tmp_path, rows, packing=packing)
+    assert "seq_lengths" not in trainer.train_dataset.column_names
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -24,7 +24,7 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl.data_utils import common_prefix_length
 
-from trl_packing.data.tokenize import Rendered, tokenize
+from trl_packing.data.tokenize import Rendered, flat_tokens, tokenize
 
 SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]
 SENTENCES = [
@@ -146,7 +146,7 @@ def first_trained(tokenizer, prompt: str, completion: str, special: bool = True)
         tokenizer, [Rendered(prompt + completion, prompt=prompt, adds_special_tokens=special)]
     )
     assert document.input_ids == ids_of(tokenizer, prompt + completion, special)
-    trained = np.flatnonzero(document.weights)
+    trained = np.flatnonzero(flat_tokens([document])[2])
     return int(trained[0]) if len(trained) else len(document.input_ids)
 
 
@@ -186,7 +186,7 @@ def characters_of_tokens(tokenizer, text: str) -> list[tuple[int, int]]:
 
 def weights_of(tokenizer, text: str, spans, only_whole: bool = False) -> list[float]:
     [document] = tokenize(tokenizer, [Rendered(text, spans, only_whole=only_whole)])
-    return document.weights.tolist()
+    return flat_tokens([document])[2].tolist()
 
 
 @every_kind

@@ -9,6 +9,7 @@ Both are learned from short conversations, for `turns.py`.
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -50,9 +51,7 @@ class Conversation:
         if self.tools is not None or self.kwargs or not self.messages:
             return False
         return all(
-            type(message) is dict
-            and len(message) == 2
-            and type(message.get("role")) is type(message.get("content")) is str
+            len(message) == 2 and type(message.get("role")) is type(message.get("content")) is str
             for message in self.messages
         )
 
@@ -77,31 +76,22 @@ class ChatTemplate:
 
         ``{{ 'x' * 10**10 }}`` would be computed when the template is compiled, for hours.
         """
-        marks = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-        reader = Environment(extensions=["jinja2.ext.loopcontrols"])
-        try:
-            tree = reader.parse(marks.sub("", self.source if self.exists else ""))
-        except TemplateError:  # rendering will raise it
-            return
-        for node in tree.find_all((nodes.Const, nodes.Pow)):
-            number = getattr(node, "value", math.inf)  # a power has none
-            if isinstance(number, int | float) and number > _MOST:
-                raise ValueError(f"the chat template has a power, or a number above {_MOST:,}")
+        source = self.source if self.exists else ""
+        source = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", source)
+        with suppress(TemplateError):  # rendering will raise it
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+            for node in tree.find_all((nodes.Const, nodes.Pow)):
+                number = getattr(node, "value", math.inf)  # a power has none
+                if isinstance(number, int | float) and number > _MOST:
+                    raise ValueError(f"the chat template has a power, or a number above {_MOST:,}")
 
     @property
     def exists(self) -> bool:
         """Whether there is a template."""
         return bool(self.override or self.tokenizer.chat_template)
 
-    @cached_property
-    def marks_generations(self) -> bool:
-        """Whether the template marks the assistant's characters with ``{% generation %}``."""
-        return has_generation_markers(self.source)
-
-    # --- rendering --------------------------------------------------------------------------------
-
     def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
-        """Return the text of a conversation. Errors of the template are raised as they are."""
+        """Return the text of a conversation; the template may raise `TEMPLATE_ERRORS`."""
         if conversation.is_plain and self._renders_directly:
             return self._render_directly(conversation.messages, generation_prompt)
         return self._checked(conversation, self._apply(conversation, generation_prompt))
@@ -117,7 +107,7 @@ class ChatTemplate:
 
     def render_marked(self, conversation: Conversation) -> tuple[str, list[Span] | None]:
         """Return the text, and its characters within ``{% generation %}``; None without marks."""
-        if not self.marks_generations:
+        if not has_generation_markers(self.source):
             return self.render(conversation), None
         texts, spans = render_jinja_template(
             conversations=[conversation.messages],
@@ -173,8 +163,6 @@ class ChatTemplate:
                 continue  # neither of them gives a text
         return True
 
-    # --- how the template writes turns ------------------------------------------------------------
-
     @cached_property
     def generation_prompt(self) -> str:
         """The text that a generation prompt adds; "" if there is none."""
@@ -190,11 +178,17 @@ class ChatTemplate:
         lead = before.removeprefix(prompt) if prompt and before.startswith(prompt) else ""
         return lead, after
 
-    @cached_property
-    def start_of_user(self) -> str:
-        """The special token with which the user's turn begins after an answer; "" without one."""
-        text = self.try_render(Conversation([_USER, _ANSWER, _USER])) or ""
-        return self.first_token(text.partition(_MARK)[2])
+    def start_of(self, role: str) -> str:
+        """Return the special token with which a turn begins after an answer; "" without one.
+
+        A token that begins every text or every turn does not tell that another one speaks.
+        """
+        following = Conversation([_USER, _ANSWER, {"role": role, "content": "a"}])
+        after = (self.try_render(following) or "").partition(_MARK)[2]
+        token = after[: self.stop_size(after)]
+        begins = (self.tokenizer.bos_token or "", self.generation_prompt.lstrip())
+        is_own = token.strip() and not any(each.startswith(token.strip()) for each in begins)
+        return token if is_own else ""
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -202,16 +196,6 @@ class ChatTemplate:
         added = self.tokenizer.added_tokens_decoder.values()
         special = {*self.tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
         return tuple(sorted(special, key=len, reverse=True))
-
-    def first_token(self, text: str) -> str:
-        """Return the special token at the start of `text`, with space before it; "" without one.
-
-        A token that begins every text or every turn does not tell that another one speaks.
-        """
-        token = text[: self.stop_size(text)]
-        begins = (self.tokenizer.bos_token or "", self.generation_prompt.lstrip())
-        name = token.strip()
-        return token if name and not any(each.startswith(name) for each in begins) else ""
 
     def stop_size(self, after: str) -> int:
         """Return how many characters at the start of `after` are a stop, with space before it."""

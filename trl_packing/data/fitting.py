@@ -37,9 +37,6 @@ _WHY = {
 _IN_PIECES = ("split", "overlap", "wrapped")  # more than one piece of a document may survive
 
 
-# --- policies, as arithmetic on lengths -----------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Overflow:
     """Policy for documents that are longer than `capacity` tokens.
@@ -63,9 +60,8 @@ class Overflow:
             mode = args.truncation_mode
             raise ValueError(f"truncation_mode={mode!r} must be 'keep_start' or 'keep_end'")
         implied = find_strategy(args.packing_strategy).overflow if packing else None
-        policy = PackingOptions.of(args).overflow or implied or "truncate"
-        if implied == "wrapped":
-            policy = implied
+        given = None if implied == "wrapped" else PackingOptions.of(args).overflow
+        policy = given or implied or "truncate"
         if policy == "truncate" and args.truncation_mode == "keep_end":
             policy = "truncate_start"
         # With another policy the documents differ from TRL's anyway.
@@ -73,11 +69,10 @@ class Overflow:
         return cls(policy, args.max_length, as_padded)
 
     @property
-    def overlap(self) -> int | None:
-        """Tokens that a piece repeats of the one before it: an eighth; None if it repeats none."""
-        if self.policy != "overlap" or self.capacity is None:
-            return None
-        return min(max(self.capacity // 8, 1), self.capacity // 2)
+    def overlap(self) -> int:
+        """Tokens that a piece repeats of the one before it: an eighth, or none."""
+        most = (self.capacity or 0) if self.policy == "overlap" else 0
+        return min(max(most // 8, 1), most // 2)
 
 
 class Pieces(NamedTuple):
@@ -117,7 +112,7 @@ def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
     drops &= lengths > capacity
     if policy in _IN_PIECES:
         used = (np.cumsum(lengths) - lengths) % capacity if policy == "wrapped" else starts
-        pieces = _cut_at_strides(lengths, capacity, overflow.overlap or 0, used)
+        pieces = _cut_at_strides(lengths, capacity, overflow.overlap, used)
     else:
         if policy in ("truncate_start", "truncate_prompt"):
             starts = np.maximum(lengths - capacity, 0)
@@ -150,9 +145,6 @@ def _cut_at_strides(lengths: np.ndarray, capacity: int, overlap: int, used: np.n
     return Pieces(rows, np.maximum(starts, 0), stops, np.where(nth > 0, overlap, 0))
 
 
-# --- documents that fit ---------------------------------------------------------------------------
-
-
 def fit_and_count(
     dataset: Dataset,
     overflow: Overflow,
@@ -167,7 +159,8 @@ def fit_and_count(
     pieces. Trained tokens of `stop_ids` are counted. Raises ValueError if nothing is left, or if a
     document is too long under ``"error"``.
     """
-    documents, where = documents_of(dataset), f"of the {name} dataset"
+    documents = ArrowDocuments(dataset, token_columns(dataset.column_names))
+    where = f"of the {name} dataset"
     pieces, counts = fit(documents, overflow, stop_ids, where=where)
     if not counts.after.trained:
         lengths = documents.lengths()
@@ -177,45 +170,30 @@ def fit_and_count(
             f"max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or "
             "check the completion or assistant masks"
         )
-    return cut_documents(
-        documents, pieces, num_proc, f"Fitting {name} dataset to max_length"
-    ), counts
+    lengths = documents.lengths()
+    if not np.array_equal(pieces.sizes, lengths[pieces.rows]):
+        # `map` caches by the function and its arguments, so a second run reads the result.
+        dataset = dataset.with_format("arrow").map(
+            cut_table,
+            with_indices=True,
+            fn_kwargs={"pieces": pieces, "by_token": documents.columns},
+            batched=True,
+            num_proc=num_proc,
+            desc=f"Fitting {name} dataset to max_length",
+        )
+        dataset = dataset.with_format(None)
+    elif len(pieces.rows) < len(lengths):  # no table is written
+        dataset = dataset.select(pieces.rows)
+    return dataset, counts
 
 
-def documents_of(dataset: Dataset) -> ArrowDocuments:
-    """Return the tokens, labels, weights and images of `dataset`."""
-    return ArrowDocuments(dataset, token_columns(dataset.column_names))
-
-
-def cut_documents(
-    documents: ArrowDocuments, pieces: Pieces, num_proc: int | None, desc: str
-) -> Dataset:
-    """Return `pieces` of the documents as a data set; a table is written only if any is cut."""
-    dataset, lengths = documents.dataset, documents.lengths()
-    if np.array_equal(pieces.sizes, lengths[pieces.rows]):
-        return dataset if len(pieces.rows) == len(lengths) else dataset.select(pieces.rows)
-    # `map` caches by the function and its arguments, so a second run reads the result.
-    cut = dataset.with_format("arrow").map(
-        _cut_batch,
-        with_indices=True,
-        fn_kwargs={"pieces": pieces, "by_token": documents.columns},
-        batched=True,
-        num_proc=num_proc,
-        desc=desc,
-    )
-    return cut.with_format(None)
-
-
-def _cut_batch(
-    table: pa.Table, indices: Sequence[int], pieces: Pieces, by_token: Sequence[str]
+def cut_table(
+    table: pa.Table, numbers: Sequence[int], pieces: Pieces, by_token: Sequence[str]
 ) -> pa.Table:
-    first, last = np.searchsorted(pieces.rows, [indices[0], indices[-1] + 1])
-    mine = pieces.where(slice(first, last))
-    return cut_table(table, mine._replace(rows=mine.rows - indices[0]), by_token)
-
-
-def cut_table(table: pa.Table, pieces: Pieces, by_token: Sequence[str]) -> pa.Table:
-    """Return `pieces` of the documents of `table`, with their values in other columns."""
+    """Return those of `pieces` of documents `numbers`, in `table`, with their other columns."""
+    first, last = np.searchsorted(pieces.rows, [numbers[0], numbers[-1] + 1])
+    pieces = pieces.where(slice(first, last))
+    pieces = pieces._replace(rows=pieces.rows - numbers[0])
     columns, sizes, known = [], pieces.sizes, np.zeros(0, np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
     place = at = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
@@ -232,9 +210,6 @@ def cut_table(table: pa.Table, pieces: Pieces, by_token: Sequence[str]) -> pa.Ta
             values[place < np.repeat(pieces.contexts, sizes)] = IGNORE_INDEX
         columns.append(list_column(values, ends, field))
     return pa.table(columns, names=table.column_names)
-
-
-# --- counts ---------------------------------------------------------------------------------------
 
 
 class Counted(NamedTuple):

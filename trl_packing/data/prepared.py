@@ -21,11 +21,10 @@ from datasets import Dataset, DatasetInfo, IterableDataset, load_dataset, load_f
 from datasets.exceptions import DatasetGenerationError
 
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.rules import RowFacts, Rules, differences
-from trl_packing.documents.labels import TOKEN_COLUMNS
+from trl_packing.data.rules import Rules, differences, settings_of
 
 MANIFEST = "manifest.json"
-FORMAT_KEY, FORMAT = "trl_packing_prepared", 3
+FORMAT_KEY, FORMAT = "trl_packing_prepared", 4
 
 _MARK = "trl_packing prepared "  # starts the record in the description of a data set
 
@@ -37,32 +36,28 @@ class PreparedRecord:
     Attributes:
         folder: of the prepared data.
         fingerprint: of the data set, while it is as it was loaded.
-        facts: about its rows.
         settings: that shaped its documents.
+        flagged: whether messages of its rows have "train" or "weight".
         counts: of what preparation kept and lost; None for rows that were packed before.
     """
 
     folder: str
     fingerprint: str
-    facts: RowFacts
     settings: Mapping[str, Any]
+    flagged: bool
     counts: PreparationCounts | None
 
     def is_whole(self, dataset: Any) -> bool:
         """Return whether nothing was selected from `dataset`, or changed, since it was loaded."""
         return isinstance(dataset, Dataset) and dataset._fingerprint == self.fingerprint
 
-    def check(self, rules: Rules, dataset: Dataset | IterableDataset) -> None:
-        """Raise ValueError if a run makes other documents, or columns of tokens were removed."""
-        differing = "; ".join(differences(self.settings, self.facts, rules))
-        if differing:
+    def check(self, rules: Rules) -> None:
+        """Raise ValueError if a run makes other documents."""
+        now = settings_of(rules, flagged=self.flagged)
+        if differing := "; ".join(differences(self.settings, now)):
             raise ValueError(
                 f"the prepared data in {self.folder} do not fit this run: {differing}; use the "
                 "same settings here, or run `trl-packing prepare` again with those of this run"
-            )
-        if not {*TOKEN_COLUMNS} <= {*(dataset.column_names or TOKEN_COLUMNS)}:
-            raise ValueError(
-                f"the documents of {self.folder} need their columns {' and '.join(TOKEN_COLUMNS)}"
             )
 
 
@@ -71,14 +66,10 @@ def records_of(dataset: Any) -> list[PreparedRecord]:
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return []
     lines = (dataset.info.description or "").split("\n\n")
-    texts = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
-    return [_record(**json.loads(text)) for text in texts]
-
-
-def _record(folder: str, fingerprint: str, rules: Any, counts: Any) -> PreparedRecord:
-    facts = RowFacts(**rules["facts"])
-    counts = counts and PreparationCounts.from_json(counts)
-    return PreparedRecord(folder, fingerprint, facts, rules["settings"], counts)
+    found = [json.loads(line.removeprefix(_MARK)) for line in lines if line.startswith(_MARK)]
+    for stored in found:
+        stored["counts"] = stored["counts"] and PreparationCounts.from_json(stored["counts"])
+    return [PreparedRecord(**stored) for stored in found]
 
 
 LOADERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -116,28 +107,19 @@ def load_rows(
         raise ValueError(f"{data} cannot be read: {reason}") from error
 
 
-# --- prepared documents -------------------------------------------------------------------------
-
-
 def is_prepared(path: str | Path) -> bool:
     """Return whether `path` is a folder of prepared data."""
     try:
-        return FORMAT_KEY in _manifest(path)
+        return FORMAT_KEY in json.loads((Path(path).expanduser() / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError):
         return False
-
-
-def _manifest(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder).expanduser() / MANIFEST
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Return the manifest of a folder of prepared data; ValueError without one of this version."""
     if not is_prepared(folder):
         raise ValueError(f"{folder} holds no prepared data: it has no {MANIFEST}")
-    manifest = _manifest(folder)
+    manifest: dict[str, Any] = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
     if manifest[FORMAT_KEY] != FORMAT:
         raise ValueError(
             f"{folder} was prepared by trl_packing {manifest['versions']['trl_packing']}, in a "
@@ -158,12 +140,18 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
         ValueError: there is no such folder or set, or its files are damaged.
     """
     manifest = read_manifest(folder)
-    name = _set_named(name, manifest["sets"], folder)
-    stored = manifest["sets"][name]
+    sets = manifest["sets"]
+    of_split = [each for each, stored in sets.items() if stored["split"] == name]
+    if name not in sets:
+        if len(of_split) != 1:
+            splits = {each: stored["split"] for each, stored in sets.items()}
+            raise ValueError(f"{folder} holds sets of the splits {splits}, not {name!r}; name one")
+        name = of_split[0]
+    stored = sets[name]
     text = json.dumps([manifest, name], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     record = {"folder": str(folder), "fingerprint": fingerprint}
-    record |= {key: stored[key] for key in ("rules", "counts")}
+    record |= {key: stored[key] for key in ("settings", "flagged", "counts")}
     path = Path(folder).expanduser() / folder_of(name)
     try:
         documents = load_from_disk(path)
@@ -180,14 +168,3 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
 def folder_of(name: str) -> str:
     """Return the name of a set as a single name of a folder."""
     return quote(name, safe="").replace(".", "%2E")
-
-
-def _set_named(name: str, sets: Mapping[str, Any], folder: str | Path) -> str:
-    splits = {other: stored["split"] for other, stored in sets.items()}
-    of_split = [other for other, split in splits.items() if split == name]
-    if name in sets or len(of_split) == 1:
-        return name if name in sets else of_split[0]
-    raise ValueError(
-        f"{folder} holds sets of the splits {splits}, and {name!r} names none or several of them; "
-        "name a set, or prepare that split"
-    )

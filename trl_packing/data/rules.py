@@ -1,26 +1,23 @@
 """The rules that shape the documents of a run, and as values that can be stored and compared.
 
-Two runs with equal settings make the same documents of the same rows. Some defaults depend on the
-rows: `completion_only_loss=None` is True for prompts with completions. A run on prepared documents
-does not have the rows any more, so `RowFacts` keeps what the defaults depend on.
+Two runs with equal settings make the same documents of the same rows. Defaults that depend on the
+rows, which a run on prepared documents does not have any more, are stored as they were decided.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig
 
-from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.config import PackingOptions
 from trl_packing.data.fitting import Overflow
-from trl_packing.data.messages import has_flags
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.stop_tokens import EosRule, stop_token_ids
-from trl_packing.data.tokenize_rows import can_prepare
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 
@@ -85,91 +82,49 @@ class Rules:
         return self.row_format.answers if self.labeler is None else self.labeler.templates
 
     @property
-    def needs_trl(self) -> bool:
-        """Whether TRL must prepare rows: the class renders or tokenizes in its own way."""
-        return not can_prepare(self.processing_class)
+    def overflow(self) -> Overflow:
+        return Overflow.from_args(self.args, self.packing)
 
 
-@dataclass(frozen=True)
-class RowFacts:
-    """Facts of the rows on which defaults of settings depend.
+def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
+    """Return what shapes documents, by the names of the settings, as JSON holds it.
 
-    Attributes:
-        form: "tokens", "text", "prompt", "messages", "prompt messages" or "fields".
-        are_completions: whether prompts are not trained by default.
-        are_flagged: whether messages have "train" or "weight".
-        are_formatted: whether a formatting function makes their text.
-    """
-
-    form: str
-    are_completions: bool = False
-    are_flagged: bool = False
-    are_formatted: bool = False
-
-    @classmethod
-    def of(cls, rows: Dataset, rules: Rules, formatting_func: Any = None) -> "RowFacts":
-        """Return the facts about the rows of a training set, whose first row decides them."""
-        first = next(iter(rows.with_format(None)))
-        completions = "prompt" in first and "completion" in first
-        if "input_ids" in first:
-            return cls("tokens", completions)
-        try:
-            form = replace(rules.row_format, formatting_func=formatting_func).form(first)
-        except ValueError:  # preparation will name the row and the way out
-            form = "unknown"
-        return cls(form, completions, has_flags(rows, first), formatting_func is not None)
-
-
-def settings_of(rules: Rules, facts: RowFacts) -> dict[str, Any]:
-    """Return what shapes the documents of rows with these facts, by the names of the settings.
-
-    Defaults are resolved, and the values are those that JSON can hold.
+    `flagged` says whether messages of the rows have "train" or "weight".
     """
     args, options, row_format = rules.args, rules.options, rules.row_format
-    overflow, train_on = Overflow.from_args(args, rules.packing), options.train_on
-    if train_on is None and facts.are_flagged and isinstance(args, PackedSFTConfig):
-        train_on = "assistant"
-    completions, labeler = args.completion_only_loss, rules.labeler
-    prompt, chat = row_format.prompt_template, row_format.chat
-    is_chat = facts.form.endswith("messages") and chat.exists
+    prompt, chat, labeler = row_format.prompt_template, row_format.chat, rules.labeler
     markers = labeler and (labeler.templates.response, labeler.templates.instruction)
     settings = {
         "tokenizer": hash_of_tokenizer(chat.tokenizer),
-        "chat_template": chat.source if is_chat else None,
-        "max_length": overflow.capacity,
-        "overflow": overflow.policy,
+        "chat_template": chat.source if chat.exists else None,
+        "max_length": rules.overflow.capacity,
+        "overflow": rules.overflow.policy,
         "packing": rules.packing,
-        "train_on": train_on,
-        "completion_only_loss": facts.are_completions if completions is None else completions,
+        "train_on": "assistant" if flagged and row_format.flags_decide else options.train_on,
         "prompt_template": prompt and [prompt.template, prompt.with_input],
         "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
+        "seed": args.seed if args.shuffle_dataset else None,
+        "stop tokens": sorted(rules.eos.stop_ids) if options.append_eos else None,
         **{name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET},
     }
-    if args.shuffle_dataset:
-        settings["seed"] = args.seed
-    if facts.form == "text" and not facts.are_formatted:
-        settings["dataset_text_field"] = args.dataset_text_field
-    if options.append_eos:
-        settings["stop tokens"] = sorted(rules.eos.stop_ids)
     # Lists and tuples are the same once they are stored.
     found: dict[str, Any] = json.loads(json.dumps(settings))
     return found
 
 
+# Rows decide on the last, and documents may have a source that a run does not ask for.
+_MAY_BE_NONE = ("source_column", "completion_only_loss")
 _AS_SET = (
-    *("assistant_only_loss", "shuffle_dataset"),
-    *("response_template", "instruction_template", "append_eos", "source_column"),
+    *("assistant_only_loss", "shuffle_dataset", "dataset_text_field", *_MAY_BE_NONE),
+    *("response_template", "instruction_template", "append_eos"),
 )
 
 
-def differences(stored: Mapping[str, Any], facts: RowFacts, rules: Rules) -> Iterator[str]:
-    """Yield each difference between stored settings and those of a run on rows with `facts`."""
-    now = settings_of(rules, facts)
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each difference between the settings of prepared documents and those of a run."""
     for name, before in stored.items():
-        # A setting that is missing here depends on one that differs, too.
-        value = now.get(name, before)
-        # Documents may have a source that the run does not ask for.
-        if before == value or (name == "source_column" and value is None):
+        value = now[name]
+        if before == value or (name in _MAY_BE_NONE and value is None):
             continue
         is_long = name == "tokenizer" or max(len(repr(before)), len(repr(value))) > 60
         words = f"{name}={before!r} there and {value!r} here"
@@ -181,11 +136,7 @@ def hash_of_tokenizer(tokenizer: Any) -> str:
     tokens = {**tokenizer.special_tokens_map}
     tokens.pop("pad_token", None)  # none of a document's tokens
     special = [tokens, getattr(tokenizer, "split_special_tokens", False)]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:  # a tokenizer in Python
-        state = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
-    else:  # without padding and truncation, which each call sets
-        state = backend.to_str()
-        state = state[state.index('"added_tokens":') :]
-    text = json.dumps(special, sort_keys=True, default=str) + state
+    text = json.dumps(special, sort_keys=True, default=str)
+    if tokenizer.is_fast:  # without padding and truncation, which each call sets
+        text += tokenizer.backend_tokenizer.to_str().partition('"added_tokens":')[2]
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -13,8 +13,8 @@ are, if the run has the rules that made them (prepared).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -29,7 +29,7 @@ from trl_packing.data.checks import (
     without_padding,
 )
 from trl_packing.data.counts import PreparationCounts, turns_of
-from trl_packing.data.fitting import Overflow, fit_and_count
+from trl_packing.data.fitting import fit_and_count
 from trl_packing.data.messages import has_flags
 from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import label_tokenized
@@ -37,7 +37,7 @@ from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
 from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
 from trl_packing.data.stream import fit_stream
-from trl_packing.data.tokenize_rows import documents_from_rows
+from trl_packing.data.tokenize_rows import can_prepare, documents_from_rows
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -52,26 +52,17 @@ from trl_packing.documents.weights import document_weights_from_rows
 
 logger = get_logger(__name__)
 
-_PACKED, _MESSAGES = ("input_ids", SEQ_LENGTHS), ("messages", "conversations")
+_MESSAGES = ("messages", "conversations")
 
 
-@dataclass(frozen=True)
-class WholeDocuments:
-    """Documents of any length, ended in EOS if asked for, before the overflow policy.
+class WholeDocuments(NamedTuple):
+    """Documents of any length, before the overflow policy; a stream gets its EOS when it is fitted.
 
-    Attributes:
-        documents: the documents; a stream gets its EOS when it is fitted.
-        overflow: the policy of the run.
-        name: of the data set, for messages.
-        are_packed: rows hold several documents each, and stay as they are.
-        found: notes for the report, and the turns of conversations.
+    `found` are notes for the report, and the turns of conversations.
     """
 
     documents: AnyDataset
-    overflow: Overflow
-    name: str
-    are_packed: bool
-    found: PreparationCounts = field(default_factory=PreparationCounts)
+    found: PreparationCounts = PreparationCounts()
 
 
 def prepare(
@@ -84,10 +75,10 @@ def prepare(
     """
     records = records_of(dataset)
     if len(records) == 1 and records[0].is_whole(dataset):
-        records[0].check(rules, dataset)
+        records[0].check(rules)
         return dataset, records[0].counts
     whole = whole_documents(dataset, rules, formatting_func=formatting_func, name=name)
-    return fit_documents(whole, rules)
+    return fit_documents(whole, rules, name)
 
 
 def whole_documents(
@@ -95,21 +86,18 @@ def whole_documents(
 ) -> WholeDocuments:
     """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
     check_not_empty(dataset, name)
-    columns = get_dataset_column_names(dataset)
-    overflow, are_packed = Overflow.from_args(rules.args, rules.packing), {*_PACKED} <= {*columns}
-    whole = WholeDocuments(dataset, overflow, name, are_packed)
     if records := records_of(dataset):  # a selection, or several sets
         for record in records:
-            record.check(rules, dataset)
-        return whole
+            record.check(rules)
+        return WholeDocuments(dataset)
+    columns = get_dataset_column_names(dataset)
     _check(dataset, columns, rules, formatting_func, name)
     documents = _tokenize(dataset, columns, rules, formatting_func, name)
     if isinstance(documents, IterableDataset):
-        return replace(whole, documents=documents)
-    if whole.are_packed:
-        rows = ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS))
-        _logged([_note_not_found(rows, rules, name)])
-        return replace(whole, documents=documents)
+        return WholeDocuments(documents)
+    if is_packed(documents):
+        _note_not_found(ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS)), rules, name)
+        return WholeDocuments(documents)
     found = PreparationCounts()
     if TURN in documents.column_names:
         found = turns_of(documents.data.column(TURN).to_numpy())
@@ -118,36 +106,34 @@ def whole_documents(
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
-    notes = [
-        _note_not_found(tokens, rules, name),
-        note_second_bos(tokens, rules.eos.tokenizer, name),
-    ]
-    hint = None
-    if formatting_func is None and "input_ids" not in columns and {*_MESSAGES} & {*columns}:
-        hint = _hint_at_train_on(tokens, rules)
+    not_found = _note_not_found(tokens, rules, name)
+    second = note_second_bos(tokens, rules.eos.tokenizer)
+    is_chat = formatting_func is None and "input_ids" not in columns and {*_MESSAGES} & {*columns}
+    hint = _hint_at_train_on(tokens, rules) if is_chat else None
     missing = note_missing_eos(tokens, rules.eos)
     if missing is not None and rules.eos.appends:
         tokens = append_eos(tokens, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
         missing = note_missing_eos(tokens, rules.eos)
-    if missing is not None:
-        logger.warning(f"{name} dataset: {missing}")
-    said = tuple(note for note in (missing, *_logged(notes), hint) if note)
-    return replace(whole, documents=tokens.dataset, found=replace(found, notes=said))
+    notes = [note for note in (missing, not_found, second) if note is not None]
+    for note in notes:
+        logger.warning(f"{name} dataset: {note}")
+    said = (*notes, *([] if hint is None else [hint]))
+    return WholeDocuments(tokens.dataset, replace(found, notes=said))
 
 
 def fit_documents(
-    whole: WholeDocuments, rules: Rules
+    whole: WholeDocuments, rules: Rules, name: str = "train"
 ) -> tuple[AnyDataset, PreparationCounts | None]:
     """Return the documents that fit, and counts of what was kept and lost."""
-    documents, overflow = whole.documents, whole.overflow
-    if whole.are_packed:
-        return documents, None
+    documents, overflow = whole.documents, rules.overflow
     if isinstance(documents, IterableDataset):
         documents = fit_stream(documents, overflow, rules.eos)
         return shuffle(documents, rules, fitted=True), None
+    if is_packed(documents):
+        return documents, None
     stop_ids, num_proc = rules.eos.stop_ids, rules.args.dataset_num_proc
     documents, counts = fit_and_count(
-        documents, overflow, stop_ids=stop_ids, num_proc=num_proc, name=whole.name
+        documents, overflow, stop_ids=stop_ids, num_proc=num_proc, name=name
     )
     return shuffle(documents, rules, fitted=True), whole.found + counts
 
@@ -163,9 +149,6 @@ def shuffle(documents: AnyDataset, rules: Rules, *, fitted: bool) -> AnyDataset:
     if not rules.args.shuffle_dataset or drops_first != fitted:
         return documents
     return documents.shuffle(seed=rules.args.seed)
-
-
-# --- checks ---------------------------------------------------------------------------------------
 
 
 def _check(
@@ -188,34 +171,23 @@ def _check(
             )
         if SEQ_LENGTHS in columns:
             check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
-    else:
-        if rules.needs_trl:
-            _check_options_of_trl(dataset, rules, name)
-        if SEQ_LENGTHS in columns and isinstance(dataset, Dataset) and not rules.packing:
-            raise ValueError(
-                f"the {name} dataset has {SEQ_LENGTHS!r} of packed rows, but no 'input_ids'; drop "
-                f"the column: dataset.remove_columns({SEQ_LENGTHS!r})"
-            )
-    if eos.appends:
-        _ = eos.eos_id  # raises without one
+    if eos.appends and eos.tokenizer.eos_token_id is None:
+        raise ValueError(
+            "append_eos=True, but the tokenizer has no eos_token; set eos_token in the config"
+        )
 
 
 def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
     names = ("train_on", "response_template", "prompt_template")
-    given = {name: getattr(rules.options, name) for name in names}
-    ignored = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    ignored = [each for each in names if getattr(rules.options, each) is not None]
     if rules.row_format.flags_decide and has_flags(dataset, next(iter(dataset))):
         ignored.append("'train' or 'weight' of messages")
     if ignored:
         raise ValueError(
-            f"{ignored[0]} cannot be used on the {name} dataset: "
-            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its own, "
-            "so TRL's code prepares it"
+            f"{ignored[0]} cannot be used on the {name} dataset: TRL's code prepares it, because "
+            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its own"
         )
-
-
-# --- tokenize -------------------------------------------------------------------------------------
 
 
 def _tokenize(
@@ -226,40 +198,35 @@ def _tokenize(
     if "input_ids" in columns:
         if formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
-        documents = without_padding(dataset, name)
         only = rules.row_format.completion_only
         documents = label_tokenized(
-            documents, completion_only=only, template=template, num_proc=num_proc, name=name
-        )
-        return shuffle(documents, rules, fitted=False)
-    formatting_func = one_text_each(formatting_func, next(iter(dataset)))
-    if not rules.needs_trl:
-        documents = documents_from_rows(
-            dataset,
-            replace(rules.row_format, formatting_func=formatting_func, answers=template),
-            keeps_columns=not rules.packing,
-            document_columns=document_columns(columns, rules.options.named_columns()),
+            without_padding(dataset, name),
+            completion_only=only,
+            template=template,
             num_proc=num_proc,
             name=name,
         )
         return shuffle(documents, rules, fitted=False)
-    documents = rules.by_trl(dataset, formatting_func, name)
-    if template is not None:
-        documents = label_tokenized(
+    if SEQ_LENGTHS in columns:  # of rows that were packed, and are not
+        dataset = dataset.remove_columns(SEQ_LENGTHS)
+    formatting_func = one_text_each(formatting_func, next(iter(dataset)))
+    if not can_prepare(rules.processing_class):
+        _check_options_of_trl(dataset, rules, name)
+        documents = rules.by_trl(dataset, formatting_func, name)
+        if template is None:
+            return documents
+        return label_tokenized(
             documents, completion_only=False, template=template, num_proc=num_proc
         )
-    return documents
-
-
-# --- notes ----------------------------------------------------------------------------------------
-
-
-def _logged(notes: Sequence[str | None]) -> tuple[str, ...]:
-    """Return the sentences of `notes`, after a warning with each."""
-    found = tuple(note for note in notes if note)
-    for note in found:
-        logger.warning(note)
-    return found
+    documents = documents_from_rows(
+        dataset,
+        replace(rules.row_format, formatting_func=formatting_func, answers=template),
+        keeps_columns=not rules.packing,
+        document_columns=document_columns(columns, rules.options.named_columns()),
+        num_proc=num_proc,
+        name=name,
+    )
+    return shuffle(documents, rules, fitted=False)
 
 
 def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str | None:
@@ -273,13 +240,12 @@ def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str |
         rules.labeler.num_unfound += len(not_found)
     if not len(not_found):
         return None
-    if len(not_found) < len(documents) and is_packed(documents):
-        return None  # nobody has counted its documents
-    ids = documents[int(not_found[0])]["input_ids"]
-    words = template.not_found(len(not_found), len(documents), ids)
+    words = template.not_found(
+        len(not_found), len(documents), documents[int(not_found[0])]["input_ids"]
+    )
     if len(not_found) == len(documents):
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
-    return f"{name} dataset: {words}"
+    return words
 
 
 def _hint_at_train_on(documents: ArrowDocuments, rules: Rules) -> str | None:

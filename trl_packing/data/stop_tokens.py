@@ -10,7 +10,10 @@ Documents that begin with two BOS tokens (a template's and the tokenizer's) are 
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ import pyarrow as pa
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.printable import quote
 from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS, token_columns
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_WEIGHTS, token_columns
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,21 @@ class EosRule:
     stop_ids: frozenset[int]
     appends: bool = False
 
-    @property
-    def eos_id(self) -> int:
-        """The id to append. Raises ValueError if the tokenizer has no EOS token."""
-        if self.tokenizer.eos_token_id is None:
-            raise ValueError(
-                "append_eos=True, but the tokenizer has no eos_token; set eos_token in the config"
-            )
-        return self.tokenizer.eos_token_id
+    @cached_property
+    def spaces(self) -> list[int]:
+        """Tokens of the white space that templates and texts have behind a stop token."""
+        texts = [*("\n", "\n\n", "\n\n\n", "\r\n", " ", "  ", " \n", "\t")]
+        tokens = chain.from_iterable(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
+        blank = [token for token in {*tokens} if not self.tokenizer.decode([token]).strip()]
+        return sorted({*blank} - self.stop_ids)
+
+    def ids(self) -> dict[str, Any]:
+        """Return the arguments of `append_eos_to_table` beside the table.
+
+        No tokenizer: its hash, by which `map` caches, changes when it is used.
+        """
+        eos_id, stop_ids = self.tokenizer.eos_token_id, sorted(self.stop_ids)
+        return {"eos_id": eos_id, "stop_ids": stop_ids, "spaces": self.spaces}
 
 
 NO_EOS = EosRule(None, frozenset())
@@ -55,17 +65,11 @@ def stop_token_ids(
     configured = getattr(generation_config, "eos_token_id", None)
     ids += configured if isinstance(configured, list | tuple) else [configured]
     chat = ChatTemplate(tokenizer, chat_template)
-    try:
+    with suppress(Exception):  # a template may raise anything
         after = chat.around_answer[1] if chat.exists else ""
         found = [(after.index(t), -len(t), t) for t in chat.special_tokens if t and t in after]
-    except Exception:  # a template may raise anything
-        found = []
-    if found:
-        ids.append(tokenizer.convert_tokens_to_ids(min(found)[2]))
+        ids += [tokenizer.convert_tokens_to_ids(token) for *_, token in sorted(found)[:1]]
     return frozenset(int(token) for token in ids if token is not None)
-
-
-# --- the check ------------------------------------------------------------------------------------
 
 
 def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
@@ -94,29 +98,10 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
 
 def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:
     """Return whether the last trained token of each document, no white space, is a stop token."""
-    skipped = [IGNORE_INDEX, *_whitespace_at_ends(documents, eos, ["labels"])]
+    skipped = [IGNORE_INDEX, *eos.spaces]
     return documents.by_document(
         "labels", lambda ids, ends: _holds(ids, _last(ids, ends, skipped), eos.stop_ids)
     )
-
-
-def _whitespace_at_ends(
-    documents: ArrowDocuments, eos: EosRule, columns: Iterable[str] = TOKEN_COLUMNS
-) -> list[int]:
-    """Return the tokens of white space met at the ends of documents, which alone are decoded."""
-    spaces: set[int] = set()
-    others = set(eos.stop_ids)
-    for column in columns:
-        for values, offsets in documents.readers[column].chunks:
-            while True:
-                last = _last(values, offsets, [IGNORE_INDEX, *spaces])
-                met = set(np.unique(values[last[last >= 0]]).tolist()) - others
-                new = {token for token in met if not eos.tokenizer.decode([token]).strip()}
-                others |= met - new
-                spaces |= new
-                if not new:
-                    break
-    return sorted(spaces)
 
 
 def _last(values: np.ndarray, offsets: np.ndarray, ignored: Iterable[int]) -> np.ndarray:
@@ -133,9 +118,6 @@ def _holds(values: np.ndarray, places: np.ndarray, wanted: Iterable[int]) -> np.
     return found
 
 
-# --- appending ------------------------------------------------------------------------------------
-
-
 def append_eos(
     documents: ArrowDocuments, eos: EosRule, *, num_proc: int | None = None, name: str = "train"
 ) -> ArrowDocuments:
@@ -146,7 +128,7 @@ def append_eos(
     """
     appended = documents.dataset.with_format("arrow").map(
         append_eos_to_table,
-        fn_kwargs=eos_ids(documents, eos),
+        fn_kwargs=eos.ids(),
         batched=True,
         num_proc=num_proc,
         desc=f"Appending EOS to {name} dataset",
@@ -154,15 +136,8 @@ def append_eos(
     return ArrowDocuments(appended.with_format(None), documents.columns)
 
 
-def eos_ids(documents: ArrowDocuments, eos: EosRule) -> dict[str, Any]:
-    """Return the arguments of `append_eos_to_table` beside the documents."""
-    # No tokenizer: its hash, by which `map` caches, changes when it is used.
-    spaces = _whitespace_at_ends(documents, eos)
-    return {"eos_id": eos.eos_id, "stop_ids": sorted(eos.stop_ids), "whitespace_ids": spaces}
-
-
 def append_eos_to_table(
-    table: pa.Table, eos_id: int, stop_ids: list[int], whitespace_ids: list[int]
+    table: pa.Table, eos_id: int, stop_ids: list[int], spaces: list[int]
 ) -> pa.Table:
     """Return `table` with every document that is trained to its end ending in a stop token."""
     names = token_columns(table.column_names)
@@ -170,8 +145,8 @@ def append_eos_to_table(
     ids, offsets = lists["input_ids"]
     labels = lists["labels"][0].copy()
     starts, stops = offsets[:-1], offsets[1:]
-    ended = _holds(labels, _last(labels, offsets, [IGNORE_INDEX, *whitespace_ids]), stop_ids)
-    end = _last(ids, offsets, whitespace_ids)
+    ended = _holds(labels, _last(labels, offsets, [IGNORE_INDEX, *spaces]), stop_ids)
+    end = _last(ids, offsets, spaces)
     stands = _holds(ids, end, stop_ids)
     follows = stands & (end > starts)
     follows[follows] = labels[end[follows] - 1] != IGNORE_INDEX
@@ -192,24 +167,19 @@ def append_eos_to_table(
     return table
 
 
-# --- two BOS tokens -------------------------------------------------------------------------------
-
-
-def note_second_bos(documents: ArrowDocuments, tokenizer: Any, name: str) -> str | None:
+def note_second_bos(documents: ArrowDocuments, tokenizer: Any) -> str | None:
     """Return a sentence on documents that begin with two BOS tokens, None if there are none."""
     bos = getattr(tokenizer, "bos_token_id", None)  # None equals no id
 
     def has_two(ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        begins = np.diff(offsets) >= 2
-        first = offsets[:-1][begins]
-        begins[begins] = (ids[first] == bos) & (ids[first + 1] == bos)
-        return begins
+        pairs = np.flatnonzero((ids[:-1] == bos) & (ids[1:] == bos))
+        return np.isin(offsets[:-1], pairs) & (np.diff(offsets) >= 2)
 
     rows = np.flatnonzero(documents.by_document("input_ids", has_two))
     if not len(rows):
         return None
     return (
-        f"{name} dataset: {len(rows):,} of {len(documents):,} documents begin with two BOS tokens "
+        f"{len(rows):,} of {len(documents):,} documents begin with two BOS tokens "
         f"({quote(tokenizer.bos_token)}; the first is document {rows[0]}): the text has one, the "
         "tokenizer adds one; pass messages, or leave BOS out of the text"
     )

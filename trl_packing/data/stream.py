@@ -14,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 
 from trl_packing.data.counts import PreparationCounts, turns_of
-from trl_packing.data.fitting import Overflow, cut_table, documents_of, fit
+from trl_packing.data.fitting import Overflow, cut_table, fit
 from trl_packing.data.limits import NO_LIMITS, check_entries
 from trl_packing.data.stop_tokens import (
     NO_EOS,
     EosRule,
     append_eos_to_table,
-    eos_ids,
     note_missing_eos,
 )
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
     TURN,
@@ -78,14 +78,15 @@ class StreamFit:
         check_same_columns(batch, rows, self.columns)
         with refused_beyond_int64(rows):
             table = pa.table({name: pa.array(batch[name]) for name in self.columns})
-        documents, where, eos = documents_of(datasets.Dataset(table)), "of the stream", self.eos
+        columns, where, eos = token_columns(self.columns), "of the stream", self.eos
+        documents = ArrowDocuments(datasets.Dataset(table), columns)
         NO_LIMITS.check_documents(documents, where, rows)
         check_entries(documents, where, rows)
         if TOKEN_WEIGHTS in self.columns:
             check_token_weights(documents, rows)
         if eos.appends:
-            table = append_eos_to_table(table, **eos_ids(documents, eos))
-            documents = documents_of(datasets.Dataset(table))
+            table = append_eos_to_table(table, **eos.ids())
+            documents = ArrowDocuments(datasets.Dataset(table), columns)
         pieces, counts = fit(documents, self.overflow, eos.stop_ids, where=where, numbers=rows)
         missing = None if self._counts.notes else note_missing_eos(documents, eos)
         if missing is not None:
@@ -93,14 +94,8 @@ class StreamFit:
         if TURN in batch:
             counts += turns_of(np.asarray(batch[TURN]))
         self._counts += counts
-        self._note_untrained(len(rows), len(pieces.rows))
-        found: dict[str, list[Any]] = cut_table(table, pieces, documents.columns).to_pydict()
-        return found
-
-    def _note_untrained(self, read: int, kept: int) -> None:
-        """Warn of many documents in a row that give nothing to train, and stop at too many."""
         before = self._num_untrained
-        self._num_untrained = 0 if kept else before + read
+        self._num_untrained = 0 if len(pieces.rows) else before + len(rows)
         words = (
             f"the last {self._num_untrained:,} documents of the stream have nothing to train; "
             "check its answers, response_template, the masks of completions and max_length"
@@ -109,6 +104,9 @@ class StreamFit:
             raise ValueError(words)
         if before < _UNTRAINED <= self._num_untrained:
             logger.warning(words)
+        numbers = range(len(rows))
+        found: dict[str, list[Any]] = cut_table(table, numbers, pieces, columns).to_pydict()
+        return found
 
 
 def take_counts(dataset: Any) -> PreparationCounts:

@@ -15,7 +15,6 @@ import string
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -64,11 +63,6 @@ class Tokenized:
     spans: Sequence[tuple[int, int, float]] | None = None
     num_prompt: int = 0
     lost_prompt: Sequence[int] = ()
-
-    @property
-    def weights(self) -> np.ndarray:
-        """The weight of each token, ``(T,)`` float32, 0 if it is not trained."""
-        return flat_tokens([self])[2]
 
 
 def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -160,18 +154,12 @@ def _prompt_end(offsets: "_Offsets", document: Rendered, tokenizer: Any) -> int 
         return None
     if text[size - 1 : size].isalnum() and text[size].isalnum():
         return None
-    if prompt[-1:].isspace() and not _keeps_at_end(tokenizer, prompt[-1]):
+    # A normalizer may strip white space at the end of a text, and keep it before a letter.
+    normalize = getattr(tokenizer.backend_tokenizer.normalizer, "normalize_str", str)
+    end = f"a{prompt[-1:]}"
+    if end[1:].isspace() and normalize(end) + "a" != normalize(f"{end}a"):
         return None
     return offsets.token_starting_at(size)
-
-
-@lru_cache(maxsize=64)
-def _keeps_at_end(tokenizer: Any, space: str) -> bool:
-    """Whether a tokenizer reads white space at the end of a text as it does before a letter."""
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    if normalizer is None:
-        return True
-    return normalizer.normalize_str(f"a{space}") + "a" == normalizer.normalize_str(f"a{space}a")
 
 
 # Vocabularies of byte-level tokenizers write a space as "Ġ".
@@ -201,21 +189,15 @@ class _Offsets:
 
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
         """Return the tokens of the characters [start, stop), without space that belongs to none."""
-
-        def begins(token: int) -> int:
-            return self._chars(token)[0]
-
-        def ends(token: int) -> int:
-            return self._chars(token)[1]
-
         tokens = range(self.num_tokens)
-        first, last = bisect_right(tokens, start, key=ends), bisect_left(tokens, stop, key=begins)
+        first = bisect_right(tokens, start, key=lambda token: self._chars(token)[1])
+        last = bisect_left(tokens, stop, key=lambda token: self._chars(token)[0])
         if start >= stop or first >= last:
             return 0, 0
         if not only_whole:
             return first, last
-        first = max(first, bisect_left(tokens, start, key=begins))
-        after = bisect_right(tokens, stop, key=ends)
+        first = max(first, bisect_left(tokens, start, key=lambda token: self._chars(token)[0]))
+        after = bisect_right(tokens, stop, key=lambda token: self._chars(token)[1])
         # A span at the end of the text includes tokens that the tokenizer adds after it.
         after = len(self.encoding) if after == len(tokens) else after
         return min(first, after), after

@@ -33,7 +33,6 @@ from trl_packing.documents.labels import (
     SOURCE,
     TOKEN_WEIGHTS,
     TURN,
-    and_others,
 )
 
 logger = get_logger(__name__)
@@ -131,7 +130,7 @@ def documents_from_rows(
         # A type that the stream does not know is that of its first row. Texts may hold any value.
         known, of_values = rows.features or {}, {bool: "bool", int: "int64", float: "float64"}
         kinds = {c: Value(of_values.get(type(first.get(c)), "string")) for c in document_columns}
-        kinds |= {c: known[c] for c in document_columns if c in known} | _DTYPES
+        kinds |= {**known, **_DTYPES}
         features = Features({c: kinds[c] for c in (*columns, *document_columns)})
         return rows.map(_prepare_batch, features=features, **options)
     return rows.map(_prepare_batch, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **options)
@@ -164,15 +163,10 @@ def _prepare_batch(
 
     try:
         documents, places, turns = _documents_of(rows, render, tokenizer)
-    except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-        bad = []
+    except (ValueError, RuntimeError, *TEMPLATE_ERRORS):
         for row, index in zip(rows, indices, strict=True):
-            if fault := _fault_of(row, render, row_format):
-                bad.append(f"row {index} of the {name} dataset: {escape_hidden(fault)}")
-        if not bad:
-            raise
-        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
-        raise kind(bad[0] + and_others(bad)) from error
+            _check_row(row, render, row_format, f"row {index} of the {name} dataset")
+        raise
     if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
         logger.warning_once(
             "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
@@ -188,8 +182,7 @@ def _prepare_batch(
         lists = {column: pa.array(values, kinds.get(column)) for column, values in flat.items()}
         return pa.table({c: pa.ListArray.from_arrays(offsets, v) for c, v in lists.items()})
     made: dict[str, list[Any]] = {c: np.split(values, stops[:-1]) for c, values in flat.items()}
-    made["input_ids"] = [document.input_ids for document in documents]
-    made["labels"] = [labels.tolist() for labels in made["labels"]]
+    made |= {c: [each.tolist() for each in made[c]] for c in ("input_ids", "labels")}
     if TURN in columns:
         made[TURN] = turns
     repeated = [column for column in columns if column in batch]
@@ -218,10 +211,10 @@ def _documents_of(
     return [document for part in parts for document in part.result()], places, turns
 
 
-def _fault_of(
-    row: Row, render: Callable[[Row], list[Rendered]], row_format: RowFormat
-) -> str | None:
-    """Return why a row cannot be rendered or tokenized; None if it can."""
+def _check_row(
+    row: Row, render: Callable[[Row], list[Rendered]], row_format: RowFormat, where: str
+) -> None:
+    """Raise an error that begins with `where` for a row that cannot be rendered or tokenized."""
     try:
         for document in render(row):
             document.text.encode()  # half a character is a ValueError
@@ -229,7 +222,8 @@ def _fault_of(
     except TEMPLATE_ERRORS as error:
         if row_format.formatting_func is not None:
             raise  # with the traceback of the user's own function
-        return f"the chat template cannot render it: {error}"
+        reason = escape_hidden(f"the chat template cannot render it: {error}")
+        raise ValueError(f"{where}: {reason}") from error
     except (ValueError, RuntimeError) as error:
-        return str(error)
-    return None
+        kind = RuntimeError if isinstance(error, RuntimeError) else ValueError
+        raise kind(f"{where}: {escape_hidden(str(error))}") from error

@@ -78,9 +78,6 @@ _UNKNOWN = (
 )
 
 
-# --- spans of one text ----------------------------------------------------------------------------
-
-
 def trained_spans(
     chat: ChatTemplate, conversation: Conversation, weights: Mapping[int, float]
 ) -> tuple[str, list[tuple[int, int, float]]]:
@@ -111,18 +108,7 @@ def trained_spans(
 def _spans(rendered: RenderedConversation, wanted: Sequence[int]) -> dict[int, Span]:
     """Return the characters that a model has to write for each wanted message."""
     spans = _spans_at_once(rendered, [n for n in wanted if _is_plain(rendered.messages[n])])
-    for number in wanted:
-        if number in spans:
-            continue
-        start, stop = spans[number] = _span_alone(rendered, number)
-        if missing := missing_part(rendered.messages[number], rendered.text[start:stop]):
-            name, words = missing
-            raise ValueError(
-                f"the chat template leaves out the {name} of message {number} "
-                f"({quote(words[:40])}), so the model would learn to leave it out; set "
-                "train_on='every_turn' or 'last_assistant', or use a template that keeps it"
-            )
-    return spans
+    return spans | {n: _span_alone(rendered, n) for n in wanted if n not in spans}
 
 
 def _spans_at_once(rendered: RenderedConversation, plain: Sequence[int]) -> dict[int, Span]:
@@ -168,10 +154,17 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
         before = marked.partition(rendered.mark)[0]
         if before and text.startswith(before):
             limit = len(before)
-    for stop in stops:
-        if start <= stop <= limit:
-            return start, stop
-    raise ValueError(_UNKNOWN.format(number))
+    stop = next((stop for stop in stops if start <= stop <= limit), None)
+    if stop is None:
+        raise ValueError(_UNKNOWN.format(number))
+    if missing := missing_part(rendered.messages[number], text[start:stop]):
+        name, words = missing
+        raise ValueError(
+            f"the chat template leaves out the {name} of message {number} "
+            f"({quote(words[:40])}), so the model would learn to leave it out; set "
+            "train_on='every_turn' or 'last_assistant', or use a template that keeps it"
+        )
+    return start, stop
 
 
 def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, str]:
@@ -228,9 +221,6 @@ def missing_part(message: Message, text: str) -> tuple[str, str] | None:
     return None
 
 
-# --- every turn -----------------------------------------------------------------------------------
-
-
 def render_every_turn(
     chat: ChatTemplate, conversation: Conversation, weights: Mapping[int, float]
 ) -> list[Rendered]:
@@ -266,10 +256,16 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
             f"it ({error}); set its 'train' to false, or use another template"
         ) from error
     turn = RenderedConversation(chat, conversation, text)
-    start, missing = _start_of_turn(turn, prompt), None
-    if start is not None:
-        stop = _stop_of_turn(turn, start)
-        written = text[start:stop] + (_start_of_next(turn) if stop is None else "")
+    words, missing = prompt.rstrip(), None
+    if text.startswith(prompt) or (words and text.startswith(words)):  # white space may differ
+        start = len(text) - len(text[len(words) :].lstrip())
+        start = len(prompt) if text.startswith(prompt) else start
+        after = chat.around_answer[1]
+        size, end = _stop_size(chat, after), len(text) - len(after)
+        is_known = size and text.endswith(after) and end >= start
+        written = text[start : end + size if is_known else len(text.rstrip())]
+        if not (is_known or written.endswith(chat.special_tokens)):  # as the next one begins (GLM)
+            written = text[start:] + chat.start_of("tool" if message.get("tool_calls") else "user")
         missing, opened = missing_part(message, written), _OPENED.search(prompt)
         if missing is None and not (opened and opened[0].strip() in written):
             size = len(written)
@@ -295,29 +291,6 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
     )
 
 
-def _start_of_turn(turn: RenderedConversation, prompt: str) -> int | None:
-    """Return where the model's part begins in the finished text; None if it is not known."""
-    text, words = turn.text, prompt.rstrip()
-    if text.startswith(prompt):
-        return len(prompt)
-    if words and text.startswith(words):  # white space differs
-        return len(text) - len(text[len(words) :].lstrip())
-    return None
-
-
-def _stop_of_turn(turn: RenderedConversation, start: int) -> int | None:
-    """Return where the stop token of the turn ends; None if the template writes none."""
-    text, content = turn.text, turn.messages[-1].get("content")
-    after = turn.chat.around_answer[1]
-    size, end = _stop_size(turn.chat, after), len(text) - len(after)
-    if size and text.endswith(after) and end >= start:
-        return end + size
-    words = text.rstrip()
-    if isinstance(content, str) and content.strip() and words.endswith(content.strip()):
-        return None  # a special token there is one of the data
-    return len(words) if words.endswith(turn.chat.special_tokens) and len(words) > start else None
-
-
 def _stop_size(chat: ChatTemplate, after: str) -> int:
     """Return how many characters of `after` are the stop: special tokens, up to the EOS."""
     size, eos = chat.stop_size(after), chat.tokenizer.eos_token
@@ -328,16 +301,6 @@ def _stop_size(chat: ChatTemplate, after: str) -> int:
             break
         size += more
     return size
-
-
-def _start_of_next(turn: RenderedConversation) -> str:
-    """Return the token with which the next turn begins, where this is how turns end (GLM)."""
-    if not turn.messages[-1].get("tool_calls"):
-        return turn.chat.start_of_user
-    answer: Message = {"role": "tool", "content": "a"}
-    text = turn.chat.try_render(turn.conversation.of([*turn.messages, answer])) or ""
-    is_longer = text.startswith(turn.text)
-    return turn.chat.first_token(text[len(turn.text) :]) if is_longer else ""
 
 
 def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:

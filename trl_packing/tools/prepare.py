@@ -7,7 +7,7 @@ beside the folder, which gets its name when everything is there.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,9 +19,10 @@ from datasets import Dataset
 from trl_packing.config import PackingOptions
 from trl_packing.data.checks import check_not_empty
 from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.messages import has_flags
 from trl_packing.data.prepared import FORMAT, FORMAT_KEY, MANIFEST, folder_of, records_of
 from trl_packing.data.printable import escape_hidden
-from trl_packing.data.rules import RowFacts, settings_of
+from trl_packing.data.rules import settings_of
 from trl_packing.data.stages import prepare
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
@@ -75,13 +76,12 @@ def check_place(out: Path) -> None:
 def _write(call: TrainerCall, result: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare all sets of a run, write them and their manifest into `result`; return that."""
     started, sets, run = perf_counter(), _sets_of(call), PreviewedRun.from_call(call)
-    facts = RowFacts.of(sets["train"], run.preparation, run.call.formatting_func)
     manifest = {
         FORMAT_KEY: FORMAT,
         "versions": {package: version(package) for package in _PACKAGES},
         "tokenizer": run.preparation.row_format.chat.tokenizer.name_or_path,
         "options": dict(options),
-        "sets": {name: _write_set(name, rows, run, facts, result) for name, rows in sets.items()},
+        "sets": {name: _write_set(name, rows, run, result) for name, rows in sets.items()},
     }
     text = json.dumps(manifest, indent=1, default=str)
     (result / MANIFEST).write_text(text, encoding="utf-8")
@@ -115,15 +115,13 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
     return sets
 
 
-def _write_set(
-    name: str, rows: Dataset, run: PreviewedRun, train: RowFacts, result: Path
-) -> dict[str, Any]:
+def _write_set(name: str, rows: Dataset, run: PreviewedRun, result: Path) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
     rules, args, formatting_func = run.preparation, run.args, run.call.formatting_func
+    flagged = has_flags(rows, rows[0])
+    settings = settings_of(rules, flagged=flagged)
     # The training set decides for all sets whether prompts are trained, as in TRL.
-    facts = RowFacts.of(rows, rules, formatting_func)
-    facts = replace(facts, are_completions=train.are_completions)
-    settings = settings_of(rules, facts)
+    settings["completion_only_loss"] = rules.row_format.completion_only
     documents, counts = prepare(rows, rules, formatting_func=formatting_func, name=name)
     assert isinstance(documents, Dataset)
     present, named = documents.column_names, PackingOptions.of(args).named_columns()
@@ -145,7 +143,8 @@ def _write_set(
         "documents": tokens.num_documents,
         "tokens": int(tokens.lengths().sum()),
         "trained": int(trained.sum()),
-        "rules": {"facts": asdict(facts), "settings": settings},
+        "settings": settings,
+        "flagged": flagged,
         "counts": None if counts is None else asdict(counts),
     }
 

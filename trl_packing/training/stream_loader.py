@@ -17,7 +17,6 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -72,14 +71,12 @@ class StreamBatches(IterableDataset):
 
         Empty dictionaries come before these, which accelerate's `skip_first_batches` discards.
         """
-        position, self._resumed = self._resumed, None
-        first = self.global_step()
-        if position is not None:
+        position, self._resumed = self._resumed or {"steps": 0, "place": ()}, None
+        first, before, place = self.global_step(), position["steps"], Place(*position["place"])
+        if before:
             self._positions[first] = position
-            yield from ({} for _ in range(position["steps"] * self.accumulation))
+            yield from ({} for _ in range(before * self.accumulation))
         take_counts(self.documents)  # discard what others have read, such as the isolation check
-        before = position["steps"] if position else 0
-        place = Place(*position["place"]) if position else Place()
         micro_batches = iter(self._reader(place))
         for number in count(1):
             batches: list[Any] = []
@@ -106,8 +103,7 @@ class StreamBatches(IterableDataset):
 
     def _reader(self, place: Place) -> DataLoader:
         """Return a dataloader of micro-batches, each with the place behind it, and counts."""
-        seeds = (self.settings.seed or 0, self.epoch, self.rank)
-        seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+        seed = hash((self.settings.seed or 0, self.epoch, self.rank)) % 2**63
         return DataLoader(
             PackedStream(self.documents, self.settings, self.rank, self.epoch, place, self.limits),
             batch_size=None,
@@ -120,13 +116,11 @@ class StreamBatches(IterableDataset):
 
     def counts_of_all_ranks(self) -> PreparationCounts:
         """Return the counts of everything read so far, each document once; a call of all ranks."""
-        if self.settings.num_ranks == 1:
-            return self.counts
+        if num_shards(self.documents) % self.settings.num_ranks:
+            return self.counts  # every rank reads everything
         # Tensor-parallel ranks read the same documents.
-        ranks = dict(gather_objects((self.rank, self.counts))).values()
-        if num_shards(self.documents) % self.settings.num_ranks == 0:
-            return sum(ranks, PreparationCounts())
-        return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
+        ranks = dict(gather_objects((self.rank, self.counts)))
+        return sum(ranks.values(), PreparationCounts())
 
     # --- positions --------------------------------------------------------------------------------
 

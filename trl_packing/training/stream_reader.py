@@ -47,7 +47,7 @@ class StreamSettings:
 class Place(NamedTuple):
     """A place between two micro-batches of a rank."""
 
-    window: str | None = None  # `Window.begin` in JSON; None is the start of the stream
+    window: str | None = None  # `Windows.begin` in JSON; None is the start of the stream
     taken: int = 0  # micro-batches of the window before this place
 
 
@@ -89,37 +89,37 @@ class PackedStream(IterableDataset):
             )
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
-        window, skipped = self._first_window(), self.place.taken
-        while window.documents:
-            following = Window(window.source, window.number + 1)
-            batches = self._batches(window)
-            place = json.dumps(window.begin(), default=lambda number: number.tolist())  # of NumPy
+        windows, skipped = self._windows(), self.place.taken
+        while windows.documents:
+            place = json.dumps(windows.begin(), default=lambda number: number.tolist())  # of NumPy
+            batches = self._batches(windows.documents, windows.number)
+            windows.next()
             for taken, batch in enumerate(batches, start=1):
                 # Read the next window little by little; at once, it would stall the training.
-                following.read_up_to(taken / len(batches))
+                windows.read_up_to(taken / len(batches))
                 if taken > skipped:
                     yield batch, Place(place, taken), take_counts(self.documents)
-            window, skipped = following, 0
+            skipped = 0
 
-    def _first_window(self) -> "Window":
+    def _windows(self) -> "Windows":
+        """Return the windows from `place` on, of which the first is read."""
         begin: dict[str, Any] = {"number": 0, "documents": 0, "state": None, "checksum": None}
         begin |= json.loads(self.place.window or "{}")
         # Streams that shuffle lose their buffer (datasets 5.2), and other streams have no state:
         # their documents are read again from the start of the epoch.
         for state in [begin["state"], None] if begin["state"] else [None]:
-            window = Window(DocumentSource(self, state, begin["documents"]), begin["number"])
-            window.read_up_to(1.0)
-            if begin["checksum"] in (None, window.begin()["checksum"]):
-                window.state = begin["state"]
-                return window
+            windows = Windows(self, begin, state)
+            windows.read_up_to(1.0)
+            if begin["checksum"] in (None, windows.begin()["checksum"]):
+                return windows
         raise ValueError(
             f"after {begin['documents']} documents, the stream continues with other documents than "
             "when the checkpoint was saved; resume with the same data and seeds, or set "
             "ignore_data_skip=True to restart the stream"
         )
 
-    def _batches(self, window: "Window") -> list[list[Document]]:
-        settings, documents, capacity = self.settings, window.documents, self.settings.capacity
+    def _batches(self, documents: list[Document], window: int) -> list[list[Document]]:
+        settings, capacity = self.settings, self.settings.capacity
         lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
         groups, size = None, settings.bins_per_batch
         if settings.prefix_group_size is not None and capacity is not None:
@@ -131,7 +131,7 @@ class PackedStream(IterableDataset):
         else:
             seed = None
             if settings.seed is not None:
-                seed = [settings.seed, self.epoch, self.rank, window.number]
+                seed = [settings.seed, self.epoch, self.rank, window]
             pack_all = partial(pack, lengths) if groups is None else groups.pack
             bins = list(pack_all(capacity, settings.strategy, seed))
             if seed is not None:
@@ -146,70 +146,62 @@ class PackedStream(IterableDataset):
         ]
 
 
-class DocumentSource:
-    """The documents of one rank, in order, from a `state` behind `skipped` documents on.
+class Windows:
+    """The documents of one rank, one window of them after the other.
 
-    A stream without a state reads and skips as many.
+    Attributes:
+        documents: of the window that is read.
+        number: of that window.
     """
 
-    def __init__(self, stream: PackedStream, state: Any, skipped: int):
-        self.settings, self._limits, self.num_read = stream.settings, stream.limits, skipped
-        packs, ranks = self.settings.capacity is not None, self.settings.num_ranks
+    def __init__(self, stream: PackedStream, begin: dict[str, Any], state: Any):
+        """Read from `state` on; without one, read and skip the documents before `begin`."""
+        self._stream, settings = stream, stream.settings
+        packs, ranks = settings.capacity is not None, settings.num_ranks
         self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
         if isinstance(self._part, datasets.IterableDataset):
             self._part.set_epoch(stream.epoch)
         if state is not None:
             self._part.load_state_dict(state)
         self._documents = iter(self._part)
+        self.number, self._num_read = begin["number"] - 1, begin["documents"]
         if state is None:
+            skipped = self._num_read
             for _ in zip(range(skipped), self._documents, strict=False):
                 pass
+        self.next()
+        self._state = begin["state"]
 
-    def state(self) -> Any:
-        """Return the state behind the last document, None if the stream has none."""
-        has_state = isinstance(self._part, datasets.IterableDataset) and self.num_read
-        return self._part.state_dict() if has_state else None
-
-    def next(self) -> Document | None:
-        """Return the next document, or None at the end."""
-        document = next(self._documents, None)
-        if document is None:
-            return None
-        # A list of Python integers takes five times the memory, and the collator needs an array.
-        document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in document.items()}
-        self._limits.check_document(document, f"document {self.num_read} of the stream")
-        self.num_read += 1
-        return document
-
-
-class Window:
-    """Documents of a source that are packed together, and where they begin in the stream."""
-
-    def __init__(self, source: DocumentSource, number: int):
-        self.source, self.number = source, number
+    def next(self) -> None:
+        """Begin the next window."""
+        has_state = isinstance(self._part, datasets.IterableDataset) and self._num_read
+        self._state = self._part.state_dict() if has_state else None
+        self.number, self._num_before = self.number + 1, self._num_read
         self.documents: list[Document] = []
-        self.state, self._num_before, self._size = source.state(), source.num_read, 0
+        self._size = 0
 
     def read_up_to(self, share: float) -> None:
         """Read documents until this share of the window is full, or the stream ends."""
-        settings = self.source.settings
+        settings = self._stream.settings
         full = settings.bins_per_batch * _WINDOW_BATCHES  # documents, or else tokens
         if settings.capacity is not None:
             full = settings.capacity * settings.window_bins
-        while self._size < share * full and (document := self.source.next()) is not None:
+        while self._size < share * full and (found := next(self._documents, None)) is not None:
+            # A list of Python integers takes five times the memory; the collator needs an array.
+            document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in found.items()}
+            where = f"document {self._num_read} of the stream"
+            self._stream.limits.check_document(document, where)
+            self._num_read += 1
             self.documents.append(document)
             self._size += 1 if settings.capacity is None else max(1, len(document["input_ids"]))
 
     def begin(self) -> dict[str, Any]:
-        """Return where the window begins, and a checksum of all its tokens."""
+        """Return where the window begins in the stream, and a checksum of all its tokens."""
         checksum = 0
         for document in self.documents:
             checksum = zlib.crc32(np.asarray(document["input_ids"]).tobytes(), checksum)
-        place = {"number": self.number, "documents": self._num_before, "state": self.state}
+        place = {"number": self.number, "documents": self._num_before, "state": self._state}
         return place | {"checksum": checksum}
-
-
-# --- the part of a rank -----------------------------------------------------------------------
 
 
 # Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.

@@ -27,7 +27,7 @@ from trl_packing.data.checks import check_weights_have_tokens
 from trl_packing.data.messages import has_flags
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.rules import Rules
-from trl_packing.data.tokenize import Rendered, Tokenized, tokenize
+from trl_packing.data.tokenize import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     IMAGE_IDS,
@@ -222,7 +222,7 @@ def _in_full_length(
     tokenized: Tokenized, runs: Sequence[tuple[int, int]], feature: int, token: str
 ) -> list[np.ndarray]:
     """Return ids, weights and images of a text, every run of feature tokens in full, ``(T,)``."""
-    ids, weights = np.asarray(tokenized.input_ids, np.int64), tokenized.weights
+    ids, _, weights = flat_tokens([tokenized])
     at = np.flatnonzero(ids == feature)
     if len(at) != len(runs):
         raise ValueError(

@@ -272,7 +272,7 @@ def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
     if plan.whole is None:
         return
     # The longest and the shortest document that is too long, and one between.
-    documents, overflow = token_documents(plan.whole.documents), plan.whole.overflow
+    documents, overflow = token_documents(plan.whole.documents), plan.run.preparation.overflow
     lengths, pieces = documents.lengths(), pieces_of(documents, overflow)
     cut = np.setdiff1d(np.arange(len(lengths)), pieces.rows[pieces.sizes == lengths[pieces.rows]])
     if not len(cut):

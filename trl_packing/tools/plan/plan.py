@@ -259,9 +259,9 @@ def other_max_lengths(
         name = "no limit" if limit is None else f"{limit:,}"
         is_run, counts = limit == sampling.args.max_length, PreparationCounts()
         try:
-            if whole.overflow.policy == "error" and limit is not None and longest > limit:
+            if rules.overflow.policy == "error" and limit is not None and longest > limit:
                 raise ValueError(f"a document has {longest:,} tokens")
-            policy = replace(whole.overflow, capacity=limit)
+            policy = replace(rules.overflow, capacity=limit)
             pieces, counts = fit(documents, policy, rules.eos.stop_ids, before)
             if not counts.after.trained:
                 raise ValueError("no trained token is left")

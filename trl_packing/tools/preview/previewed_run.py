@@ -32,7 +32,7 @@ from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, fit_documents, prepare, whole_documents
-from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
 from trl_packing.tools.training_command import (
     TrainerCall,
@@ -225,7 +225,7 @@ class PreviewedRun:
         rows = self.images.tokenize(rows, self.preparation, self.chat_template, "train")
         formatting = self.call.formatting_func
         whole = whole_documents(rows, self.preparation, formatting_func=formatting)
-        return None if whole.are_packed else whole
+        return None if is_packed(whole.documents) else whole
 
     def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
         """Return the documents of one row and "", or no documents and the reason.
@@ -349,7 +349,7 @@ def trace_documents(run: PreviewedRun) -> TracedDocuments:
     documents: Any = whole.documents
     rows, uncut = numbers_of(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
     documents = documents.remove_columns(ROW).add_column(ROW, np.arange(len(rows)))
-    fitted, counts = fit_documents(replace(whole, documents=documents), numbered.preparation)
+    fitted, counts = fit_documents(whole._replace(documents=documents), numbered.preparation)
     numbers = numbers_of(fitted)
     return TracedDocuments(fitted.remove_columns(ROW), counts, rows[numbers], uncut[numbers])
 
