@@ -10,8 +10,7 @@
 You can kill the run at any time, even while it saves: a half-written checkpoint is recognized, and
 the one before it is used. The resumed run continues with exactly the batches that the uninterrupted
 run would have used, in any epoch, and ends with the same weights (to the last bit on a CPU; sums on
-a GPU vary). If settings or the number of processes have changed, the run continues with the
-documents that the epoch had left, and prints a line about it. To start over, name another
+a GPU vary). With settings that change these batches it is refused. To start over, name another
 `--output_dir`.
 
 Expected output (a model of 39,072 random weights, 300 rows, saving every 20 steps). The first
@@ -21,7 +20,6 @@ command was killed with SIGKILL while it wrote checkpoint-40. Its output ended w
 
 and the second command prints:
 
-    checkpoint-40 was being written when the run was killed: not used.
     Continuing from checkpoint-20.
 
     ──────────────────────────────────── trl_packing ─────────────────────────────────────
@@ -57,9 +55,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         model=arguments.model_name_or_path, args=training_args, train_dataset=arguments.rows()
     )
     say = trainer.accelerator.print
-    checkpoint, half_written = last_whole_checkpoint(Path(training_args.output_dir))
-    for skipped in half_written:
-        say(f"{skipped.name} was being written when the run was killed: not used.")
+    checkpoint = last_whole_checkpoint(Path(training_args.output_dir))
     if checkpoint is None:
         say(f"No checkpoint in {training_args.output_dir}: starting.")
     else:

@@ -167,8 +167,8 @@ MUTATIONS = [
     (
         "resume",
         "training/resuming.py",
-        "self._trained_in(steps), self._marks",
-        "self._trained_in(steps + 1), self._marks",
+        "self._marks, self._trained_in(steps)",
+        "self._marks, self._trained_in(steps + 1)",
     ),
     ("streams", "training/stream_reader.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
     ("streams", "training/stream_reader.py", "if taken > skipped:", "if taken >= skipped:"),

@@ -64,6 +64,7 @@ FUNCTIONS = {
     "transformers.trainer_pt_utils.get_length_grouped_indices": (
         "lengths, batch_size, mega_batch_mult, generator"
     ),
+    "transformers.trainer_utils.get_last_checkpoint": "folder",
     "transformers.trainer_utils.rotate_checkpoints": (
         "output_dir, save_total_limit, best_model_checkpoint, use_mtime, checkpoint_prefix"
     ),
@@ -132,12 +133,9 @@ NAMES = (
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "transformers.trainer.TRAINER_STATE_NAME",
     "transformers.trainer_pt_utils.BatchRebalanceSampler",
     "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
     "transformers.utils.ModelOutput",
-    "transformers.utils.SAFE_WEIGHTS_INDEX_NAME",
-    "transformers.utils.SAFE_WEIGHTS_NAME",
     "transformers.utils.import_utils",
     "transformers.utils.logging",
     "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",

@@ -338,7 +338,7 @@ class PackedSFTTrainer(SFTTrainer):
         epoch, skipped = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
-        self._meter.start_run(self._total_train_tokens)
+        self._meter.start_run()
         return self._epochs.resume(epoch, skipped, resume_from_checkpoint)
 
     @packed_runs_only
@@ -423,8 +423,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save the place in the epoch too, and delete older checkpoints when this one is whole."""
-        if self._trl_path is None:
-            self._meter.share_counts()
         with self._meter.pause(), write_whole(self, trial) as checkpoint:
             self._epochs.save(checkpoint)
             self._recorder.save(checkpoint)
@@ -437,8 +435,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate while the clock of training stands still."""
-        if self._trl_path is None:
-            self._meter.share_counts()
         with self._meter.pause():
             return super().evaluate(*args, **kwargs)
 

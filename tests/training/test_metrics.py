@@ -232,13 +232,14 @@ def test_the_sums_of_two_ranks_need_one_wait(tensor_parallel, tokens, tmp_path, 
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: tensor.repeat(2, 1))
     monkeypatch.setattr(trainer, "get_tp_size", lambda: tensor_parallel)
     meter = ThroughputMeter(trainer, LossSums())
-    meter.start_run(tokens_before=1000)
+    trainer._total_train_tokens = 1000
+    meter.start_run()
     row = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     meter.count([row], room=8)
     now[0], trainer.state.global_step = 1.0, 1
     with counted_waits(monkeypatch) as waits:
         waits.step = 1
-        meter.share(log=True)
+        meter.share_before({"loss": 1.0, "learning_rate": 0.1})
         with meter.pause():  # an evaluation after the log, in the same step
             pass
     assert waits.of("trl_packing") == [1]

@@ -163,8 +163,8 @@ NO_WEIGHT = r"give each of them a weight in mixture \(a, b"
 # What is made of the sets, the settings, and the sentence.
 REFUSED_SETS = [
     (lambda sets: DatasetDict(train=sets["a"]), {}, "of splits, pass one"),
-    (lambda sets: {"a": sets["a"], "b": [1]}, {}, "a dictionary of them by the names"),
-    (lambda sets: sets | streams({"b": sets["b"]}), {}, "streams beside data sets"),
+    (lambda sets: {"a": sets["a"], "b": [1]}, {}, "a dictionary of one kind"),
+    (lambda sets: sets | streams({"b": sets["b"]}), {}, "a dictionary of one kind"),
     (lambda sets: sets | {"b": sets["b"].select([])}, {}, "the train dataset is empty"),
     (
         lambda sets: sets | {"b": Dataset.from_list([{"input_ids": [1], "labels": [-100]}])},

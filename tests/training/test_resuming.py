@@ -116,16 +116,15 @@ def test_without_the_record_nothing_can_be_verified_and_that_is_said(saved, tmp_
     trainer.train(resume_from_checkpoint=str(folder))
     seen = documents_of(before, until_step=3) + documents_of(trainer)
     assert seen.keys() < set(range(NUMBER)), "some documents are missed"
-    assert f"has no {FILE}: an earlier version or another trainer wrote it" in caplog.text
+    assert f"has no {FILE}: another trainer wrote it" in caplog.text
 
 
-def test_between_epochs_anything_may_change(saved, tmp_path, caplog):
+def test_between_epochs_anything_may_change(saved, tmp_path):
     per_epoch = saved().state.max_steps
     before = saved(num_train_epochs=2, save_steps=per_epoch)
     now = {"seed": 7, "per_device_train_batch_size": 2, "num_train_epochs": 2}
     resumed = resume(before, per_epoch, tmp_path, **now)
     assert documents_of(resumed) == Counter(range(NUMBER))
-    assert "in epoch 1 after 0 of its steps" in caplog.text
 
 
 # --- what cannot go on ----------------------------------------------------------------------------
@@ -153,7 +152,7 @@ REFUSED = {  # settings then, settings now, words of the refusal
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_steps_data_or_seed_within_an_epoch_are_refused(case, saved, tmp_path):
     then, now, words = REFUSED[case]
-    with pytest.raises(ValueError, match=f"{words}.* × ranks may divide its .*ignore_data_skip"):
+    with pytest.raises(ValueError, match=f"{words}.*ignore_data_skip"):
         resume(saved(**then), 3, tmp_path, **now)
 
 
@@ -165,7 +164,7 @@ def test_an_epoch_restarts_where_that_is_asked_for(saved, tmp_path):
 def test_a_stream_cannot_go_on_with_an_epoch_that_was_planned(saved, tmp_path):
     trainer = trainer_for(tmp_path, max_steps=12)
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
-    with pytest.raises(ValueError, match="packed by its lengths; documents come in another"):
+    with pytest.raises(ValueError, match="epoch of no stream; resume with the former"):
         trainer.train(resume_from_checkpoint=f"{saved().args.output_dir}/checkpoint-3")
 
 

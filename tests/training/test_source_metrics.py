@@ -33,7 +33,6 @@ def by_source(documents, loss="nll", weighting="token", model=None):
         labels = [label for d in own for label in d["labels"][1:]]
         expected |= {
             f"loss_{source}": alone(model, own, loss, weighting)[0],
-            f"num_documents_{source}": len(own),
             f"num_tokens_{source}": sum(len(d["input_ids"]) for d in own),
             f"num_trained_tokens_{source}": sum(label != -100 for label in labels),
         }

@@ -34,8 +34,8 @@ from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
-from trl_packing.training.metrics import ThroughputMeter, stream_sources, training_sources
-from trl_packing.training.mixture import mixture_in_words
+from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.mixture import mixture_in_words, training_sources
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import RunReport
 from trl_packing.training.resuming import ResumedEpochs
@@ -76,7 +76,6 @@ class RunIsolation:
     def __post_init__(self) -> None:
         self.guard = self.collators.guard
         self._trains_groups = False
-        self._settled: set[bool] = set()  # modes that were checked for a user's own loop
         settle_first(self.guard.model, self.settle)
 
     def ensure(self, model: Any, dataset: Any, *, training: bool, planned: bool = True) -> None:
@@ -109,26 +108,24 @@ class RunIsolation:
 
     def settle(self, called: nn.Module) -> None:
         """Check the model, `called` in a loop of the user's own; RuntimeError if it fails."""
-        trainer, guard = self.trainer, self.guard
-        if allows_other_rows() or not guard.checks:  # the check itself, or isolation_check="off"
+        trainer, guard, args = self.trainer, self.guard, self.trainer.args
+        # The check itself calls it, too.
+        if allows_other_rows() or not guard.checks or trainer.is_in_train:
             return
-        modes = {in_training for _, in_training, *_ in guard.passed} | self._settled
-        if trainer.is_in_train or called.training in modes:
+        if called.training in {in_training for _, in_training, *_ in guard.passed}:
             return
-        args = trainer.args
-        if args.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        if args.world_size > 1 or args.torch_compile or not self._is_whole():
             raise RuntimeError(
                 f"{type(called).__name__} was called on packed documents outside of train() and "
                 "evaluate(); for a loop of your own, call enable_packing(model) first"
             )
-        dataset, collator = trainer.train_dataset, self.collators.for_probes()
-        documents = [] if dataset is None else guard.sample(dataset, args.max_length)
+        documents = guard.sample(trainer.train_dataset, args.max_length)
         with use_attention(trainer.model, guard.attention), trainer.accelerator.autocast():
             guard.check_head(trainer.model)
-            guard.ensure(documents, training=called.training, collator=collator)
-        self._settled.add(called.training)
-        if args.torch_compile:
-            guard.forget_checks()  # the model will be wrapped before the first step
+            guard.ensure(documents, training=called.training, collator=self.collators.for_probes())
+
+    def _is_whole(self) -> bool:
+        return not (self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled)
 
     def decide_on_groups(self) -> None:
         """Decide before an epoch is planned: bins of groups hold the tokens of shared rows."""
@@ -139,16 +136,15 @@ class RunIsolation:
                 "documents, not groups; set prefix_sharing='bin'"
             )
         # A sharded model cannot run yet. It is checked before the first step, as any other.
-        is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-        if sampling.draws_groups(True) and is_whole:
+        if sampling.draws_groups(True) and self._is_whole():
             model = trainer.model
             with use_attention(model, self.guard.attention), trainer.accelerator.autocast():
                 self.ensure(model, trainer.train_dataset, training=True, planned=False)
             self.guard.forget_checks()  # the model will be wrapped before the first step
             self.sharing.check_again()
         self._trains_groups = sampling.draws_groups(True)
-        has_length = isinstance(trainer.train_dataset, Dataset)
-        if has_length and self.report.plans_groups != self._trains_groups:
+        is_other = self.report.plans_groups != self._trains_groups
+        if is_other and isinstance(trainer.train_dataset, Dataset):
             self.report.plan()
 
 
@@ -194,14 +190,13 @@ class PackedLoaders:
         dataset = self._planned_for(dataset)
         self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.follow_stream(None)
-        is_stream = isinstance(dataset, IterableDataset)
-        sources = training_sources(dataset, options.source_column)
-        names = () if sources is None else sources.names
-        self.meter.follow_sources(stream_sources(dataset, options) if is_stream else names)
+        sources, self.room = training_sources(dataset, options), None
+        self.meter.follow_sources(() if sources is None else sources.names)
         self.isolation.decide_on_groups()
-        if is_stream:
-            self.room = trainer.args.max_length * sampling.batch_size if sampling.packing else None
-            stream = self._stream(dataset, training=True)
+        if isinstance(dataset, IterableDataset):
+            if sampling.packing:
+                self.room = trainer.args.max_length * sampling.batch_size
+            stream = self._stream(dataset, sources, training=True)
             self.epochs.follow_stream(stream)
             return self._loader_of(stream)
         ids = None if sources is None else sources.ids
@@ -209,7 +204,6 @@ class PackedLoaders:
         dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
         drawn: Any = dataloader.batch_sampler
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
-        self.room = None
         if isinstance(planned, PackedBatchSampler):
             self.room = planned.tokens_per_batch
             self.epochs.follow(planned, documents)
@@ -284,7 +278,7 @@ class PackedLoaders:
         collator = self.collators.for_evaluation(padded=padded)
         if is_stream and not padded:
             with temporarily(trainer, data_collator=collator):
-                dataloader = self._loader_of(self._stream(dataset, training=False))
+                dataloader = self._loader_of(self._stream(dataset, None, training=False))
         else:
             if is_stream:
                 rows = dataset.select_columns(training_columns(dataset))
@@ -311,12 +305,13 @@ class PackedLoaders:
         ):
             return by_trl(rows, sampler_of)
 
-    def _stream(self, dataset: IterableDataset, *, training: bool) -> StreamBatches:
+    def _stream(
+        self, dataset: IterableDataset, sources: Sources | None, *, training: bool
+    ) -> StreamBatches:
         args, sampling, (ranks, rank) = self.trainer.args, self.sampling, self.sampling.ranks
         packing = sampling.packing if training else sampling.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = packing and sampling.draws_groups(training)
-        sources = (stream_sources(dataset, self.options) or None) if training else None
         columns = training_columns(dataset, *([] if sources is None else [SOURCE]))
         return StreamBatches(
             dataset.select_columns(columns),
@@ -331,7 +326,7 @@ class PackedLoaders:
             ),
             self.trainer.data_collator,
             rank=rank,
-            accumulation=sampling.accumulation if training else 1,
+            accumulation=args.gradient_accumulation_steps if training else 1,
             num_workers=args.dataloader_num_workers,
             global_step=lambda: self.trainer.state.global_step if training else 0,
             loading={
@@ -339,7 +334,7 @@ class PackedLoaders:
                 "prefetch_factor": args.dataloader_prefetch_factor,
             },
             limits=self.isolation.guard.limits,
-            sources=sources,
+            sources=None if sources is None else sources.names,
         )
 
     def _loader_of(self, stream: StreamBatches) -> DataLoader:

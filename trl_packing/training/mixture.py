@@ -23,8 +23,7 @@ from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SOURCE
 from trl_packing.loss.sums import Sources
 from trl_packing.packing.draw import MixtureDraw, packing_seed
-from trl_packing.training.columns import training_columns
-from trl_packing.training.metrics import training_sources
+from trl_packing.training.columns import columns_of, training_columns
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,20 @@ class Mixture:
         return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
 
 
+def training_sources(dataset: Any, options: PackingOptions) -> Sources | None:
+    """Return the sources of a prepared training set; None if it names none.
+
+    The column of a mixture takes precedence over `source_column`. Of streams, only names are known.
+    """
+    columns, none = columns_of(dataset), np.zeros(0, np.int64)
+    if isinstance(dataset, IterableDataset):
+        mixture: Any = options.mixture if SOURCE in columns else {}
+        names = tuple(name for name, share in mixture.items() if share.get("weight"))
+        return Sources(names, none, none) if names else None
+    column = SOURCE if SOURCE in columns else options.source_column or ""
+    return Sources.of(dataset, column, "the training set") if column in columns else None
+
+
 def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
     """Return the mixture of a training set; None if its sources are not known.
 
@@ -76,7 +89,7 @@ def mixture_of(documents: ArrowDocuments, args: Any) -> Mixture | None:
         ValueError: a mixture is asked for, but the sources are not known or are other ones.
     """
     options = PackingOptions.of(args)
-    sources = training_sources(documents.dataset, options.source_column)
+    sources = training_sources(documents.dataset, options)
     if options.mixture is None:
         return None if sources is None else Mixture(sources, None)
     if sources is None:

@@ -344,7 +344,8 @@ def report_of(
         ValueError: documents_per_step is set for a stream.
     """
     args, options, mixture = sampling.args, sampling.options, sampling.mixture
-    ranks, accumulation, batch_size = sampling.ranks[0], sampling.accumulation, sampling.batch_size
+    ranks, accumulation = sampling.ranks[0], args.gradient_accumulation_steps
+    batch_size = sampling.batch_size
     is_planned, size = isinstance(sampler, PackedBatchSampler), float(batch_size)
     by_bins = sampling.packing if documents is None else is_planned
     if is_planned and sampler.documents_per_step is not None:

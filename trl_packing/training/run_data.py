@@ -98,11 +98,11 @@ class RunData:
 
     def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
         """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
-        changes = self.completion_only is not None or self.options.append_eos
+        changes = self.completion_only or self.options.append_eos or self.sets
         if self.trainer._skip_prepare_dataset and (changes or any(map(records_of, datasets))):
             raise ValueError(
-                "skip_prepare_dataset=True skips append_eos, DataCollatorForCompletionOnlyLM and "
-                "the check that prepared data fit this run; leave it out"
+                "skip_prepare_dataset=True skips append_eos, DataCollatorForCompletionOnlyLM, a "
+                "dictionary of data sets, and the check of prepared data; leave it out"
             )
 
     def pad_to_multiple_of(self) -> int | None:
@@ -198,8 +198,7 @@ class RunData:
 
     def prepare_later(self, dataset: Any, name: str = "train") -> Any:
         """Return the documents of rows that were not passed to the constructor."""
-        trainer = self.trainer
-        packing = self.sampling.packing if name == "train" else self.sampling.eval_packing
+        trainer, packing = self.trainer, self.sampling.packing
         tokenizer, formatting_func = trainer.processing_class, trainer._formatting_func
         with temporarily(self, _has_training_set=name != "train", _is_later=True):
             return trainer._prepare_dataset(
@@ -220,27 +219,23 @@ def source_sets(
     """Return the data sets of a training set that is a dictionary; None for one data set.
 
     Raises:
-        TypeError: it is empty, or holds something else than named data sets, or splits.
+        TypeError: it is empty, or holds something else than named data sets of one kind.
         ValueError: they cannot be trained together, or sources of one stream are to be mixed.
     """
     if not isinstance(train_dataset, dict):
         check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
         return None
-    is_named = not isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
-    for name, dataset in train_dataset.items():
-        is_named &= isinstance(name, str) and isinstance(dataset, (Dataset, IterableDataset))
-    if not (is_named and train_dataset):
+    sets, is_named = [*train_dataset.values()], all(isinstance(name, str) for name in train_dataset)
+    is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
+    are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
+    if are_splits or not (sets and is_named and is_one_kind):
         raise TypeError(
-            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of them by "
-            "the names of sources; of splits, pass one"
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of one kind "
+            "by the names of sources; of splits, pass one"
         )
-    for dataset in train_dataset.values():
+    for dataset in sets:
         if reason := reason_for_trl_path(dataset, collator):
             check_is_one_set(train_dataset, reason)
-    if len({isinstance(dataset, IterableDataset) for dataset in train_dataset.values()}) > 1:
-        raise ValueError("train_dataset has streams beside data sets with a length; load all")
-    if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
-        raise ValueError("skip_prepare_dataset=True takes no dictionary of data sets; leave it out")
     return dict(train_dataset)
 
 
@@ -270,38 +265,28 @@ def prepare_sources(
         return join_streams(documents, options, packing_seed(args)), None
     joined = _join_documents(documents, options.named_columns())
     known = {name: counts for name, (_, counts) in prepared.items() if counts is not None}
-    if not known:
-        return joined, None
     notes = tuple(f"{name}: {note}" for name, found in known.items() for note in found.notes)
-    return joined, replace(sum(known.values(), PreparationCounts()), notes=notes)
+    counts = replace(sum(known.values(), PreparationCounts()), notes=notes)
+    return joined, counts if known else None
 
 
 def _join_documents(documents: Mapping[str, Dataset], named: Sequence[str]) -> Dataset:
     """Return the documents of all sources, with the column SOURCE, and `named` if all have them."""
-    packed = [name for name, d in documents.items() if SEQ_LENGTHS in d.column_names]
-    if packed and len(packed) < len(documents):
+    held = [{*dataset.column_names} for dataset in documents.values()]
+    if SEQ_LENGTHS in set.union(*held) - set.intersection(*held):
         raise ValueError(
-            f"rows of train_dataset[{packed[0]!r}] were packed before (they have seq_lengths), and "
+            "rows of some sources of train_dataset were packed before (they have seq_lengths), and "
             "others were not; pass documents everywhere"
         )
-    held = [{*dataset.column_names} for dataset in documents.values()]
     columns = [column for column in _TYPES if column in set.union(*held)]
     columns += [column for column in named if column in set.intersection(*held)]
     parts = [_with_columns(dataset, columns) for dataset in documents.values()]
-    common = Features({column: _common_type(column, parts) for column in columns})
-    joined = concatenate_datasets(
-        [part if part.features == common else part.cast(common) for part in parts]
-    )
+    if any(part.features != parts[0].features for part in parts):
+        common = Features({c: _TYPES.get(c, parts[0].features[c]) for c in columns})
+        parts = [part.cast(common) for part in parts]
     ids = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-    return joined.add_column(SOURCE, ids, feature=ClassLabel(names=[*documents]))
-
-
-def _common_type(column: str, parts: Sequence[Dataset]) -> Any:
-    """Return the type of a column in all data sets; nulls fit into any."""
-    found = [part.features[column] for part in parts]
-    known = [kind for kind in found if kind != Value("null")] or found
-    is_one = all(kind == known[0] for kind in known)
-    return known[0] if is_one else _TYPES.get(column, known[0])
+    names = ClassLabel(names=[*documents])
+    return concatenate_datasets(parts).add_column(SOURCE, ids, feature=names)
 
 
 def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
@@ -310,12 +295,8 @@ def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
     if DOCUMENT_WEIGHT in missing:
         dataset = dataset.add_column(DOCUMENT_WEIGHT, np.ones(number))
     if TOKEN_WEIGHTS in missing:
-        dataset = dataset.map(_with_unit_weights, batched=True, desc="Adding weights")
+        dataset = dataset.map(lambda row: {TOKEN_WEIGHTS: [1.0] * len(row["input_ids"])})
     if IMAGE_IDS in missing:
         dataset = dataset.add_column(IMAGE_IDS, [()] * number, feature=_TYPES[IMAGE_IDS])
         dataset = dataset.add_column(IMAGE_ROW, np.full(number, _NO_ROW))
     return dataset.select_columns(columns).with_format(None)
-
-
-def _with_unit_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {TOKEN_WEIGHTS: [[1.0] * len(ids) for ids in batch["input_ids"]]}

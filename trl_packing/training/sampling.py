@@ -22,7 +22,6 @@ from trl import SFTTrainer
 
 from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.config import PackingOptions
-from trl_packing.data.fitting import Overflow
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_COLUMNS
 from trl_packing.packing.draw import numbers_of, order_seed, packing_seed, stages_of
@@ -34,7 +33,7 @@ from trl_packing.training.mixture import Mixture, mixture_of
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
 _SETTINGS_OF_PLAN = (
     *("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last"),
-    *("documents_per_step", "prefix_group_size", "curriculum", "max_patches"),
+    *("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow"),
 )
 
 
@@ -83,11 +82,6 @@ class Sampling:
     def options(self) -> PackingOptions:
         """The settings of this package."""
         return PackingOptions.of(self.args)
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of an optimizer step of one rank."""
-        return self.args.gradient_accumulation_steps
 
     @property
     def static_tokens(self) -> int | None:
@@ -158,7 +152,7 @@ class Sampling:
             documents_per_step=per_step,
             # transformers divides by cost itself where it rebalances batches.
             divide_by_cost=bool(self.options.documents_per_step) or strategy == "batch_rebalance",
-            accumulation=self.accumulation,
+            accumulation=args.gradient_accumulation_steps,
             seed=seed,
             shuffle=strategy != "sequential",
             sampling=strategy,
@@ -170,7 +164,7 @@ class Sampling:
         if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
             return sampler(epochs=math.ceil(args.num_train_epochs))
         # Steps of the first epoch; the others have no fewer.
-        steps = -(-len(sampler()) // self.accumulation)
+        steps = -(-len(sampler()) // args.gradient_accumulation_steps)
         return sampler(epochs=-(-args.max_steps // steps))
 
     def _of_any_set(self) -> dict[str, Any]:
@@ -192,7 +186,7 @@ class Sampling:
                 "it out, or pass the documents"
             )
         if per_step is None and not self.packing and not rows:
-            return self.batch_size * self.accumulation * self.ranks[0]
+            return self.batch_size * self.args.gradient_accumulation_steps * self.ranks[0]
         return per_step
 
     def groups(self, documents: ArrowDocuments) -> PrefixGroups:
@@ -235,14 +229,10 @@ class Sampling:
     def settings(self) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
         args, options = self.args, self.options
-        overflow = Overflow.from_args(args, self.packing)
         named = {n: getattr(options, n, getattr(args, n, None)) for n in _SETTINGS_OF_PLAN}
-        if not self.draws_groups(True):
-            named["prefix_group_size"] = None
         return named | {
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
-            "overflow": overflow.policy,
             "packing": self.packing,
             "mixture": None if self.mixture is None else self.mixture.settings(),
             "train_sampling_strategy": str(args.train_sampling_strategy),

@@ -82,7 +82,7 @@ def train(
     )
     if file_to_die_in is not None:
         dies_in_save(file_to_die_in)
-    begun, _ = last_whole_checkpoint(folder / "run")
+    begun = last_whole_checkpoint(folder / "run")
     trainer.train(resume_from_checkpoint=begun is not None)
     if trainer.args.process_index == 0:
         torch.save(trainer.model.state_dict(), folder / "weights.pt")
