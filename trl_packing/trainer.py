@@ -228,7 +228,6 @@ class PackedSFTTrainer(SFTTrainer):
             *(self, collators, data.counts, sharing, self._epochs),
             samples_bins=self._is_ours("_get_train_sampler"),
             before_first_step=self._before_first_step,
-            so_far=meter.so_far,
         )
         self._isolation = RunIsolation(self, collators, report, sharing)
         self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, meter)

@@ -156,7 +156,6 @@ MACHINE = {"use_cpu": True, "bf16": False}
         ({}, set()),
         ({"lr_scheduler_type": "cosine", "learning_rate": 1e-3}, {"lr_scheduler_type"}),
         ({"packing": False, "learning_rate": 1e-3}, {"packing"}),
-        ({"accelerator_config": {"split_batches": True}}, {"accelerator_config"}),
     ],
 )
 @pytest.mark.parametrize("config", [PackedSFTConfig, SFTConfig])

@@ -214,7 +214,7 @@ class PackedLoaders:
         else:
             self._check_user_sampler()
         if not self.isolation.report.samples_bins:
-            self.isolation.report.plan(planned, len(dataloader))
+            self.isolation.report.plan(planned)
         return dataloader
 
     def _planned_for(self, dataset: Any) -> Any:

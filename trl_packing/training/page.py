@@ -59,11 +59,6 @@ def _change(number: int) -> str:
     return f"{number:+,}".replace("-", "−") if number else "0"
 
 
-def escape(text: object) -> str:
-    """Return `text` as HTML that shows it; hidden characters are shown as escapes."""
-    return html.escape(escape_hidden(str(text)))
-
-
 def check_can_write(path: str | None) -> None:
     """Raise ValueError if no page can be written to `path`, or would replace other data."""
     if path is None:

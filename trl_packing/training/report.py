@@ -8,10 +8,10 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.logging import get_logger
 from datasets import IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -25,19 +25,17 @@ from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.isolation.check import brief
 from trl_packing.isolation.guard import Checked
-from trl_packing.packing.draw import LENGTH, column_of
+from trl_packing.packing.draw import column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.mixture import SourceShare
-from trl_packing.training.page import escape
+from trl_packing.training.page import render
 from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_page import storable
 from trl_packing.training.sampling import Sampling
-
-logger = get_logger(__name__)
 
 Line = tuple[str, str]  # label, text
 
@@ -56,30 +54,20 @@ class PackingReport:
     Attributes:
         ranks: data-parallel processes.
         accumulation: micro-batches that a rank accumulates in an optimizer step.
-        micro_batch: the size of a micro-batch in words.
-        attention: what keeps documents apart, in words.
+        micro_batch: its size in words.
         capacity: most tokens of a bin.
-        documents: that the epoch trains.
-        tokens: of these documents.
-        trained_tokens: targets of the loss among them.
-        bins: of the epoch.
         micro_batches_per_epoch: of all ranks.
-        steps_per_epoch: optimizer steps.
         documents_per_step: mean over the optimizer steps of the epoch.
         padded_documents_per_step: of a padded run with the same settings.
-        largest_micro_batch: tokens of the largest micro-batch of the first steps.
-        loss: the weighting of the loss, in words.
         tokens_per_micro_batch: padding included; None unless static shapes hold it constant.
-        preparation: what was kept and lost when documents were prepared.
         given_in_steps: settings that count optimizer steps, by name.
-        room: tokens that fit into a micro-batch of bins.
+        room: tokens that fit into a micro-batch; without bins, those of the largest at first.
         checked: what was checked on the model, with the evidence.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
         sources: of the training set, and how often the epoch draws them; empty if not known.
         documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
         order: of the documents of an epoch, in words; "" if they are drawn at random.
-        images: of the documents; None without any.
     """
 
     ranks: int
@@ -95,7 +83,6 @@ class PackingReport:
     steps_per_epoch: int | None = None
     documents_per_step: float | None = None
     padded_documents_per_step: int | None = None
-    largest_micro_batch: int | None = None
     loss: str | None = None
     tokens_per_micro_batch: int | None = None
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
@@ -131,7 +118,7 @@ class PackingReport:
         return as_text(self.lines())
 
     def _repr_html_(self) -> str:
-        return as_html(self.lines())
+        return render(Path(__file__).with_name("report.html"), report=self.lines())
 
     def lines(self) -> list[Line]:
         """Return the report as labels and texts."""
@@ -177,7 +164,7 @@ class PackingReport:
         steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
         if steps is None or batches is None:
             return []
-        most = None if self.tokens_per_micro_batch else self.room or self.largest_micro_batch
+        most = None if self.tokens_per_micro_batch else self.room
         epoch = f"{quantity(steps, 'optimizer step')} · {quantity(batches, 'micro-batch')}"
         epoch += f" · up to {most:,} tokens a micro-batch" if most else ""
         documents = f"{self.documents_per_step:,.1f}".removesuffix(".0")
@@ -273,48 +260,18 @@ def times(epochs: float) -> str:
     return f"{epochs:.2g}×" if epochs < 1 else f"{epochs:.2f}".rstrip("0").rstrip(".") + "×"
 
 
-# --- layout ---------------------------------------------------------------------------------------
-
 _TITLE = " trl_packing "
 _LABEL = 13  # columns of a label and the space behind it
-_NARROWEST, _WIDEST = 50, 100
-
-# The theme of the notebook gives text and background. Its own table styles are overridden.
-_TABLE = "border-collapse:collapse;text-align:left;font-size:13px;line-height:1.5;margin:.3em 0"
-_CELL = "text-align:left;vertical-align:top;padding:.1em .9em .1em 0;border:0;background:none"
-_LABEL_STYLE = f"{_CELL};white-space:nowrap;font-weight:600;opacity:.7"
-_TEXT_STYLE = f"{_CELL};white-space:normal;overflow-wrap:anywhere;max-width:60em"
-_WARNING_STYLE = f"{_TEXT_STYLE};border-left:3px solid #d29922;padding-left:.6em"
 
 
 def as_text(lines: Sequence[Line]) -> str:
     """Return `lines` between two rules; long ones continue under their text."""
-    terminal = shutil.get_terminal_size((_WIDEST, 24)).columns
-    columns, wrapped = min(max(terminal, _NARROWEST), _WIDEST), []
+    columns, wrapped = min(max(shutil.get_terminal_size((100, 24)).columns, 50), 100), []
+    options: Any = {"subsequent_indent": " " * _LABEL, "break_on_hyphens": False}
     for label, text in lines:
-        wrapped += textwrap.wrap(
-            escape_hidden(text),
-            columns,
-            initial_indent=f"{label:<{_LABEL}}",
-            subsequent_indent=" " * _LABEL,
-            break_on_hyphens=False,
-        )
+        wrapped += textwrap.wrap(f"{label:<{_LABEL}}{escape_hidden(text)}", columns, **options)
     width = max(map(len, [*wrapped, _TITLE]))
     return "\n".join([f"{_TITLE:─^{width}}", *wrapped, "─" * width])
-
-
-def as_html(lines: Sequence[Line]) -> str:
-    """Return `lines` as a table without scripts, in the colors of a notebook; text is escaped."""
-    rows = "".join(
-        f'<tr style="background:none"><th scope="row" style="{_LABEL_STYLE}">{escape(label)}</th>'
-        f'<td style="{_WARNING_STYLE if text.startswith("warning:") else _TEXT_STYLE}">'
-        f"{escape(text)}</td></tr>"
-        for label, text in lines
-    )
-    return f'<table style="{_TABLE}"><caption hidden>trl_packing</caption>{rows}</table>'
-
-
-# --- the report of a run --------------------------------------------------------------------------
 
 
 def report_of(
@@ -323,22 +280,16 @@ def report_of(
     sampler: Any = None,
     *,
     columns: Sequence[str] | None,
-    micro_batches: int | None = None,
     preparation: PreparationCounts | None = None,
-    prefix_sharing: str = "off",
-    tokens_per_micro_batch: int | None = None,
 ) -> PackingReport:
     """Return the report on the first epoch of a run.
 
     Args:
         sampling: settings and ranks of the run, and the mixture of the training set.
         documents: the training set; None for a stream, whose documents are counted as it is read.
-        sampler: of one rank. A user's draws documents one by one.
+        sampler: of one rank; of a user's, only the documents are counted.
         columns: of the training set, with its weights; None where a user's function is the loss.
-        micro_batches: of an epoch of one rank, where a user's sampler draws; None if not known yet.
         preparation: what was kept and lost when documents were prepared.
-        prefix_sharing: of the run.
-        tokens_per_micro_batch: padding included; None if micro-batches differ.
 
     Raises:
         ValueError: documents_per_step is set for a stream.
@@ -357,53 +308,48 @@ def report_of(
         attention=None,
         capacity=args.max_length,
         loss=None if columns is None else in_words(options.loss_weighting, list(columns)),
-        tokens_per_micro_batch=tokens_per_micro_batch,
+        tokens_per_micro_batch=sampling.static_tokens,
         preparation=preparation or PreparationCounts(),
     )
     if documents is None:
         if options.documents_per_step is not None:
-            raise ValueError(
-                f"documents_per_step={options.documents_per_step} needs to know the documents, and "
-                "a stream is packed as it is read; leave it out"
-            )
+            named = f"documents_per_step={options.documents_per_step}"
+            raise ValueError(f"{named} needs to know the documents of a stream; leave it out")
         return report
     lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
-    in_data, micro_batches = None, len(sampler) if is_planned else micro_batches
+    in_data = None
     if is_planned and sampler.draw is not None:
         drawn, number, in_data = sampler.draw.documents(0), sampler.num_drawn, len(documents)
         lengths, trained = lengths[drawn], trained[drawn]
-    steps = None if micro_batches is None else -(-micro_batches // accumulation)
     report = replace(
         report,
         documents=number,
         documents_in_data=in_data,
         tokens=int(lengths.sum()),
         trained_tokens=int(trained.sum()),
-        micro_batches_per_epoch=None if micro_batches is None else micro_batches * ranks,
-        steps_per_epoch=steps,
-        documents_per_step=batch_size * accumulation * ranks,
     )
     if not is_planned:
         return report
     plan, padded = sampler.plan(), padded_batch_size(batch_size, packing=sampling.packing)
-    largest = None
+    steps, room = -(-len(sampler) // accumulation), sampler.tokens_per_batch
     if not by_bins:
-        largest = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
+        room = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
     # Below 1 they are shares of the run.
     steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
     given = {name: int(number) for name, number in steps_of.items() if number and number >= 1}
     prefixes = None
     # Equal ids of images may stand for other images.
-    if not (tokens_per_micro_batch or IMAGE_IDS in documents.columns):
-        prefixes = prefix_savings(documents, sampler, prefix_sharing)
+    if not (report.tokens_per_micro_batch or IMAGE_IDS in documents.columns):
+        prefixes = prefix_savings(documents, sampler, options.prefix_sharing)
     return replace(
         report,
         bins=sampler.num_bins,
+        micro_batches_per_epoch=len(sampler) * ranks,
+        steps_per_epoch=steps,
         documents_per_step=number / (steps or 1),
         padded_documents_per_step=None if sampler.rows else padded * accumulation * ranks,
-        largest_micro_batch=largest,
         given_in_steps=given,
-        room=sampler.tokens_per_batch,
+        room=room,
         tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
         sources=mixture.shares(documents) if mixture else (),
         order=_order_in_words(options, sampler),
@@ -416,12 +362,9 @@ def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str
     """Return the order of a curriculum; "" if documents are drawn at random."""
     if sampler.stages is None:
         return ""
-    curriculum = str(options.curriculum)
-    name = column_of(curriculum)
-    smallest, largest = ("shortest", "longest") if name == LENGTH else ("smallest", "largest")
-    first = largest if curriculum.startswith("-") else smallest
+    first = "largest" if str(options.curriculum).startswith("-") else "smallest"
     stages = quantity(len(np.unique(sampler.stages)), "stage")
-    return f"by {name}, {first} first · {stages}, each random"
+    return f"by {column_of(str(options.curriculum))}, {first} first · {stages}, each random"
 
 
 @dataclass(eq=False)
@@ -435,9 +378,7 @@ class RunReport(TrainerCallback):
     epochs: ResumedEpochs
     samples_bins: bool  # and not the documents of a user's sampler
     before_first_step: Callable[[], None]  # called when the model is wrapped
-    so_far: Callable[[], dict[str, float] | None]  # counts of the run, of all ranks
     batch_size: int = 0  # for which the epoch is planned
-    _has_warned: bool = False
 
     def __post_init__(self) -> None:
         self.plan()
@@ -466,12 +407,8 @@ class RunReport(TrainerCallback):
         """Whether the planned epoch holds groups of documents with a common prefix."""
         return getattr(self._planned.prefixes, "per_step", None) is not None
 
-    def plan(self, sampler: Any = None, micro_batches: int | None = None) -> None:
-        """Plan the first epoch anew.
-
-        The data loader passes the sampler of a subclass, and the micro-batches of an epoch of one
-        rank: the subclass may need attributes that its constructor sets after ours.
-        """
+    def plan(self, sampler: Any = None) -> None:
+        """Plan the first epoch anew; with the sampler of a subclass once that can be called."""
         user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
         sampling, documents = self.collators.sampling, None
         self.batch_size, is_stream = sampling.batch_size, isinstance(dataset, IterableDataset)
@@ -486,36 +423,19 @@ class RunReport(TrainerCallback):
             documents,
             sampler,
             columns=None if user_loss else columns,
-            micro_batches=micro_batches,
             preparation=None if is_stream else self.preparation.get("train"),
-            prefix_sharing=self.sharing.mode,
-            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
         )
-
-    # --- events -------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.before_first_step()
         self._print(state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Warn early of the documents that a stream loses: reading it may take days."""
-        stream = self.epochs.stream
-        if stream is not None and not self._has_warned and (words := str(stream.counts)):
-            read = stream.counts.before.documents
-            logger.warning(f"of the first {read:,} documents of the stream: {words}")
-            self._has_warned = True
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete the report on a stream, which is counted as it is read."""
         if self.epochs.stream is None:
             return
-        counts, trained = self.epochs.stream.counts_of_all_ranks(), self.so_far() or {}
-        prefixes, tokens = self._planned.prefixes, int(trained.get("tokens", 0))
-        if tokens:
-            computed = tokens - int(trained["shared"])
-            prefixes = PrefixSavings(self.sharing.mode, tokens, computed, is_whole=True)
-        self._planned = replace(self._planned, preparation=counts, prefixes=prefixes)
+        counts = self.epochs.stream.counts_of_all_ranks()
+        self._planned = replace(self._planned, preparation=counts)
         self._print(state)
 
     def _print(self, state: Any) -> None:

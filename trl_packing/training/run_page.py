@@ -11,7 +11,6 @@ JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
-from markupsafe import Markup
 
 from trl_packing.data.counts import quantity
 from trl_packing.training.page import HtmlPage, render
@@ -66,14 +64,11 @@ class RunRecord:
         log: entries of `state.log_history`.
         totals: by optimizer step.
         status: "running", "finished", or the reason why the run stopped.
-        step: optimizer steps so far.
-        max_steps: optimizer steps of the whole run; 0: unknown.
+        step: optimizer steps so far; `max_steps` of the whole run, 0: unknown.
         written: time of the last change, in UTC.
         report: lines of the packing report, label and text; empty on TRL's path.
         verdict: of the isolation check: "isolated", "leaks", ...; "" without a report.
-        settings: all settings, as JSON.
-        changed: names of the settings that differ from their defaults.
-        versions: installed versions, by package.
+        settings: all settings, as JSON; `changed` names those that differ from their defaults.
         facts: model, device and number of ranks, in words.
         resumed: steps at which the run was resumed.
         notes: sentences about what is unknown.
@@ -129,11 +124,7 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "RunRecord":
-        """Return the record that `to_json` has written.
-
-        Raises:
-            ValueError: the text is not such a record.
-        """
+        """Return the record that `to_json` has written; ValueError: the text is none."""
         try:
             found = json.loads(text)
             if found.pop("format") != _FORMAT:
@@ -164,15 +155,7 @@ def _restored(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
-# --- charts ---------------------------------------------------------------------------------------
-
-# Titles of charts other than the names of their numbers, and notes beside them.
-_TITLES = {
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second",
-    "computed_tokens_per_second": "computed tokens per second",
-}
+# Notes beside charts, and those behind the losses.
 _NOTES = {
     "loss": "mean over trained tokens since the last log",
     "grad_norm": "before clipping",
@@ -180,7 +163,7 @@ _NOTES = {
     "computed_tokens_per_second": "a token that documents share counts once",
     "utilization": "computed tokens of documents / room for tokens",
 }
-_MAIN = ("learning_rate", "grad_norm", "tokens_per_second", "utilization")  # behind the losses
+_MAIN = ("learning_rate", "grad_norm", "tokens_per_second", "utilization")
 _SHARES = ("utilization", "mean_token_accuracy")
 _MAY_BE_LOG = ("loss", "loss by source", "grad_norm", "learning_rate")
 _EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
@@ -191,20 +174,19 @@ _NO_CURVE = re.compile(
     r"eval_(.*_)?(runtime|samples_per_second|steps_per_second|num_tokens|num_documents.*)"
 )
 _COUNT = "num_trained_tokens_"  # of a source, in the training log
-_MOST_CURVES = 24
 _MOST_POINTS = 1000  # more than a wide screen has pixels for
 
 ON_STEPS = (
     "The steps of a packed and of a padded run hold different numbers of documents. Compare such "
     "runs over documents or tokens."
 )
+# The name of an axis, its words, and its place in a point.
 _AXES = {
-    "documents": "documents trained",
-    "tokens": "tokens trained, without padding",
-    "steps": "optimizer steps",
-    "hours": "training time",
+    "documents": ("documents trained", 1),
+    "tokens": ("tokens trained, without padding", 2),
+    "steps": ("optimizer steps", 0),
+    "hours": ("training time", 3),
 }
-_PLACE = {"steps": 0, "documents": 1, "tokens": 2, "hours": 3}  # in a point
 
 
 class Chart(NamedTuple):
@@ -225,8 +207,7 @@ def is_eval_loss(name: str) -> bool:
 def charts_of(records: Sequence[RunRecord]) -> tuple[list[Chart], int]:
     """Return the charts of the numbers that runs logged, and how many of the first are main ones.
 
-    A single run has a chart a kind (loss, losses by source, evaluation losses, ...), several runs
-    have a chart a name, with a curve for each run.
+    A single run has a chart a kind (loss, losses by source, ...), several runs have one a name.
     """
     logged = dict.fromkeys(name for record in records for name in record.series)
     sources = [name.removeprefix(_COUNT) for name in logged if name.startswith(_COUNT)]
@@ -239,40 +220,22 @@ def charts_of(records: Sequence[RunRecord]) -> tuple[list[Chart], int]:
     groups |= {"eval_loss": losses} | {name: [name] for name in _MAIN}
     groups = {title: [n for n in group if n in logged] for title, group in groups.items()}
     if len(records) > 1:
-        groups = {name: [name] for group in groups.values() for name in group[:_MOST_CURVES]}
+        groups = {name: [name] for group in groups.values() for name in group}
     charts = [_chart(records, title, group) for title, group in groups.items() if group]
-    if len(records) == 1 and any(f"num_tokens_{source}" in logged for source in sources):
-        charts.append(_shares(records[0], sources))
     rest = [name for name in names if name not in ("loss", *losses, *_MAIN)]
     return charts + [_chart(records, name, [name]) for name in rest], len(charts)
 
 
 def _chart(records: Sequence[RunRecord], title: str, names: list[str]) -> Chart:
     """Return a chart with a curve for each name of one run, or for each run of one name."""
-    shown = [(record, name) for record in records for name in names[:_MOST_CURVES]]
+    shown = [(record, name) for record in records for name in names]
     curves = [
         (record.name if len(records) > 1 else name, color, record.points(name))
         for color, (record, name) in enumerate(shown)
         if name in record.series
     ]
-    left_out = len(names) - _MOST_CURVES
-    note = f"{left_out:,} more in {FILE}" if left_out > 0 else _NOTES.get(title, "")
     may_be_log = title in _MAY_BE_LOG or is_eval_loss(title)
-    return Chart(_TITLES.get(title, title), curves, note, may_be_log, title in _SHARES)
-
-
-def _shares(record: RunRecord, sources: list[str]) -> Chart:
-    """Return the chart of each source's share of the tokens since the last log."""
-    points = [record.points(f"num_tokens_{source}") for source in sources]
-    totals: Counter[int] = Counter()
-    for point in (point for each in points for point in each):
-        totals[point.step] += int(point.value)
-    curves = [
-        (source, i, [p._replace(value=p.value / totals[p.step]) for p in each if totals[p.step]])
-        for i, (source, each) in enumerate(zip(sources, points, strict=True))
-    ]
-    title, note = "share of tokens by source", "since the last log"
-    return Chart(title, curves[:_MOST_CURVES], note, percent=True)
+    return Chart(title, curves, _NOTES.get(title, ""), may_be_log, title in _SHARES)
 
 
 def values_of_curves(
@@ -296,19 +259,19 @@ def values_of_curves(
     """
     charts, main = charts_of(records)
     every = [point for chart in charts for *_, points in chart.curves for point in points]
-    axes = [name for name in _AXES if any(p[_PLACE[name]] is not None for p in every)]
+    axes = [name for name, (_, at) in _AXES.items() if any(p[at] is not None for p in every)]
     frames, drawn = [], []
     for chart in charts:
         notes = [chart.note, *(_gaps(name, points) for name, _, points in chart.curves)]
         frames.append((chart.title, " · ".join(filter(None, notes))))
         curves = [
-            {"name": name, "color": color, "points": [*map(_as_json, thinned(points))]}
+            {"name": name, "color": color, "points": [_as_json(p) for p in thinned(points)]}
             for name, color, points in chart.curves
         ]
         drawn.append({"may_be_log": chart.may_be_log, "percent": chart.percent, "curves": curves})
     data = {
         "axis": axis if axis in axes else next(iter(axes), "steps"),
-        "labels": _AXES,
+        "labels": {name: words for name, (words, _) in _AXES.items()},
         "warnings": warnings,
         "marks": list(marks),
         "reloads": reloads,
@@ -338,18 +301,13 @@ def _as_json(point: Point) -> list[float | None]:
 
 def _gaps(name: str, points: Sequence[Point]) -> str:
     """Return in words which values of a curve are left out; "" if none is."""
-    lost = [f"{point.step:,}" for point in points if not math.isfinite(point.value)]
-    if not lost:
-        return ""
-    steps = ", ".join(lost[:5]) + ", …" * (len(lost) > 5)
-    return f"{quantity(len(lost), 'value')} of {name} NaN or infinite, left out (step {steps})"
+    lost = [point.step for point in points if not math.isfinite(point.value)]
+    values = quantity(len(lost), "value")
+    return f"{values} of {name} NaN or infinite, left out (from step {lost[0]:,})" if lost else ""
 
 
-# --- the page -------------------------------------------------------------------------------------
-
-
-def run_page(record: RunRecord, report: str) -> HtmlPage:
-    """Return the page of a run, the text of a file that opens from disk; `report` is HTML."""
+def run_page(record: RunRecord) -> HtmlPage:
+    """Return the page of a run, the text of a file that opens from disk."""
     places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
     shown = values_of_curves(
         [record],
@@ -367,7 +325,7 @@ def run_page(record: RunRecord, report: str) -> HtmlPage:
         figures=_figures(record),
         notes=uncounted * record.path.startswith("TRL") + record.notes,
         shown=shown,
-        report=Markup(report) if record.report else "",
+        report=record.report,
         settings=[(name, in_json(record.settings.get(name))) for name in record.changed],
         versions=[*record.facts.items(), *record.versions.items()],
         data=shown["data"],

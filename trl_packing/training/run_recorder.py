@@ -25,38 +25,46 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.training import run_page
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.report import as_html
-from trl_packing.training.run_page import FILE, NOTHING, PAGE, UNKNOWN, RunRecord, Totals
+from trl_packing.training.run_page import (
+    FILE,
+    NOTHING,
+    PAGE,
+    UNKNOWN,
+    RunRecord,
+    Totals,
+    run_page,
+    storable,
+)
 from trl_packing.versions import TESTED, installed_version
 
 logger = get_logger(__name__)
 
 _PADS = ("padded", "equal_lengths")  # attention backends
+_RESUMED_WITHOUT = (
+    "Resumed at step {:,}, and what was trained by then is unknown ({}), so the curves can be "
+    "shown over steps alone."
+)
 
 
 class RunRecorder(TrainerCallback):
     """Keeps the record of a run, and its page; `path` returns the path of the run in words."""
 
     least_seconds = 5.0  # between writes
-    most_share = 0.02  # of the time
 
     def __init__(self, trainer: SFTTrainer, meter: ThroughputMeter, path: Callable[[], str]):
         self.trainer = trainer
         self.meter = meter
         self.path = path
         self.record: RunRecord | None = None  # of the run that trains, or trained last
-        self._checkpoint: Path | None = None  # to resume from
+        self._checkpoint: Any = None  # to resume from
         self._before = NOTHING  # trained by the run that is resumed
-        self._tokens_before = 0  # counted by TRL in earlier runs of this trainer
         self._next_write = 0.0
 
     @contextmanager
     def following(self, checkpoint: Any) -> Iterator[None]:
         """Continue the record of `checkpoint` inside the block, and write it at its end."""
-        is_path = isinstance(checkpoint, (str, Path))
-        self._checkpoint, self.record = (Path(checkpoint) if is_path else None), None
+        self._checkpoint, self.record = checkpoint, None
         try:
             yield
         except BaseException as problem:
@@ -80,7 +88,6 @@ class RunRecorder(TrainerCallback):
                 versions=installed_versions(),
                 facts=facts | {"ranks": str(args.world_size)},
             )
-            self._tokens_before = getattr(self.trainer, "_total_train_tokens", 0)
             self._before = self._continue(record, step) if step else NOTHING
             record.totals[step] = self._before
         self._write()
@@ -104,16 +111,10 @@ class RunRecorder(TrainerCallback):
 
     def _continue(self, record: RunRecord, step: int) -> Totals:
         """Take over the record of the checkpoint; return what was trained by then."""
-        found, file = RunRecord(""), self._checkpoint and self._checkpoint / FILE
         try:
-            found = RunRecord.load(file) if file and file.is_file() else found
-        except (OSError, ValueError) as problem:
-            found.notes.append(f"{file}: {problem}")
-        if not found.totals:
-            found.notes.append(
-                f"Resumed at step {step:,} from a checkpoint without {FILE}: what was trained by "
-                "then is unknown, so the curves can be shown over steps alone."
-            )
+            found = RunRecord.load(Path(self._checkpoint) / FILE)
+        except (OSError, ValueError, TypeError) as problem:
+            found = RunRecord("", notes=[_RESUMED_WITHOUT.format(step, problem)])
         record.totals = {at: total for at, total in found.totals.items() if at <= step}
         record.resumed = [*(at for at in found.resumed if at <= step), step]
         record.notes = found.notes
@@ -126,8 +127,7 @@ class RunRecorder(TrainerCallback):
             return
         now = Totals(seconds=counts["seconds"])
         if self.path().startswith("TRL"):
-            tokens = getattr(self.trainer, "_total_train_tokens", 0) - self._tokens_before
-            now = now._replace(tokens=tokens or None)
+            now = now._replace(tokens=self.trainer._total_train_tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
             if self.trainer.attention.backend in _PADS:  # inside the model, where nobody counts
@@ -170,9 +170,9 @@ class RunRecorder(TrainerCallback):
             if self._writes():
                 folder, record = Path(self.trainer.args.output_dir), self._up_to_now(status)
                 replace_file(folder / FILE, record.to_json())
-                replace_file(folder / PAGE, run_page.run_page(record, as_html(record.report)))
-                spent = time.monotonic() - began
-                self._next_write = began + spent + max(self.least_seconds, spent / self.most_share)
+                replace_file(folder / PAGE, run_page(record))
+                ended = time.monotonic()
+                self._next_write = ended + max(self.least_seconds, 50 * (ended - began))
                 return True
         return False
 
@@ -192,18 +192,11 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-# --- settings and versions ------------------------------------------------------------------------
-
 # Values that TRL and transformers put in place of a default; no user has asked for them.
-_RESOLVED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("bf16", "activation_checkpointing", "gradient_checkpointing"), (True,)),
-    **dict.fromkeys(("report_to", "debug"), ([],)),
-    "do_eval": (True,),
-    "pad_to_multiple_of": (None,),
-    "disable_tqdm": (False, True),  # the level of transformers' log decides
-    "dataloader_pin_memory": (False,),
-}
-_PER_RUN = ("output_dir", "logging_dir", "run_name")
+_TURNED_ON = ("bf16", "activation_checkpointing", "gradient_checkpointing", "do_eval")
+_RESOLVED: dict[str, Any] = dict.fromkeys(_TURNED_ON, True) | {"pad_to_multiple_of": None}
+_RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
+_LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
 
 # Tokens of text are none.
 _SECRET = re.compile(
@@ -216,31 +209,26 @@ def all_settings(args: Any) -> dict[str, Any]:
     """Return every setting of `args` as JSON; secrets are replaced by "…"."""
     plain = args.to_dict()  # hides every value whose name ends in _token
     plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
-    text = _SECRET_VALUE.sub("…", json.dumps(run_page.storable(plain)))
-    settings: dict[str, Any] = json.loads(text, object_pairs_hook=_without_secrets)
+
+    def hide(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        is_secret = {name for name, x in pairs if x and isinstance(x, str) and _SECRET.match(name)}
+        return {name: "…" if name in is_secret else value for name, value in pairs}
+
+    text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
+    settings: dict[str, Any] = json.loads(text, object_pairs_hook=hide)
     return settings
-
-
-def _without_secrets(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {
-        name: "…" if value and isinstance(value, str) and _SECRET.match(name) else value
-        for name, value in pairs
-    }
 
 
 def changed_settings(args: Any) -> list[str]:
     """Return the names of the settings of `args` that differ from their defaults."""
-    left_out = {*_PER_RUN, *["packing"] * getattr(args, "_packing_is_default", False)}
+    left_out = _LEFT_OUT | {*["packing"] * getattr(args, "_packing_is_default", False)}
     found = []
     for setting in fields(args):
-        value, default = getattr(args, setting.name), setting.default
+        default, value = setting.default, getattr(args, setting.name)
         if setting.default_factory is not MISSING:
             default = setting.default_factory()
-        elif setting.name == "accelerator_config" and value is not None:
-            default = type(value)()
-        usual = (default, *_RESOLVED.get(setting.name, ()))
-        # An enum compares with its text.
-        if setting.init and setting.name not in left_out and all(value != x for x in usual):
+        usual = default, _RESOLVED.get(setting.name, default)
+        if setting.init and setting.name not in left_out and value not in usual:
             found.append(setting.name)
     return found
 

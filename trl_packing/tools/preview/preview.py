@@ -102,8 +102,6 @@ def report_on(
         sampler,
         columns=documents.dataset.column_names,
         preparation=counts,
-        prefix_sharing=sampling.options.prefix_sharing,
-        tokens_per_micro_batch=sampling.static_tokens,
     )
 
 
