@@ -132,7 +132,7 @@ MUTATIONS = [
         "if TOKEN_WEIGHTS in flat else counts",
         "if 0 else counts",
     ),
-    ("weights", "loss/lm_head.py", "grad[others] - most, others", "grad[others], others"),
+    ("weights", "loss/lm_head.py", "at, grad = others, grad - most", "at, grad = others, grad"),
     (
         "weights",
         "loss/lm_head.py",

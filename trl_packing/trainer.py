@@ -369,12 +369,14 @@ class PackedSFTTrainer(SFTTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Announce the row: `compute_loss` and the caller may be a user's."""
         takes_count = self._takes_count or self.compute_loss_func is not None
+        # A user's mean relies on getting no count where the model class takes none, as in TRL.
         hides = not (self._loss_is_ours() or takes_count)
+        count, hidden = (None, num_items_in_batch) if hides else (num_items_in_batch, None)
         is_own = not (self._is_ours("training_step") and self._loss_is_ours())
         with (
             use_current_row(inputs),
             self._other_models.watch() if is_own and not self.args.torch_compile else nullcontext(),
-            self._step_loss.hide_num_items(num_items_in_batch, hide=hides) as count,
+            temporarily(self._step_loss, hidden_num_items=hidden),
         ):
             return super().training_step(model, inputs, count)
 
@@ -406,7 +408,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Forget the row, which is trained by now, and count the tokens of its documents."""
         set_current_row(None)
-        self._step_loss.check_was_computed(inputs, self)
+        self._step_loss.check_was_computed(inputs)
         super()._track_num_input_tokens(for_counting(inputs))
 
     @packed_runs_only

@@ -30,7 +30,7 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 from trl_packing.attention.calls import complete_arguments, unbind_forward
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
 from trl_packing.attention.state import unshard_head
-from trl_packing.documents.host_row import cached_values, is_cpu, is_trained, to_device
+from trl_packing.documents.host_row import is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.next_token import score_targets
 
@@ -51,9 +51,7 @@ def add_trained_positions_head(model: Any) -> None:
     def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         head = self.get_output_embeddings()
         unshard_head(head)
-        # With Triton, and labels that have no host copy, TRL's head is as fast.
-        is_for_trl = _has_triton(head.weight) and cached_values(kwargs["labels"]) is None
-        if is_for_trl or kwargs.get("shift_labels") is not None:
+        if kwargs.get("shift_labels") is not None:
             return inner(self, *args, fused_lm_head=True, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         kwargs |= {"use_cache": False}
@@ -192,12 +190,9 @@ def _aux_loss(backbone: Any, config: Any, attention_mask: Tensor | None) -> Tens
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
-    num_experts = next((count for count in counts if count is not None), None)
-    if num_experts is None:
-        raise AttributeError(f"{type(config).__name__} does not name its number of experts")
-    return load_balancing_loss_func(
-        backbone.router_logits, num_experts, config.num_experts_per_tok, attention_mask
-    )
+    num_experts, *_ = (count for count in counts if count is not None)
+    given = backbone.router_logits, num_experts, config.num_experts_per_tok, attention_mask
+    return load_balancing_loss_func(*given)
 
 
 class TrainedLogProbs(torch.autograd.Function):
@@ -253,25 +248,19 @@ def _weight_grads(ctx, grad, of_ones):
 
     `grad` ``(P,)`` is that of the log-probabilities; `of_ones` are the results if all were 1.
     """
-    if is_cpu(grad) and len(grad):
+    hidden, weight, bias, targets, *_ = ctx.saved_tensors
+    dtype, scale, softcap = ctx.options
+    at: Any = slice(None)
+    d_head = None
+    if is_cpu(grad) and len(grad):  # those of most positions are scaled
         most = grad.median()
         others = torch.nonzero(grad != most)[:, 0]
         if 2 * len(others) <= len(grad):
-            found = [None if x is None else x * most for x in of_ones]
-            if not len(others):
-                return found
-            more = _weighted_weight_grads(ctx, grad[others] - most, others)
-            return [x if x is None else x + y for x, y in zip(found, more, strict=True)]
-    return _weighted_weight_grads(ctx, grad, slice(None))
-
-
-def _weighted_weight_grads(ctx, grad, at):
-    """Return the same, computed again for the positions `at`, whose gradients are `grad`."""
-    hidden, weight, bias, targets, *_ = ctx.saved_tensors
-    hidden, targets = hidden[at], targets[at]
-    dtype, scale, softcap = ctx.options
+            at, grad = others, grad - most
+            d_head = [None if x is None else x * most for x in of_ones]
+    hidden, targets, grad = hidden[at], targets[at], grad[at]
     with maybe_gather_lm_head_ctx(weight, bias):  # partitioned by ZeRO-3, the weight has no shape
-        d_head = _zeros((weight, bias), ctx.needs_input_grad[1:3])
+        d_head = d_head or _zeros((weight, bias), ctx.needs_input_grad[1:3])
         for rows in _chunks(hidden, weight):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             d_logits = _d_logits(logits.softmax(-1), targets[rows, None], slope)

@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class StepLoss:
         self.trained = LossSums()
         self._scale: Tensor | None = None  # of the weights of the step
         self._num_tokens: Tensor | None = None  # of the step, padding included, float32
-        self._hidden_num_items: Any = None
+        self.hidden_num_items: Any = None  # from a user's `compute_loss`, as in TRL
         self._was_computed = False  # the loss of the micro-batch that is trained
         self._evaluated: LossSums | None = None
 
@@ -86,32 +85,23 @@ class StepLoss:
         self._num_tokens = sums[0].float()
         self._scale = _ratio(num_items, sums[1]) if weighted else None
 
-    def check_was_computed(self, batch: Mapping[str, Any], trainer: SFTTrainer) -> None:
+    def forget(self) -> None:
+        """Forget the step: none is trained."""
+        self._scale = self._num_tokens = None
+
+    def check_was_computed(self, batch: Mapping[str, Any]) -> None:
         """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own."""
         was_computed, self._was_computed = self._was_computed, False
         if not was_computed and "key_index" in batch:
             raise RuntimeError(
-                f"training_step of {type(trainer).__name__} counts the tokens of shared prefixes "
-                "once; set prefix_sharing='off', or take the loss from compute_loss"
+                f"training_step of {type(self.trainer).__name__} counts the tokens of shared "
+                "prefixes once; set prefix_sharing='off', or take the loss from compute_loss"
             )
-
-    def forget(self) -> None:
-        """Forget the step: none is trained."""
-        self._scale = self._num_tokens = None
 
     def keep_weights(self, inputs: Mapping[str, Any], prepared: MutableMapping[str, Any]) -> None:
         """Move the weights of a batch as they are: DeepSpeed casts them to another dtype."""
         for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():
             prepared[name] = inputs[name].to(self.trainer.args.device, non_blocking=True)
-
-    @contextmanager
-    def hide_num_items(self, num_items: Any, *, hide: bool) -> Iterator[Any]:
-        """Yield the number of items for `training_step`: None if it is to be hidden.
-
-        As in TRL, for a user's `compute_loss` where the model class takes none: means rely on it.
-        """
-        with temporarily(self, _hidden_num_items=num_items if hide else None):
-            yield None if hide else num_items
 
     def compute(
         self,
@@ -125,38 +115,40 @@ class StepLoss:
         """Return what `SFTTrainer.compute_loss` does; `padded`: of an evaluation on padded rows."""
         trainer, args, undo = self.trainer, self.trainer.args, 1
         of_user, training = trainer.compute_loss_func, trainer.model.training
-        if args.loss_type not in ("nll", "dft"):
-            raise ValueError(f"loss_type={args.loss_type!r} is unknown here; set 'nll' or 'dft'")
         self._was_computed = True
-        if num_items is None and self._hidden_num_items is not None and training:
+        if num_items is None and self.hidden_num_items is not None and training:
             # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
-            num_items = self._hidden_num_items
+            num_items = self.hidden_num_items
             if not getattr(trainer, "loss_is_scaled_for_ga", None):
                 undo = trainer.current_gradient_accumulation_steps
         if padded:
             self._mask_repeated_rows(batch)
         inputs = {k: x for k, x in for_kernels(batch).items() if k not in _FOR_THE_LOSS}
-        inputs |= {"use_cache": False}
+        inputs["use_cache"] = False
         if trainer.aux_loss_enabled:
             inputs["output_router_logits"] = True
         labels = inputs["labels"]
         without_labels = {k: x for k, x in inputs.items() if k != "labels"}
         smooths = trainer.label_smoother is not None and args.loss_type == "nll" and not of_user
-        if of_user:
-            check_weights_can_be_used(of_user, batch)
-            loss = of_user(model(**without_labels), labels, num_items_in_batch=num_items)
-        if smooths:  # of all logits, which the fused head has not
+        if smooths or of_user:  # of all logits, which the fused head has not
             outputs = model(**without_labels)
-            scored = score_logits(outputs["logits"], labels, args.label_smoothing_factor)
+            logits = outputs["logits"] if smooths else outputs["logits"].detach()
+            smoothing = args.label_smoothing_factor if smooths else 0.0
+            scored = score_logits(logits, labels, smoothing)
             scored.aux_loss = outputs.get("aux_loss")
         else:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not of_user):
-                scored = model(**inputs, fused_lm_head=True)
-        scored = _of_targets(scored, labels)
+            scored = model(**inputs, fused_lm_head=True)
+        virtual = scored.log_probs.shape[1] - (labels.shape[1] - 1)  # tokens before the labels
+        for name in ("log_probs", "entropy", "is_top1"):
+            scored[name] = scored[name][:, virtual:]
         losses = -scored.log_probs
         if args.loss_type == "dft":
             losses = losses * (-losses).exp().detach()  # https://huggingface.co/papers/2508.05629
+        elif args.loss_type != "nll":
+            raise ValueError(f"loss_type={args.loss_type!r} is unknown here; set 'nll' or 'dft'")
         if of_user:
+            check_weights_can_be_used(of_user, batch)
+            loss = of_user(outputs, labels, num_items_in_batch=num_items)
             losses = loss.detach().expand_as(losses)  # of a batch, only their mean is known
         else:
             loss = self._mean(losses, batch, num_items)
@@ -212,8 +204,9 @@ class StepLoss:
     @contextmanager
     def evaluating(self, sources: Sources | None = None) -> Iterator[LossSums]:
         """Add all losses that are computed inside the block to the sums that it yields."""
-        with temporarily(self, _evaluated=LossSums(len(sources.names) if sources else 0)):
-            yield self._evaluated  # type: ignore[misc]
+        sums = LossSums(len(sources.names) if sources else 0)
+        with temporarily(self, _evaluated=sums):
+            yield sums
 
     def write_metrics(
         self, evaluated: LossSums, sources: Sources | None, metrics: dict[str, float], prefix: str
@@ -245,10 +238,10 @@ class StepLoss:
             found[f"{prefix}_perplexity"] = math.inf if mean > 709 else math.exp(mean)
         by_source = zip(sources.names, sources.num_documents, strict=True) if sources else ()
         for i, (source, number) in enumerate(by_source if total else (), start=1):
-            of_source = sums[NUM_SUMS + OF_SOURCE * i :]  # those of no source come first
+            loss, weight, _ = sums[NUM_SUMS:][OF_SOURCE * i :][:OF_SOURCE]  # 0: of no source
             found[f"{prefix}_num_documents_{source}"] = int(number)
-            if of_source[1]:
-                found[f"{prefix}_loss_{source}"] = of_source[0] / of_source[1]
+            if weight:
+                found[f"{prefix}_loss_{source}"] = loss / weight
         # compute_metrics may have given any other name a value.
         metrics.update(found | metrics | {name: mean})
 
@@ -256,8 +249,7 @@ class StepLoss:
 def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a model takes of a batch, for the `compute_loss` of another class.
 
-    Raises:
-        ValueError: the batch has weights, which that would ignore.
+    Raises ValueError for weights, which that would ignore.
     """
     if TOKEN_WEIGHTS in batch:
         raise ValueError(
@@ -265,19 +257,6 @@ def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
             "documents have weights; put PackedSFTTrainer behind it, or drop the weights"
         )
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
-
-
-def _of_targets(scored: Any, labels: Tensor) -> SimpleNamespace:
-    """Return what is scored of the targets ``labels[:, 1:]``: virtual tokens come before them."""
-    (rows, length), found = labels.shape, tuple(scored.log_probs.shape)
-    if found[0] != rows or found[1] < length - 1:
-        raise RuntimeError(
-            f"the model scored {found} targets where labels have {(rows, length - 1)}; use "
-            "TRL's SFTTrainer"
-        )
-    names, first = ("log_probs", "entropy", "is_top1"), found[1] - (length - 1)
-    values = {name: getattr(scored, name)[:, first:] for name in names}
-    return SimpleNamespace(**values, aux_loss=getattr(scored, "aux_loss", None))
 
 
 def _ratio(num_trained: Any, total: Tensor) -> Tensor:

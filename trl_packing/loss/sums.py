@@ -38,10 +38,8 @@ from trl_packing.documents.labels import (
 # Each source becomes a metric. A column with more values holds texts or ids, not sources.
 MOST_SOURCES = 1000
 
-SUMS = (
-    "entropy", "hits", "trained", "aux_loss × tokens", "tokens", "micro-batches", "w", "w · loss",
-)  # fmt: skip
-NUM_SUMS = len(SUMS)
+# Entropy, hits, trained tokens, aux_loss · tokens, tokens, micro-batches, Σ w, Σ w · loss.
+NUM_SUMS = 8
 OF_SOURCE = 3  # Σ w · loss, Σ w and trained tokens of a source
 
 
@@ -62,12 +60,12 @@ def sums_dtype(device: torch.device) -> torch.dtype:
 
 def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:
     """Raise ValueError if `columns` hold weights that `compute_loss_func` would ignore."""
-    for column in WEIGHT_COLUMNS:
-        if compute_loss_func is not None and column in columns:
-            raise ValueError(
-                f"compute_loss_func computes the loss without {column}; leave it out, or drop the "
-                f"column: dataset.remove_columns({column!r})"
-            )
+    found = [column for column in WEIGHT_COLUMNS if column in columns]
+    if compute_loss_func is not None and found:
+        raise ValueError(
+            f"compute_loss_func computes the loss without {found[0]}; leave it out, or drop the "
+            f"column: dataset.remove_columns({found[0]!r})"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,12 +83,7 @@ class Sources:
     num_documents: np.ndarray
 
     @classmethod
-    def of(
-        cls,
-        dataset: datasets.Dataset | datasets.IterableDataset,
-        column: str,
-        which: str = "an evaluation set",
-    ) -> "Sources":
+    def of(cls, dataset: Any, column: str, which: str = "an evaluation set") -> "Sources":
         """Return the sources that `column` of `dataset` names; messages call the set `which`.
 
         Raises:
@@ -139,8 +132,8 @@ class LossSums:
 
     @property
     def width(self) -> int:
-        """Number of values that `take` returns: `SUMS`, then those of no source and of each."""
-        return NUM_SUMS + (OF_SOURCE * (1 + self.num_sources) if self.num_sources else 0)
+        """Number of values that `take` returns: the sums, then those of no source and of each."""
+        return NUM_SUMS + OF_SOURCE * (1 + self.num_sources)
 
     def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
         """Add a packed or padded micro-batch.
@@ -169,11 +162,10 @@ class LossSums:
             (losses * weights).sum(),
         ]
         sums = torch.stack([column.to(dtype) for column in columns])
-        if self.num_sources:
-            by_source = sums.new_zeros(1 + self.num_sources, OF_SOURCE)  # row 0: of no source
-            if SOURCE_IDS in batch:
-                _add_by_source(by_source, batch, losses, weights, times)
-            sums = torch.cat([sums, by_source.flatten()])
+        by_source = sums.new_zeros(1 + self.num_sources, OF_SOURCE)  # row 0: of no source
+        if self.num_sources and SOURCE_IDS in batch:
+            _add_by_source(by_source, batch, losses, weights, times)
+        sums = torch.cat([sums, by_source.flatten()])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> Tensor | None:
@@ -200,7 +192,7 @@ def _add_by_source(
 def write_means(
     metrics: MutableMapping[str, list[float]], sums: Sequence[float], *, balances: bool
 ) -> None:
-    """Write the means of `SUMS` into TRL's `_metrics` of a mode; one over no tokens is left out.
+    """Write the means of sums into TRL's `_metrics` of a mode; one over no tokens is left out.
 
     Without scored micro-batches the lists stay: a user's `compute_loss` may have written them.
     `balances` says whether the loss has a term for the balance of experts.
@@ -214,7 +206,6 @@ def write_means(
         "aux_loss": (aux_loss, tokens if balances else 0),
     }
     for name, (total, count) in means.items():
+        metrics.pop(name, None)
         if count:
             metrics[name] = [total / count]
-        else:
-            metrics.pop(name, None)

@@ -35,7 +35,7 @@ _SHOWN = ("tokens_per_second", "computed_tokens_per_second", "utilization", "doc
 class ThroughputMeter:
     """Counts what a run trains, and writes its throughput and token metrics into the log.
 
-    Sums and counts are vectors: `SUMS` and the losses of each source, then `COUNTS`, then tokens of
+    Sums and counts are vectors: those of `LossSums`, then `COUNTS`, then tokens of
     each source. `trained` has the sums of the micro-batches of this rank.
     """
 
