@@ -8,7 +8,7 @@ from helpers.browser import HOSTILE, open_page
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_packing.cli import main
-from trl_packing.tools.compare_runs import compare, compare_page, load_run
+from trl_packing.tools.compare_runs import compare, compare_page, comparison_text, load_run
 from trl_packing.training.run_page import FILE, NOTHING, RunRecord, Totals
 
 
@@ -52,24 +52,28 @@ def state(folder, history):
 
 def test_losses_are_compared_after_equally_many_documents():
     found = compare([PACKED, PADDED])
-    assert (found.runs, found.over, found.at) == (["packed", "padded"], "documents", 40)
+    assert (found["runs"], found["over"], found["at"]) == (
+        ["out/packed", "out/padded"],
+        "documents",
+        40,
+    )
     # 40 documents are 2 packed steps and 10 padded ones.
-    assert found.losses == {"loss": [9.0, 1.0]}
-    assert found.figures["loss"] == [7.0, 1.0], "at the end of each run"
-    assert found.figures["documents a step"] == [20.0, 4.0]
-    assert found.figures["tokens a second"] == [80 * 100 / 12, 40 * 100 / 30]
-    assert (found.settings, found.versions) == ({"packing": [True, False]}, {})
+    assert found["losses"] == {"loss": [9.0, 1.0]}
+    assert found["figures"]["loss"] == [7.0, 1.0], "at the end of each run"
+    assert found["figures"]["documents a step"] == [20.0, 4.0]
+    assert found["figures"]["tokens a second"] == [80 * 100 / 12, 40 * 100 / 30]
+    assert found["differing"] == {"packing": [True, False]}
     unknown = compare([PACKED, made("out/u", documents_per_step=20, totals={})])
-    assert (unknown.over, unknown.losses) == (None, {})
-    assert "No axis is known" in str(unknown)
+    assert (unknown["over"], unknown["losses"]) == (None, {})
+    assert "No axis is known" in comparison_text(unknown)
 
 
 def test_a_run_of_trl_is_compared_over_its_tokens(tmp_path):
     found = compare([PACKED, load_run(state(tmp_path / "t", TRL))])
-    assert (found.over, found.at, found.losses) == ("tokens", 3000, {"loss": [10.0, 2.0]})
-    assert found.figures["documents"] == [80, None]
-    assert found.settings == {}, "those of the other run are not recorded"
-    assert "tokens are its num_tokens" in " ".join(str(found).split())
+    assert (found["over"], found["at"], found["losses"]) == ("tokens", 3000, {"loss": [10.0, 2.0]})
+    assert found["figures"]["documents"] == [80, None]
+    assert found["differing"] == {}, "those of the other run are not recorded"
+    assert "has only tokens (num_tokens" in " ".join(comparison_text(found).split())
 
 
 def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
@@ -112,7 +116,7 @@ def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
 
 def test_runs_are_told_apart_by_a_difference_however_small():
     near = made("out/near", documents_per_step=20, losses=[10.0, 9.0, 8.0, 7.0 + 2e-6])
-    text = str(compare([PACKED, near]))
+    text = comparison_text(compare([PACKED, near]))
     (loss, *_) = [line for line in text.splitlines() if line.startswith("loss ")]
     assert loss.split() == ["loss", "7.0000", "7.0000", "+2e-06", "(+0.0%)"]
 
@@ -123,15 +127,13 @@ def test_the_page_shows_the_curves_of_all_runs(tmp_path, width):
     changes = {"settings": {text: 1}, "versions": {text: "2"}, "notes": [text]}
     hostile = made(text, documents_per_step=20, **changes)
     records = [PACKED, hostile, load_run(state(tmp_path / "t", TRL))]
-    assert "\x1b" not in str(compare(records))
+    assert "\x1b" not in comparison_text(compare(records))
     path = tmp_path / "compare.html"
     path.write_text(compare_page(records, compare(records)))
     with open_page(path, width=width) as opened:
         assert opened.evaluate("document.querySelectorAll('[data-chart=\"0\"] .line').length") == 3
         checked = "document.querySelector('input[name=axis]:checked').value"
         assert opened.evaluate(checked) == "tokens"
-        opened.click("input[value=documents] + span")
-        assert "their documents are unknown: " in opened.text("#warning")
         opened.click("input[value=steps] + span")
         assert "over documents or tokens" in opened.text("#warning")
         assert "<img src=x" in opened.text()

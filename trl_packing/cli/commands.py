@@ -72,17 +72,12 @@ def _compare_preparations(arguments: argparse.Namespace) -> int:
 
     preparations.check_against(arguments.against)
     run = _previewed_run(arguments)
-    sides = (
-        preparations.Side("this run", run),
-        preparations.other_side(arguments.against, run, arguments.words),
-    )
-    comparison = preparations.compare(*sides)
+    other = preparations.other_side(arguments.against, run, arguments.words)
+    found = preparations.compare(preparations.Side("this run", run), other)
+    arguments.say(preparations.comparison_text(found))
     if arguments.json:
-        print_json(comparison)
-    else:
-        tokenizers = [side.run.preparation.eos.tokenizer for side in sides]
-        print(preparations.comparison_text(comparison, tokenizers))
-    return 0 if comparison["is_equal"] else 1
+        print_json(found)
+    return 1 if found["differences"] else 0
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -243,14 +238,15 @@ def compare(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) < 2:
         raise ValueError(f"{arguments.runs[0]} has nothing to be compared with; name two runs")
     from trl_packing.tools import compare_runs
+    from trl_packing.training.run_page import storable
 
     records = [compare_runs.load_run(path) for path in arguments.runs]
-    comparison = compare_runs.compare(records)
-    arguments.say(comparison)
+    found = compare_runs.compare(records)
+    arguments.say(compare_runs.comparison_text(found))
     if arguments.json:
-        print_json(json.loads(comparison.to_json()))
+        print_json(storable(found))
     if arguments.html:
-        _write(compare_runs.compare_page(records, comparison), arguments)
+        _write(compare_runs.compare_page(records, found), arguments)
     return 0
 
 

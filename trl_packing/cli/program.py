@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect, plan, _, verify, _, compare = adds
     inspect("--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)")
     inspect("--all", action="store_true", help="count what all rows would lose")
-    other = "trl, a .jinja template, or the .yaml file of another run, to compare all rows with"
+    other = "trl, or the .yaml file of another run, to compare all rows with"
     inspect("--against", metavar="WHAT", help=other)
     plan("--ranks", type=int, default=1, metavar="N", help="data-parallel processes (default: 1)")
     for add in (inspect, plan):
