@@ -14,8 +14,8 @@ from trl_packing.packing import prefix_tree
 from trl_packing.tools import doctor
 from trl_packing.tools.doctor import PREFIXES, Device, Trial, advice, diagnose, try_backends
 
-CPU = Device("cpu", "2 cores", 16 * 10**9)
-T4 = Device("cuda", "Tesla T4", 16 * 10**9, (7, 5))
+CPU = Device("cpu", "2 threads")
+T4 = Device("cuda", "Tesla T4", (7, 5))
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,11 @@ def found(trials, name, device=CPU):
 
 def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
     assert list(trials) == [*CHOICES[1:], PREFIXES]
-    exact = [name for name, trial in trials.items() if trial.verdict == "exact"]
+    exact = [name for name, trial in trials.items() if trial.verdict in ("chosen", "exact")]
     assert exact == ["documents", "model", "mask", "padded", "equal_lengths", PREFIXES]
     assert trials["varlen"].verdict == "refused"
-    assert trials["documents"].is_chosen
-    assert found(trials, PREFIXES)[0].startswith("ok exact, by ")
+    assert trials["documents"].verdict == "chosen"
+    assert found(trials, PREFIXES)[0].startswith("ok exact: by ")
 
 
 def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
@@ -54,9 +54,8 @@ def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
     monkeypatch.setattr(guard, "install_attention", leaking)
     trials = try_backends("cpu", torch.float32)
     assert trials["documents"].verdict == "differs"
-    assert trials["documents"].difference > trials["documents"].leak / 10
-    assert trials["model"].reason == "RuntimeError: CUDA error: no kernel image"
-    assert trials["mask"].is_chosen
+    assert trials["model"].text == "RuntimeError: CUDA error: no kernel image"
+    assert trials["mask"].verdict == "chosen"
 
 
 def test_siblings_that_see_each_other_differ(trials, monkeypatch):
@@ -73,7 +72,7 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
     tried = doctor.trial_of_prefixes(doctor.tiny_llama(), "documents", torch.float32)
     assert tried.verdict == "differs"
     (text,) = found(trials | {PREFIXES: tried}, PREFIXES)
-    assert re.match("note .* a run computes them in every document", text)
+    assert text.startswith("note differs: by ")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_siblings_that_see_each_other_differ(trials, monkeypatch):
 def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
     flash = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
     trials = {name: Trial("not installed", missing) for name in flash}
-    assert words in advice(trials | {chosen: Trial("exact", is_chosen=True)}, capability)
+    assert words in advice(trials | {chosen: Trial("chosen")}, capability)
 
 
 def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials):
@@ -102,4 +101,4 @@ def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials)
     assert main(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["trains"], shown["attention"]["chosen"]) == (True, "documents")
-    assert re.fullmatch(r"\d+ cores, .*", shown["machine"]["devices"][0]["name"])
+    assert re.fullmatch(r"\d+ threads, .*", shown["machine"]["devices"][0]["name"])

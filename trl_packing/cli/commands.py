@@ -172,30 +172,35 @@ def verify(arguments: argparse.Namespace) -> int:
 
     command = TrainingCommand.from_words(arguments.words, needs_data=False)
     quiet_libraries()
-    from trl_packing.tools.verify import VerifiedModel
+    from trl_packing.tools import verify as verifying
 
     name_or_model, args = command.model_and_settings()
-    model = VerifiedModel.load(name_or_model, args, dtype=arguments.dtype, device=arguments.device)
-    arguments.say(f"{model}\n")
-    results = []
-    for result in model.verify(gradients=arguments.gradients):
+    options = {"dtype": arguments.dtype, "device": arguments.device}
+    model, attention, longest = verifying.load_model(name_or_model, args, **options)
+    kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
+    name = name_or_model if isinstance(name_or_model, str) else kind
+    arguments.say(f"{name}: {kind}, {dtype}, {model.device}\n")
+    results, gradients = [], arguments.gradients
+    for result in verifying.verify(model, attention, longest, gradients=gradients):
         results.append(result)
-        arguments.say(result)
-    exact = results[-1].backend if results[-1].is_exact else None
+        arguments.say(verifying.as_text(*result))
+    exact = results[-1][0] if results[-1][1] else None
     text = f"Training on packed documents is exact with attention={exact!r}."
     if exact is None:
         text = "No attention backend keeps the documents of a packed row apart on this model."
     shared = None
     if arguments.prefixes and exact:
-        shared = model.verify_prefixes(exact, gradients=arguments.gradients)
-        arguments.say(shared)
-    if model.reads_images:
+        shared = verifying.verify_prefixes(model, exact, longest, gradients=gradients)
+        arguments.say(verifying.as_text("prefixes", shared))
+    if verifying.reads_images(model):
         text += "\nText was checked; a run checks its own images."
     arguments.say(f"\n{text}")
     if arguments.json:
-        found = {"exact": exact, "backends": [result.to_dict() for result in results]}
-        print_json(model.to_dict() | found | {"prefixes": shared and shared.to_dict()})
-    return 0 if exact and (shared is None or shared.is_exact) else 1
+        of_model = {"model": name, "class": kind, "dtype": dtype, "device": model.device.type}
+        found = {"exact": exact, "backends": [verifying.as_json(*result) for result in results]}
+        of_prefixes = shared and verifying.as_json("prefixes", shared)
+        print_json(of_model | found | {"prefixes": of_prefixes})
+    return 0 if exact and (shared is None or shared) else 1
 
 
 def doctor(arguments: argparse.Namespace) -> int:

@@ -141,9 +141,9 @@ def _lines_that_differ(sides: Sequence[Side], both: Sequence[list[dict[str, Any]
         tokenizer = side.run.preparation.eos.tokenizer
         texts.append("\n".join(show_document(d, tokenizer) for d in documents).split("\n"))
         ids.append([str(d["input_ids"].tolist()) for d in documents])
-    names = [escape_hidden(side.name) for side in sides]
     lines = texts if texts[0] != texts[1] else ids
-    return [*islice(unified_diff(*lines, *names, lineterm=""), _MOST_LINES)]
+    one, other = (escape_hidden(side.name) for side in sides)
+    return [*islice(unified_diff(lines[0], lines[1], one, other, lineterm=""), _MOST_LINES)]
 
 
 def comparison_text(found: dict[str, Any]) -> str:
