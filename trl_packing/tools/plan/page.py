@@ -15,7 +15,7 @@ from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_text
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.tools.plan.charts import histogram
-from trl_packing.tools.plan.plan import RunPlan, Variant, percentage
+from trl_packing.tools.plan.plan import RunPlan, Variant
 from trl_packing.tools.preview.preview import token_documents
 from trl_packing.tools.preview.show import token_texts
 from trl_packing.training.page import HtmlPage, render
@@ -24,7 +24,7 @@ from trl_packing.training.report import times
 from trl_packing.training.run_recorder import all_settings, changed_settings, installed_versions
 from trl_packing.vision.documents import images_of
 
-_MOST_BARS, _MOST_RANKS = 24, 64  # sources and ranks with a bar of their own
+_MOST_BARS = 24  # sources with a bar of their own
 
 # Settings on which every plan depends.
 _SETTINGS = (
@@ -36,13 +36,9 @@ _OF_ANY_MACHINE = ("use_cpu", "bf16", "report_to")
 
 
 def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
-    """Return the text of an HTML file that shows `plan`.
+    """Return the text of an HTML file that shows `plan`, made by `command`.
 
-    Args:
-        plan: as `plan_run` returns it.
-        title: of the page.
-        note: shown beside the title; "" for the model and max_length.
-        command: that makes the page.
+    `note` stands beside the title; "" for the model and max_length.
     """
     return render(
         Path(__file__).with_name("plan.html"),
@@ -53,10 +49,8 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
         sources=_sources(plan),
         charts=list(_charts(plan)),
         plan=plan,
-        said_of_max_lengths=_said_of_max_lengths(plan),
         bars_of_ways=_bars_of_computed(plan.ways, " (this run)"),
         bars_of_sharing=_bars_of_computed(plan.sharing),
-        bars_of_ranks=_bars_of_ranks(plan),
         times=times,
         times_fewer=times_fewer,
         losses=_losses(plan),
@@ -99,37 +93,17 @@ def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
     size = f"{report.documents_per_step:,.1f} documents"
     yield f"{report.steps_per_epoch:,}", f"steps an epoch, of {size}{beside}"
     yield f"{plan.epoch.tokens.max():,}", "tokens in the largest micro-batch"
-    if plan.epoch.patches is not None:
-        yield f"{plan.epoch.patches.max():,}", "patches in the micro-batch with most of them"
     if counts.before.tokens:
         lost = counts.before.tokens - counts.after.tokens
-        yield percentage(lost, counts.before.tokens, 2), f"{quantity(lost, 'token')} lost"
-
-
-# --- sources and shapes ---------------------------------------------------------------------------
+        yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
 
 
 def _sources(plan: RunPlan) -> dict[str, Any] | None:
-    """Return rows and bars of the sources; None where they are not known, or one is drawn once."""
+    """Return rows and bars of the sources; None where they are not known, or one is drawn."""
     sources = plan.report.sources
-    if plan.mixture is None or (len(sources) < 2 and plan.mixture.draw is None):
-        return None
     total = max(sum(source.tokens for source in sources), 1)
-    shares = [f"{share.mean():.1%} ± {share.std():.1%}" for share in shares_of_steps(plan).T]
     bars = [(source.name, source.tokens, f"{source.tokens / total:.1%}") for source in sources]
-    return {"rows": [*zip(sources, shares, strict=True)], "bars": bars[:_MOST_BARS]}
-
-
-def shares_of_steps(plan: RunPlan) -> np.ndarray:
-    """Return the share of each source in the tokens of every full step, ``(steps, sources)``."""
-    assert plan.mixture is not None
-    epoch, lengths, ids = plan.epoch, plan.documents.lengths(), plan.mixture.sources.ids
-    number, drawn = len(plan.report.sources), epoch.drawn.documents
-    step = np.repeat(np.arange(len(epoch.members)) // epoch.slots, epoch.documents)
-    tokens = np.bincount(step * number + ids[drawn], lengths[drawn], epoch.steps * number)
-    full = len(epoch.members) // epoch.slots  # the last step may be smaller
-    tokens = tokens.reshape(-1, number)[: max(full, 1)]
-    return tokens / tokens.sum(1, keepdims=True)
+    return {"rows": sources, "bars": bars[:_MOST_BARS]} if len(sources) > 1 else None
 
 
 def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -154,8 +128,6 @@ def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield _chart("Fill of bins", filled, "% of the bin's tokens are real", "bins")
     yield _chart("Documents in a step", epoch.by_step(epoch.documents), "documents", "steps")
     yield _chart("Tokens in a step", epoch.by_step(epoch.tokens), "tokens", "steps")
-    if epoch.patches is not None:
-        yield _chart("Patches in a micro-batch", epoch.patches, "patches", "micro-batches")
 
 
 def _chart(
@@ -167,25 +139,8 @@ def _chart(
     return title, note, histogram(values, label=label, counted=counted, color=color)
 
 
-# --- other settings and losses --------------------------------------------------------------------
-
-
-def _said_of_max_lengths(plan: RunPlan) -> str:
-    said = "Peak tokens are those of the largest micro-batch, which decides the memory."
-    said += " These plans bring no documents with a common prefix together." * plan.grouped
-    has_images = plan.epoch.patches is not None
-    return said + " These plans fill bins by tokens alone, not by patches of images." * has_images
-
-
 def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:
     return [(v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants]
-
-
-def _bars_of_ranks(plan: RunPlan) -> list[tuple[str, float, str]]:
-    """Return name, cost, and cost relative to the costliest, of each of several ranks."""
-    costs = plan.epoch.costs_by_rank().tolist() if plan.epoch.ranks > 1 else []
-    most = max(costs, default=1)
-    return [(f"rank {i}", cost, f"{cost / most:.1%}") for i, cost in enumerate(costs[:_MOST_RANKS])]
 
 
 def _losses(plan: RunPlan) -> dict[str, Any] | None:
@@ -205,8 +160,6 @@ def settings_of(args: Any) -> dict[str, Any]:
     shown = all_settings(args)
     return {name: shown[name] for name in dict.fromkeys((*_SETTINGS, *changed))}
 
-
-# --- rows -----------------------------------------------------------------------------------------
 
 # Pieces of HTML in all strips: more of them would be thinner than a pixel.
 _MOST_PARTS = 4000
@@ -257,8 +210,6 @@ def _strip(
         first += len(kinds)
 
 
-# --- documents ------------------------------------------------------------------------------------
-
 # Tokens shown around each end of a long document, and around each place where it changes.
 _AROUND = 90
 
@@ -285,10 +236,8 @@ def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
         for start, stop in zip(mine.starts, mine.stops, strict=True):
             labels = document["labels"][start:stop]
             kinds[start:stop] = _kinds({"input_ids": labels, "labels": labels})
-        words = [f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"]
-        words += [f"kept in {len(mine.rows):,} pieces"] * (len(mine.rows) > 1)
-        name = f"Too long: document {row:,} before the cut"
-        yield _document(plan, name, document, kinds, mine.starts[1:].tolist(), words)
+        words = f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"
+        yield _document(plan, f"Too long: document {row:,} before the cut", document, kinds, words)
 
 
 def _kinds(document: Mapping[str, Any]) -> np.ndarray:
@@ -300,53 +249,29 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
-    plan: RunPlan,
-    name: str,
-    document: Mapping[str, np.ndarray],
-    kinds: np.ndarray,
-    cuts: Sequence[int] = (),
-    words: Sequence[str] = (),
+    plan: RunPlan, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
-    trained = int((kinds == _TRAINED).sum())
-    ids, images = document["input_ids"], images_of(document)
-    of_images = [quantity(len(images), "image")] * bool(images)
-    shown = np.ones(len(ids), bool)  # of an image, only its first token
-    for image in images:
-        shown[image.start + 1 : image.stop] = False
-    places = np.cumsum(shown) - 1
-    texts = {
-        int(places[image.start]): f"[image, {quantity(image.stop - image.start, 'token')}]"
-        for image in images
-    }
-    note = [quantity(len(ids), "token"), f"{trained:,} trained", *of_images, *words]
-    tokenizer, cut_places = plan.run.preparation.eos.tokenizer, places[[*cuts]].tolist()
-    parts = list(_parts(ids[shown], kinds[shown], tokenizer, cut_places, texts))
-    return {"hue": trained % 6, "name": name, "note": ", ".join(note), "parts": parts}
-
-
-def _parts(
-    ids: np.ndarray,
-    kinds: np.ndarray,
-    tokenizer: Any,
-    cuts: Sequence[int],
-    of_images: Mapping[int, str],
-) -> Iterator[tuple[str, str]]:
-    """Yield element and text of the tokens of one kind, and of what is between them."""
-    changes = (np.flatnonzero(np.diff(kinds)) + 1).tolist()
-    shown = 0
-    for start, stop in _windows(len(kinds), [*changes[:3], *changes[-3:], *cuts[:3]]):
+    ids, images, parts, shown = document["input_ids"], images_of(document), [], 0
+    changes = np.flatnonzero(np.diff(kinds)) + 1
+    for start, stop in _windows(len(ids), [*changes[:3].tolist(), *changes[-3:].tolist()]):
         if start > shown:
-            yield "u", f" … {start - shown:,} tokens … "
+            parts.append(("u", f" … {start - shown:,} tokens … "))
         shown = stop
-        texts = token_texts(ids[start:stop].tolist(), tokenizer)
-        texts = [of_images.get(start + at, text) for at, text in enumerate(texts)]
-        inside = [at for at in (*changes, *cuts) if start < at < stop]
-        for first, last in pairwise(sorted({start, *inside, stop})):
-            if first in cuts and first > start:
-                yield "u", " ✂ "
+        texts = token_texts(ids[start:stop].tolist(), plan.run.preparation.eos.tokenizer)
+        for image in images:  # in words, at its first token
+            said = f"[image, {quantity(image.stop - image.start, 'token')}]"
+            for at in range(max(image.start, start), min(image.stop, stop)):
+                texts[at - start] = said * (at == image.start)
+        inside = changes[(changes > start) & (changes < stop)].tolist()
+        for first, last in pairwise([start, *inside, stop]):
             text = "".join(texts[first - start : last - start])
-            yield _ELEMENTS[kinds[first]], escape_text(text)
+            parts.append((_ELEMENTS[kinds[first]], escape_text(text)))
+    trained = int((kinds == _TRAINED).sum())
+    of_images = quantity(len(images), "image") if images else ""
+    facts = [quantity(len(ids), "token"), f"{trained:,} trained", of_images, words]
+    note = ", ".join(filter(None, facts))
+    return {"hue": trained % 6, "name": name, "note": note, "parts": parts}
 
 
 def _windows(size: int, places: Sequence[int]) -> list[tuple[int, int]]:

@@ -23,13 +23,11 @@ from trl_packing.data.stages import WholeDocuments, fit_documents, shuffle
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.packing.bins import PackingPlan, find_strategy
-from trl_packing.packing.draw import LENGTH, column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.preview import report_on, token_documents
 from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.training.mixture import Mixture
 from trl_packing.training.report import PackingReport
 from trl_packing.training.sampling import Sampling
 
@@ -43,8 +41,8 @@ _LEAST_SHARED = 0.01
 class PlannedEpoch:
     """The micro-batches of all ranks in the epoch of a sampler, in the order of training.
 
-    `members` are the documents of each. `documents`, `tokens`, `costs` (tokens + c · Σ len²) and
-    `patches` (None without images) are ``(micro-batches,)``; tokens are those that groups compute.
+    `members` are the documents of each. `documents`, `tokens` and `costs` (tokens + c · Σ len²)
+    are ``(micro-batches,)``; tokens are those that groups compute.
     """
 
     def __init__(self, sampler: PackedBatchSampler):
@@ -52,19 +50,14 @@ class PlannedEpoch:
         self.documents = np.diff(self.drawn.ends, prepend=0)
         squares = sampler.lengths.astype(np.int64) ** 2
         squares = squares if sampler.groups is None else sampler.groups.squares
-        self.tokens, sums = sampler.tokens(), self.drawn.sums
-        self.costs = self.tokens + sampler.attention_cost * sums(squares)
-        self.patches = None if sampler.loads is None else sums(sampler.loads.patches)
+        self.tokens = sampler.tokens()
+        self.costs = self.tokens + sampler.attention_cost * self.drawn.sums(squares)
         self.ranks, self.slots = sampler.num_ranks, sampler.slots
         self.steps = -(-len(self.members) // self.slots)
 
     def by_step(self, values: np.ndarray) -> np.ndarray:
         """Return sums of values of micro-batches over each step, ``(steps,)``."""
         return np.add.reduceat(values, np.arange(0, len(values), self.slots))
-
-    def costs_by_rank(self) -> np.ndarray:
-        """Return the cost of each rank's micro-batches, ``(ranks,)``."""
-        return self.costs.reshape(-1, self.ranks).sum(axis=0)
 
     def waiting(self) -> float:
         """Return the share of all ranks' time in which they wait for the costliest one."""
@@ -74,7 +67,7 @@ class PlannedEpoch:
 
 @dataclass(frozen=True)
 class Variant:
-    """The epoch of a run's documents under other settings, or the reason why it is `refused`.
+    """The epoch of a run's documents under other settings.
 
     Attributes:
         tokens: real ones; with groups, those that their rows compute.
@@ -94,7 +87,6 @@ class Variant:
     largest: int = 0
     waiting: float = 0.0
     bins: int | None = None
-    refused: str = ""
     max_length: int | None = None
     counts: PreparationCounts = field(default_factory=PreparationCounts)
     prefixes_per_step: float | None = None
@@ -114,25 +106,13 @@ class Variant:
     def too_long(self) -> str:
         """Documents that are longer than max_length, and are therefore cut or dropped."""
         number = sum(stage.affected for stage in self.counts.stages if "max_length" in stage.why)
-        return _share(number, self.counts.before.documents)
+        return f"{number:,} ({number / self.counts.before.documents:.1%})" if number else "0"
 
     @property
     def lost(self) -> str:
         """Tokens that are cut off or dropped."""
-        before = self.counts.before.tokens
-        return _share(before - self.counts.after.tokens, before)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({percentage(part, whole, 1)})" if part else "0"
-
-
-def percentage(part: int, whole: int, digits: int) -> str:
-    """Return a percentage; a small one is never written as 0."""
-    least = 10.0 ** -(digits + 2)
-    if 0 < part < least * whole:
-        return f"<{least:.{digits}%}"
-    return f"{part / whole:.{digits}%}"
+        lost = self.counts.before.tokens - self.counts.after.tokens
+        return f"{lost:,} ({lost / self.counts.before.tokens:.1%})" if lost else "0"
 
 
 def variant_of(
@@ -150,9 +130,10 @@ def variant_of(
     """
     sampler = sampling.sampler(lengths, **facts)
     epoch = PlannedEpoch(sampler)
-    drawn, tokens = epoch.drawn, epoch.tokens
+    tokens = epoch.tokens
     if shared is not None:
-        tokens = shared.computed_tokens(lengths, drawn.documents, np.append(0, drawn.ends))
+        ends = np.append(0, epoch.drawn.ends)
+        tokens = shared.computed_tokens(lengths, epoch.drawn.documents, ends)
     computed = computed_tokens(sampling, tokens)
     return Variant(
         name,
@@ -175,9 +156,6 @@ def computed_tokens(sampling: Sampling, tokens: np.ndarray) -> np.ndarray:
     return -(-np.maximum(tokens, 1) // multiple) * multiple
 
 
-# --- the plan of a run ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class RunPlan:
     """The first epoch of a run, and the same documents under other settings.
@@ -186,8 +164,8 @@ class RunPlan:
         documents: prepared, in the order of the data set.
         bins: None where nothing is packed into bins.
         whole: documents of any length; None if the rows stay as they are.
+        what_if: other values of max_length; none where more than lengths decides bins.
         sharing: none where documents share nothing.
-        mixture: the sources of the documents; None if they are not known.
     """
 
     run: PreviewedRun
@@ -200,7 +178,6 @@ class RunPlan:
     ways: tuple[Variant, ...]
     ranks: tuple[Variant, ...]
     sharing: tuple[Variant, ...]
-    mixture: Mixture | None = None
 
     @property
     def grouped(self) -> bool:
@@ -222,11 +199,11 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     prepared, counts = run.documents() if whole is None else fit_documents(whole, run.preparation)
     documents = token_documents(prepared)
     lengths, facts = documents.lengths(), sampling.facts(documents)
-    sampler = sampling.sampler(lengths, **facts)
+    sampler, own = sampling.sampler(lengths, **facts), run.args.max_length
     what_if: Iterable[Variant] = ()
-    # Documents of a mixture that are cut elsewhere have other numbers.
-    if whole is not None and sampler.draw is None:
-        own = run.args.max_length
+    # Documents that are cut elsewhere have other numbers, patches and common prefixes.
+    others = facts["draw"], facts["groups"], facts["numbers"], sampling.options.max_patches
+    if whole is not None and all(other is None for other in others):
         limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
         what_if = other_max_lengths(whole, run.preparation, sampling, limits)
     return RunPlan(
@@ -240,47 +217,35 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         ways=() if sampler.rows else ways_to_batch(lengths, sampling, facts),
         ranks=tuple(_on_ranks(lengths, sampling, facts, sorted({*RANKS, ranks}))),
         sharing=_ways_to_share(documents, sampling, facts),
-        mixture=sampling.mixture,
     )
-
-
-# --- other settings -------------------------------------------------------------------------------
 
 
 def other_max_lengths(
     whole: WholeDocuments, rules: Rules, sampling: Sampling, max_lengths: Iterable[int | None]
 ) -> Iterator[Variant]:
-    """Yield the plan for each max_length; without groups and images, whose documents differ."""
+    """Yield the plan for each max_length that the run does not refuse."""
     documents = token_documents(whole.documents)
     longest = int(documents.lengths().max(initial=0))
-    by_length = column_of(sampling.options.curriculum or "") == LENGTH
     before = count_whole(documents, rules.eos.stop_ids)
     for limit in max_lengths:
+        if rules.overflow.policy == "error" and limit is not None and longest > limit:
+            continue  # the run would be refused
+        policy = replace(rules.overflow, capacity=limit)
+        pieces, counts = fit(documents, policy, rules.eos.stop_ids, before)
+        numbered = Dataset.from_dict({"length": pieces.sizes})
+        lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
+        other, is_run = sampling.changed(max_length=limit), limit == sampling.args.max_length
         name = "no limit" if limit is None else f"{limit:,}"
-        is_run, counts = limit == sampling.args.max_length, PreparationCounts()
-        try:
-            if rules.overflow.policy == "error" and limit is not None and longest > limit:
-                raise ValueError(f"a document has {longest:,} tokens")
-            policy = replace(rules.overflow, capacity=limit)
-            pieces, counts = fit(documents, policy, rules.eos.stop_ids, before)
-            if not counts.after.trained:
-                raise ValueError("no trained token is left")
-            numbered = Dataset.from_dict({"length": pieces.sizes})
-            lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
-            facts = {"numbers": lengths if by_length else None}
-            other = sampling.changed(max_length=limit)
-            yield replace(variant_of(other, lengths, facts, name, is_run=is_run), counts=counts)
-        except ValueError as error:
-            yield Variant(name, is_run, refused=str(error), max_length=limit, counts=counts)
+        with suppress(ValueError):  # too few documents are left
+            yield replace(variant_of(other, lengths, {}, name, is_run=is_run), counts=counts)
 
 
 def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[Variant, ...]:
     """Return how padded batches, bins, and steps of a fixed number of documents compare."""
     args, given = sampling.args, sampling.options.documents_per_step
     size = padded_batch_size(args.per_device_train_batch_size, packing=args.packing)
-    padded = sampling.changed(
-        packing=False, documents_per_step=None, per_device_train_batch_size=size
-    )
+    settings = {"documents_per_step": None, "per_device_train_batch_size": size}
+    padded = sampling.changed(packing=False, **settings)
     sampler = padded.sampler(lengths, **facts | {"groups": None, "numbers": None})
     ways = [_padded(sampler, size, args.pad_to_multiple_of or 1)]
     if args.max_length is not None:
@@ -336,8 +301,10 @@ def _ways_to_share(
     is_fixed = sampling.options.documents_per_step or not sampling.args.packing
     if find_strategy(sampling.args.packing_strategy).shuffles and not is_fixed:
         ways["group"] = (sampling.groups(documents), index)
-    variants = []
-    for name, (groups, shared) in ways.items():
-        known, is_run = facts | {"groups": groups}, name == sampling.options.prefix_sharing
-        variants.append(variant_of(sampling, lengths, known, name, is_run=is_run, shared=shared))
-    return tuple(variants)
+    own = sampling.options.prefix_sharing
+    return tuple(
+        variant_of(
+            sampling, lengths, facts | {"groups": groups}, name, is_run=name == own, shared=shared
+        )
+        for name, (groups, shared) in ways.items()
+    )
