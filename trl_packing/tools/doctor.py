@@ -70,7 +70,7 @@ class Trial(NamedTuple):
     def of(cls, result: CheckResult) -> "Trial":
         """Return the trial with this result of a check."""
         if isinstance(result, Refusal):
-            return cls("error", result.error)
+            return cls("error", str(result))
         evidence = f"by {result.difference:.0e} (a leak: {result.leak:.1g})"
         return cls("exact" if result else "differs", evidence)
 

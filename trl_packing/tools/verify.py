@@ -61,12 +61,12 @@ def verify(
 ) -> Iterator[tuple[str, CheckResult]]:
     """Yield each backend and its result, from fast to slow, until one is exact on the model.
 
-    `attention` is the only backend to check; ``"auto"`` checks all that may be exact. The longest
-    probe has `max_length` tokens.
+    `attention` is a backend, or ``"auto"`` for all that may be exact. The longest probe has
+    `max_length` tokens.
     """
     first = resolve_attention(model, attention)
     options: Any = {"max_length": max_length, "gradients": gradients, "training": True}
-    for choice in with_fallbacks(first) if attention == "auto" else [first]:
+    for choice in (first, *first.slower):
         result = check_backend(model, choice, **options)
         yield choice.backend, result
         if result:
