@@ -236,7 +236,7 @@ def other_max_lengths(
         lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
         other, is_run = sampling.changed(max_length=limit), limit == sampling.args.max_length
         name = "no limit" if limit is None else f"{limit:,}"
-        with suppress(ValueError):  # too few documents are left
+        with suppress(ValueError):  # no document is left
             yield replace(variant_of(other, lengths, {}, name, is_run=is_run), counts=counts)
 
 
