@@ -126,8 +126,9 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
         "trains": not any(finding.status == "fail" for finding in every),
         "failures": [f"{name}: {text}" for status, name, text in every if status == "fail"],
         "versions": installed,
-        "machine": {"system": system, "devices": [device._asdict() for device in devices]},
-        "attention": {"chosen": chosen_of(trials)} | {k: t._asdict() for k, t in trials.items()},
+        "machine": {"system": system, "devices": [device.name for device in devices]},
+        "attention": {"chosen": chosen_of(trials)}
+        | {name: [*trial] for name, trial in trials.items()},
     }
     return Diagnosis(sections, facts)
 
