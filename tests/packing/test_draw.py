@@ -1,4 +1,4 @@
-"""Each document as often as the share of its source says, on any ranks, in fair steps."""
+"""Each document as often as the share of its source says, on any ranks."""
 
 import numpy as np
 import pytest

@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.balance import (
-    COSTLY_FROM,
-    arranged,
-    balanced_order,
-    excess_of_parts,
-    exchange_between_steps,
-)
+from trl_packing.packing.balance import balanced_order
 from trl_packing.packing.bins import (
     PackingPlan,
     checked_lengths,
@@ -333,23 +327,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
             of_bins = costs[part], bins.tokens[part], documents[part]
             window = slots, self.bins_per_batch, self.balance_window
             parts.append(part[balanced_order(*of_bins, *window, rng)])
-        full = np.concatenate(parts)
-        if self.draw is None:
-            return full, left
-        # Bins of ordinary cost change places, and costly ones within 1 % of the median.
-        median = int(np.median(costs))
-        ordinary = int(COSTLY_FROM * median)
-        bin_of = np.repeat(np.arange(len(bins)), documents)
-        numbers = self.draw.source_ids, self.lengths
-        sources, lengths = (self.at_places(values)[bins.indices] for values in numbers)
-        order = exchange_between_steps(
-            np.concatenate([full.ravel(), left]),
-            size,
-            excess=excess_of_parts(sources, lengths, bin_of, len(bins)),
-            keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
-            rng=rng,
-        )
-        return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
+        return np.concatenate(parts), left
 
     def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
