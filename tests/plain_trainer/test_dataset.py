@@ -41,17 +41,12 @@ def test_a_data_loader_joins_the_rows_of_a_micro_batch():
     )
 
 
-def test_padding_of_the_documents_is_left_out():
-    fill = {"input_ids": [0] * 5, "labels": [-100] * 5, "attention_mask": [0] * 5}
-    seen = [d | {"attention_mask": [1] * len(d["input_ids"])} for d in DOCUMENTS]
-    rows = packed([{key: fill[key] + d[key] for key in fill} for d in seen])[:]
-    expected = [row["input_ids"].tolist() for row in packed()[:]]
-    assert [row["input_ids"].tolist() for row in rows] == expected
-
-
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match="document 1 has 60 tokens but pack_len is 50"):
         PackedDataset(Dataset.from_list(DOCUMENTS), None, 50)
+    padded = [DOCUMENTS[0] | {"attention_mask": [0, 1, 1]}]
+    with pytest.raises(ValueError, match=r"document 0 .* tokenize without padding"):
+        PackedDataset(padded, None, 50)
     for column, value in (("loss_weights", [1.0] * 3), ("seq_lengths", [2, 1])):
         rows = Dataset.from_list([{**DOCUMENTS[0], column: value}])
         with pytest.raises(ValueError, match=f"the data set has {column}.*PackedSFTTrainer"):

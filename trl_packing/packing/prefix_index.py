@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trl_packing.documents.arrow import ArrowDocuments, FlatLists, lists_of
+from trl_packing.documents.arrow import ArrowDocuments, FlatLists
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 
 # A shorter prefix costs more as a segment of its own than it saves.
@@ -129,12 +129,10 @@ def range_minima(values: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> n
 
 
 def _has_own_labels(batch: pa.RecordBatch) -> bool:
-    flat = []
-    for name in ("input_ids", "labels"):
-        values, offsets = lists_of(name, batch.column(name))
-        flat.append((values[offsets[0] : offsets[-1]], offsets - offsets[0]))
-    (tokens, offsets), (targets, _) = flat
-    return _is_any_own(tokens, targets, offsets)
+    ids, labels = batch.column("input_ids"), batch.column("labels")
+    flat = [pc.list_flatten(column).to_numpy(zero_copy_only=False) for column in (ids, labels)]
+    offsets = np.append(0, np.cumsum(pc.list_value_length(ids).to_numpy()))
+    return _is_any_own(flat[0], flat[1], offsets)
 
 
 def _is_any_own(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) -> bool:

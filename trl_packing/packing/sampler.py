@@ -12,7 +12,6 @@ part of it. An epoch of a mixture has places: a document that it draws twice has
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl_packing.packing.balance import balanced_order
 from trl_packing.packing.bins import (
     PackingPlan,
-    checked_lengths,
     find_strategy,
     pack,
     plan_of,
@@ -173,15 +171,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
         documents = places if self.draw is None else self._documents(self.epoch)[places]
         return EpochPlan(places, documents, ends, self.slots)
 
-    def micro_batches(self) -> list[np.ndarray]:
-        """Return the document indices of all ranks' micro-batches of this epoch, in order."""
-        return list(np.split(self.drawn().documents, self.drawn().ends[:-1]))
-
-    def some_micro_batches(self, number: int) -> list[np.ndarray]:
-        """Return up to `number` of them, evenly spread over the epoch."""
+    def micro_batches(self, most: int | None = None) -> list[np.ndarray]:
+        """Return the documents of all ranks' micro-batches, or of `most` spread over the epoch."""
         drawn = self.drawn()
-        chosen = np.linspace(0, len(drawn) - 1, min(number, len(drawn))).astype(int)
-        return [drawn[i] for i in chosen]
+        number = len(drawn) if most is None else min(most, len(drawn))
+        return [drawn[i] for i in np.linspace(0, len(drawn) - 1, number).astype(int)]
 
     def plan(self) -> PackingPlan | None:
         """Return the bins of this epoch; None with documents_per_step."""
@@ -276,7 +270,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if loads is None or loads.most_patches is None:
             return pack(lengths, capacity, self.strategy, seed)
         # A document takes the larger one of its shares of a bin's tokens and patches.
-        checked_lengths(lengths, capacity)
         patches = np.minimum(loads.patches[documents], loads.most_patches)
         share = -(-patches * capacity // loads.most_patches)
         bins = pack(np.maximum(lengths, share), capacity, self.strategy, seed)
@@ -310,24 +303,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
         slots, documents = self.slots, np.diff(bins.offsets)
         size = slots * self.bins_per_batch
         order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
-        num_full = len(order) - len(order) % size
-        cuts = [0, len(order)]
-        if self.stages is not None:
-            stages = self.stages[bins.indices[bins.offsets[:-1]]]  # of each bin
-            order = in_stages(order, stages)
-            # A step with bins of two stages exchanges none: no bin of the next stage comes early.
-            steps = stages[order[:num_full]].reshape(-1, size)
-            is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
-            cuts = [0, *((np.flatnonzero(is_other) + 1) * size).tolist(), num_full]
-        full, left = order[:num_full].reshape(-1, slots, self.bins_per_batch), order[num_full:]
+        window = self.balance_window
+        if self.stages is not None:  # steps exchange no bins: none of the next stage comes early
+            order, window = in_stages(order, self.stages[bins.indices[bins.offsets[:-1]]]), 1
+        full, left = np.split(order, [len(order) // size * size])
         if rng is None or not len(full):
-            return full, left
-        parts = []
-        for part in (order[start:stop] for start, stop in pairwise(cuts)):
-            of_bins = costs[part], bins.tokens[part], documents[part]
-            window = slots, self.bins_per_batch, self.balance_window
-            parts.append(part[balanced_order(*of_bins, *window, rng)])
-        return np.concatenate(parts), left
+            return full.reshape(-1, slots, self.bins_per_batch), left
+        of_bins = costs[order], bins.tokens[order], documents[order]
+        return order[balanced_order(*of_bins, slots, self.bins_per_batch, window, rng)], left
 
     def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""

@@ -15,7 +15,7 @@ prepared with `enable_packing` understands them, so rows are refused until one e
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_packing.data.chat_template import ChatTemplate
+from trl_packing.data.checks import without_padding
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.limits import ModelLimits
 from trl_packing.data.prepared import load_rows
@@ -61,7 +62,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
     Args:
         dataset: a `datasets.Dataset`, or any sequence of rows, with `input_ids`, perhaps `labels`
-            or masks as in `PackedCollator`, and `attention_mask`, 0 on padding, which is removed.
+            or masks as in `PackedCollator`; not padded.
         tokenizer: its padding token fills empty rows (`rows_multiple_of`); may be None.
         pack_len: most tokens of a row.
         shuffle_seed: draws which documents share a row. If None or negative, none are shuffled.
@@ -76,7 +77,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
     Raises:
         ValueError: a document is longer than `pack_len`; an id is negative; the data set has
-            weights, which a plain trainer ignores; or its rows are packed already.
+            padding, or weights, which a plain trainer ignores; or its rows are packed already.
     """
 
     def __init__(
@@ -89,18 +90,16 @@ class PackedDataset(torch.utils.data.Dataset):
         strategy: str = "bfd",
         rows_multiple_of: int = 1,
     ):
-        is_stored = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
-        columns = dataset.column_names if is_stored else list(dataset[0])
+        if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+            dataset = Dataset.from_list(list(dataset))
         for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
-            if column in columns:
+            if column in dataset.column_names:
                 raise ValueError(
                     f"the data set has {column}, which a plain loss or these rows ignore; use "
                     f"PackedSFTTrainer, or drop the column: dataset.remove_columns({column!r})"
                 )
-        if not is_stored or _has_padding(dataset):
-            dataset = Dataset.from_list([_without_padding(row) for row in dataset])
         columns = [c for c in _COLUMNS if c in dataset.column_names]
-        self.documents = ArrowDocuments(dataset, columns)
+        self.documents = ArrowDocuments(without_padding(dataset, "training"), columns)
         self.tokenizer = tokenizer
         self.pack_len = pack_len
         self.shuffle_seed = None if shuffle_seed is None or shuffle_seed < 0 else shuffle_seed
@@ -174,20 +173,6 @@ class PackedDataset(torch.utils.data.Dataset):
             f"Average effective length: {tokens / documents:,.1f} -> {tokens / rows:,.1f} tokens "
             f"({tokens / (rows * self.pack_len):.2%} filled)"
         )
-
-
-def _has_padding(dataset: Dataset) -> bool:
-    if "attention_mask" not in dataset.column_names:
-        return False
-    documents = ArrowDocuments(dataset, ["input_ids", "attention_mask"])
-    return not np.array_equal(documents.sums("attention_mask"), documents.lengths())
-
-
-def _without_padding(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    columns = {name: np.asarray(row[name]) for name in _COLUMNS if name in row}
-    ids = columns["input_ids"].astype(np.int64)
-    kept = np.asarray(row.get("attention_mask", np.ones(len(ids)))) != 0
-    return {"input_ids": ids[kept], "labels": document_labels(columns, ids)[kept]}
 
 
 class RepackEveryEpoch(TrainerCallback):

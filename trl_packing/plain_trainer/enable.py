@@ -12,7 +12,6 @@ unchanged: evaluation of padded rows, `generate`, and those inside `other_rows`.
 """
 
 import inspect
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,8 +45,6 @@ from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
 from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
-
-logger = logging.getLogger(__name__)
 
 _VIRTUAL_TOKENS = (
     "virtual tokens (prompt and prefix tuning), a cache or inputs_embeds belong to one document, "
@@ -148,12 +145,11 @@ def _check_model(model: Any, base: Any) -> None:
 @torch.no_grad()
 def _check_loss(model: Any, base: Any) -> None:
     """Raise ValueError if the native loss of `model` is not that of the next token."""
-    ids = torch.from_numpy(random_tokens(base, np.random.default_rng(0))(_NUM_TOKENS))[None]
+    drawn, device = random_tokens(base, np.random.default_rng(0)), next(model.parameters()).device
+    ids = torch.from_numpy(drawn(_NUM_TOKENS))[None].to(device)
     batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if requires(base, "position_ids"):
-        batch["position_ids"] = torch.arange(_NUM_TOKENS)[None]
-    device = next(model.parameters()).device
-    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+        batch["position_ids"] = torch.arange(_NUM_TOKENS, device=device)[None]
     with preserve_state(model, training=True):
         output = model(**batch, labels=batch["input_ids"], return_dict=True)
         packed = float(next_token_loss(output.logits, batch["input_ids"]))
@@ -226,7 +222,6 @@ class EnabledPacking:
                     f"no check of this model has passed on documents of {longest:,} tokens, and it "
                     "is sharded by now; call enable_packing(model, dataset) before Trainer"
                 )
-            logger.warning(f"the model is sharded: what was checked before is relied on for {mode}")
             guard.trust(documents, **mode)
             return
         if crosses:

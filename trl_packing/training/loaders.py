@@ -35,7 +35,7 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.mixture import mixture_in_words, training_sources
+from trl_packing.training.mixture import training_sources
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import RunReport
 from trl_packing.training.resuming import ResumedEpochs
@@ -103,7 +103,7 @@ class RunIsolation:
         if must_share and not self.collators.packed.shares_prefixes:
             raise RuntimeError(
                 "prefix_sharing='group' has planned bins, but the model cannot share as it runs "
-                f"now: {self.sharing.reason}; set prefix_sharing='bin' or 'off'"
+                f"now: {self.sharing.reason()}; set prefix_sharing='bin' or 'off'"
             )
 
     def settle(self, called: nn.Module) -> None:
@@ -322,7 +322,7 @@ class PackedLoaders:
                 strategy=find_strategy(args.packing_strategy).packs_as,
                 seed=packing_seed(args) if shuffles else None,
                 prefix_group_size=self.options.prefix_group_size if groups else None,
-                mixture=mixture_in_words(self.options) if training else None,
+                mixture=str(self.options.mixture) if training and self.options.mixture else None,
             ),
             self.trainer.data_collator,
             rank=rank,

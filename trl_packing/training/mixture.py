@@ -143,13 +143,6 @@ def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:
         )
 
 
-def mixture_in_words(options: PackingOptions) -> str | None:
-    """Return the weights of streams as text, None without a mixture."""
-    mixture: Any = options.mixture or {}
-    shares = (f"{name} {share.get('weight', 0):g}" for name, share in mixture.items())
-    return ", ".join(shares) or None
-
-
 def join_streams(
     documents: Mapping[str, IterableDataset], options: PackingOptions, seed: int
 ) -> IterableDataset:

@@ -46,14 +46,9 @@ class PrefixSharing:
         collators.sampling.draws_groups = self.draws_groups
         self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode of the model
 
-    @property
-    def reason(self) -> str | None:
-        """Return why rows of the training set do not share; None if they do, or may."""
-        return self._reason_in(True)
-
     def draws_groups(self, training: bool) -> bool:
         """Return whether bins and steps hold groups, as far as is known of the model."""
-        return self.mode == "group" and self._reason_in(training) is None
+        return self.mode == "group" and self.reason(training) is None
 
     def check_again(self) -> None:
         """Check models that could share once more when they are wrapped as they will run."""
@@ -81,7 +76,8 @@ class PrefixSharing:
                 )
         self.collators.share_prefixes(shares, training=training)
 
-    def _reason_in(self, training: bool) -> str | None:
+    def reason(self, training: bool = True) -> str | None:
+        """Return why rows of this mode do not share; None if they do, or may."""
         checked = self.guard.attention.backend, training
         return self._why_not(training) or self._failures.get(checked)
 
@@ -180,7 +176,7 @@ def prefix_savings(
     total = len(sampler) * sampler.num_ranks  # micro-batches
     tokens, number = int(sampler.lengths.sum()), len(documents)
     most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // number)
-    batches = sampler.some_micro_batches(max(most, _FEWEST_BATCHES))
+    batches = sampler.micro_batches(max(most, _FEWEST_BATCHES))
     looked_at = documents.__getitems__(np.concatenate(batches))
     lengths = np.array([len(document["input_ids"]) for document in looked_at])
     offsets = np.cumsum([0, *map(len, batches)])

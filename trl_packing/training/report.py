@@ -214,7 +214,7 @@ class ImageCounts:
         loads = sampler.loads
         if loads is None:
             return None
-        batches = sampler.some_micro_batches(_MOST_BATCHES)
+        batches = sampler.micro_batches(_MOST_BATCHES)
         # A mixture draws some documents repeatedly.
         values = (loads.images, loads.tokens, loads.patches, sampler.lengths)
         images, tokens, patches, lengths = map(sampler.at_places, values)
@@ -386,7 +386,7 @@ class RunReport(TrainerCallback):
     @property
     def current(self) -> PackingReport:
         """The report, with the attention, its check and the shapes in use."""
-        mode, reason, prefixes = self.sharing.mode, self.sharing.reason, self._planned.prefixes
+        mode, reason, prefixes = self.sharing.mode, self.sharing.reason(), self._planned.prefixes
         if mode != "off":
             prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
         return replace(
