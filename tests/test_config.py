@@ -41,7 +41,6 @@ def test_a_setting_of_another_type_is_named(name):
 
 VALUES = [  # settings, and words of the sentence
     ({"per_device_train_batch_size": 0}, "^per_device_train_batch_size=0 must be at least 1$"),
-    ({"max_length": 10**20}, "^max_length=10{20} must be at most 2147483647"),
     ({"max_length": None, "packing": True}, NO_CAPACITY),
     ({"overflow": "cut"}, r"^overflow='cut' is unknown; choose one of \['truncate'"),
     ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have"),

@@ -64,42 +64,29 @@ class PackingOptions:
         "Make prompts from raw fields: 'alpaca', 'qa', a file, or text with columns in braces, "
         "'Question: {question}\\nAnswer: '. {query} is query, instruction or question.",
     )
-    append_eos: bool = setting(
-        False, "Append a trained EOS to documents that do not end in a stop token."
-    )
+    append_eos: bool = setting(False, "Append a trained EOS to documents without a stop token.")
     documents_per_step: int | None = setting(
-        None,
-        "Documents in every optimizer step, over all ranks and micro-batches. Default: those of "
-        "its bins, or of a padded run with packing=False.",
+        None, "Documents in an optimizer step, of all ranks. Default: of its bins, or as if padded."
     )
     loss_weighting: str = setting(
         "token",
-        "Weight of a token in the loss of a step: every token equal, every 'document' equal, or "
-        "in between ('sqrt'). Columns loss_weight and loss_weights multiply it.",
+        "Weight of a token in a step: every token equal, every 'document' equal, or in between "
+        "('sqrt'). Columns loss_weight and loss_weights multiply it.",
         LOSS_WEIGHTINGS,
     )
-    source_column: str | None = setting(
-        None, "A column, e.g. 'source': losses are also reported for each of its values."
-    )
+    source_column: str | None = setting(None, "A column: losses are also reported for its values.")
     mixture: dict[str, Any] | str | None = setting(  # noqa: RUF009
         None,
         "The share of each source: {'math': {'weight': 3}, 'chat': {'epochs': 0.5}}. Sources are "
         "the names in a train_dataset that is a dictionary, or the values of source_column.",
     )
-    mixture_unit: str = setting(
-        "documents", "With weights in mixture: the unit of shares.", MIXTURE_UNITS
-    )
+    mixture_unit: str = setting("documents", "The unit of weights in mixture.", MIXTURE_UNITS)
     curriculum: str | None = setting(
         None,
-        "Order the documents of an epoch by their 'length', or by a column of numbers, in stages. "
-        "The smallest come first; with a minus before the name, the largest.",
+        "Order documents by 'length' or a column of numbers, in stages; '-length': descending.",
     )
-    static_shapes: bool = setting(
-        False, "Keep the shape of packed micro-batches constant, for torch_compile."
-    )
-    max_patches: int | None = setting(
-        None, "With images: most patches of the vision tower in a bin. Default: no limit."
-    )
+    static_shapes: bool = setting(False, "Keep the shape of rows constant, for torch_compile.")
+    max_patches: int | None = setting(None, "With images: most patches in a bin.")
     prefix_sharing: str = setting(
         "off",
         "Compute tokens with which documents of a micro-batch begin alike once; 'group' also "
@@ -113,9 +100,7 @@ class PackingOptions:
         "'model'. A named one that is not exact raises an error.",
     )
     isolation_check: str = setting(
-        "error",
-        "What to do if, on this model, a document affects another; 'off' skips the check.",
-        ISOLATION_CHECKS,
+        "error", "If a document affects another on this model; 'off': no check.", ISOLATION_CHECKS
     )
     run_page: bool = setting(True, "Write run.html and run.json into output_dir.")
 
@@ -181,36 +166,21 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
 _FROM_ONE = ["per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"]
 _FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches"]
 _LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
-_MOST_TOKENS = 2**31 - 1
+_BINS: dict[str, Any] = {"packing": (False,), "documents_per_step": None}
+_SHARING: dict[str, Any] = {"prefix_sharing": ("bin", "group")}
+_WRAPPED: dict[str, Any] = {"packing_strategy": ("wrapped",)}
+_ORDERS: dict[str, Any] = _WRAPPED | {"prefix_sharing": ("group",)}
 # A setting, or one value of it, and values of others beside which it is refused; None is any.
 _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("train_on", None): {"assistant_only_loss": (True,)},
     ("response_template", None): {"train_on": None, "assistant_only_loss": (True,)},
-    ("static_shapes", None): {
-        "packing": (False,),
-        "documents_per_step": None,
-        "prefix_sharing": ("bin", "group"),
-        "attention": ("padded", "equal_lengths"),
-    },
-    ("pad_to_multiple_of", None): {"prefix_sharing": ("bin", "group")},
-    ("max_patches", None): {"packing": (False,), "documents_per_step": None},
-    ("curriculum", None): {
-        "prefix_sharing": ("group",),
-        "train_sampling_strategy": ("sequential", "group_by_length"),
-        "packing_strategy": ("wrapped",),
-    },
-    ("mixture", None): {
-        "train_sampling_strategy": ("sequential",),
-        "prefix_sharing": ("group",),
-        "curriculum": None,
-        "packing_strategy": ("wrapped",),
-    },
-    ("prefix_sharing", "group"): {
-        "packing_strategy": ("wrapped",),
-        "documents_per_step": None,
-        "packing": (False,),
-    },
-    ("overflow", "overlap"): {"packing_strategy": ("wrapped",)},
+    ("static_shapes", None): _BINS | _SHARING | {"attention": ("padded", "equal_lengths")},
+    ("pad_to_multiple_of", None): _SHARING,
+    ("max_patches", None): _BINS,
+    ("curriculum", None): _ORDERS | {"train_sampling_strategy": ("sequential", "group_by_length")},
+    ("mixture", None): _ORDERS | {"train_sampling_strategy": ("sequential",), "curriculum": None},
+    ("prefix_sharing", "group"): _BINS | _WRAPPED,
+    ("overflow", "overlap"): _WRAPPED,
 }
 # Settings that do nothing without another one.
 _NEEDS = {"prefix_group_size": "prefix_sharing", "instruction_template": "response_template"}
@@ -235,14 +205,11 @@ def check_options(args: Any, *, is_final: bool = True) -> None:
         value = getattr(args, name, None)
         if isinstance(value, Integral) and value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
-    if args.packing or args.eval_packing:
-        if args.max_length is None:
-            raise ValueError(
-                "When packing is enabled, `max_length` can't be `None`; set it, or packing=False "
-                "and eval_packing=False"
-            )
-        if args.max_length > _MOST_TOKENS:  # kernels count the tokens of a row in 32 bits
-            raise ValueError(f"max_length={args.max_length} must be at most {_MOST_TOKENS}")
+    if (args.packing or args.eval_packing) and args.max_length is None:
+        raise ValueError(
+            "When packing is enabled, `max_length` can't be `None`; set it, or packing=False and "
+            "eval_packing=False"
+        )
     _check_exclusions(args, options)
     _check_mixture(options.mixture)
     for name, other in _NEEDS.items() if is_final else ():

@@ -105,11 +105,9 @@ def test_a_sampler_of_a_subclass_says_which_documents_a_step_holds(tmp_path):
         trainer_of(tmp_path, with_sampler(cls), gradient_accumulation_steps=2)
         for cls in (SFTTrainer, PackedSFTTrainer)
     )
-    found, report = losses(ours), ours.packing_report
-    assert_same_losses(found, losses(theirs))
-    assert (report.documents, report.documents_per_step) == (18, 8)
-    assert report.steps_per_epoch == len(found)
-    assert "4 documents" in str(report)
+    assert_same_losses(losses(ours), losses(theirs))
+    assert ours.packing_report.documents == 18
+    assert "4 documents" in str(ours.packing_report)
 
 
 def test_a_subclass_that_asks_super_for_the_sampler_keeps_the_bins(tmp_path):

@@ -39,11 +39,11 @@ def test_pages_are_zeroed_once_and_not_every_step():
 
 def test_training_asks_and_takes_it_back(tmp_path, monkeypatch):
     libc = Mock()
-    monkeypatch.setattr(malloc, "_glibc", lambda: libc)
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: libc)
     trainer = make_trainer(tmp_path, documents_of_lengths([8] * 4), max_length=32, max_steps=1)
     assert not libc.mock_calls
     trainer.train()
-    *asked, first, second, third, trim = libc.mock_calls
-    assert [call.args[0] for call in asked] == [-4, -1, -2]
-    assert [c.args for c in (first, second, third)] == [(-4, 65536), (-1, 131072), (-2, 131072)]
+    *calls, trim = libc.mock_calls
+    assert [call.args[0] for call in calls] == [-4, -1, -2] * 2
+    assert [call.args[1] for call in calls[3:]] == [65536, 131072, 131072]
     assert trim[0] == "malloc_trim"

@@ -61,10 +61,8 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         return None
     packs = getattr(args, "packing", False) and not getattr(args, "_packing_is_default", False)
     if packs or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False):
-        raise ValueError(
-            "Packing is not compatible with context parallelism or sequence parallelism, which "
-            "drop the boundaries of documents; set packing=False and padding_free=False"
-        )
+        cuts = "not compatible with context parallelism or sequence parallelism"
+        raise ValueError(f"Packing is {cuts}; set packing=False and padding_free=False")
     return "context or sequence parallelism drops document boundaries"
 
 
@@ -110,18 +108,13 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
         Overflow.from_args(args, args.packing)
     curriculum = PackingOptions.of(args).curriculum
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
-        raise ValueError(
-            f"curriculum={curriculum!r} needs all documents before the first step; load the stream "
-            "as a Dataset, or leave curriculum out"
-        )
+        raise ValueError(f"curriculum={curriculum!r} cannot order a stream; load it as a Dataset")
     # On a single process the trainer turns both off.
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):
             if getattr(getattr(args, "accelerator_config", None), name, None):
-                raise ValueError(
-                    f"accelerator_config.{name}=True cannot divide packed micro-batches; leave "
-                    f"{name} unset: ranks get their own bins"
-                )
+                said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
+                raise ValueError(f"{said}; leave {name} unset")
 
 
 def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
@@ -129,10 +122,7 @@ def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
     for name in ("loss_weighting", "source_column"):
         value = getattr(options, name)
         if compute_loss_func is not None and value != getattr(PackingOptions, name):
-            raise ValueError(
-                f"{name}={value!r} needs the losses of tokens, and compute_loss_func computes the "
-                "loss; leave one of them out"
-            )
+            raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
 
 
 def check_weights_and_sources(
@@ -152,9 +142,8 @@ def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> N
     """Raise ValueError for a collator or a training set that a built trainer cannot take."""
     if collator is not ours:
         raise ValueError(
-            f"data_collator was set to a {type(collator).__name__} on a built trainer, whose rows "
-            "are packed by its own; set train_on='assistant' or response_template in the config, "
-            "or pass the collator to the constructor"
+            f"data_collator was set to a {type(collator).__name__} on a built trainer: set train_on"
+            "='assistant' or response_template, or pass the collator to the constructor"
         )
     if not isinstance(dataset, (Dataset, IterableDataset)):
         return  # there is none, or preparation refuses it

@@ -64,9 +64,8 @@ class RunCollators:
         if padded:
             if self.packed.images is not None:
                 raise ValueError(
-                    "compute_metrics and predict() get the logits of padded rows, which a run that "
-                    "packs images does not make; set prediction_loss_only=True to predict, or use "
-                    "TRL's SFTTrainer"
+                    "a run that packs images has no padded rows, whose logits compute_metrics and "
+                    "predict() get; set prediction_loss_only=True, or use TRL's SFTTrainer"
                 )
             return WeightedPaddedCollator(self.padded, self.options.loss_weighting)
         if self.packed.static_shapes is None:

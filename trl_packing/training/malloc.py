@@ -10,38 +10,28 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-# (parameter of malloc.h, value while training, glibc's default)
-_SETTINGS = (
-    (-4, 0, 65536),  # M_MMAP_MAX: no block in a mapping of its own, which dies with the block
-    (-1, 2**31 - 1, 128 * 1024),  # M_TRIM_THRESHOLD: the end of the heap is not given back
-    (-2, 2**28, 128 * 1024),  # M_TOP_PAD: the heap grows in large pieces
-)
+# A parameter of malloc.h: its value while training, and glibc's default.
+_SETTINGS = {
+    -4: (0, 65536),  # M_MMAP_MAX: no block in a mapping of its own, which dies with the block
+    -1: (2**31 - 1, 128 * 1024),  # M_TRIM_THRESHOLD: the end of the heap is not given back
+    -2: (2**28, 128 * 1024),  # M_TOP_PAD: the heap grows in large pieces
+}
 
 
 @contextmanager
 def keep_freed_pages(on_cpu: bool) -> Iterator[None]:
-    """Keep freed pages inside the block, and return them to the system at its end.
-
-    No-op off the CPU, without glibc, and if the user has set malloc's environment variables.
-    """
-    libc = _glibc() if on_cpu else None
-    if libc is None:
-        yield
-        return
-    for parameter, value, _ in _SETTINGS:
+    """Keep freed pages inside the block, unless the user has set malloc's variables."""
+    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    libc: Any = ctypes.CDLL(None) if on_cpu and sys.platform.startswith("linux") else None
+    tunes = hasattr(libc, "mallopt") and not chosen
+    for parameter, (value, _) in _SETTINGS.items() if tunes else ():
         libc.mallopt(parameter, value)
     try:
         yield
     finally:
-        for parameter, _, default in _SETTINGS:
+        for parameter, (_, default) in _SETTINGS.items() if tunes else ():
             libc.mallopt(parameter, default)
-        libc.malloc_trim(0)
-
-
-def _glibc() -> ctypes.CDLL | None:
-    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    if chosen or not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+        if tunes:
+            libc.malloc_trim(0)

@@ -16,15 +16,10 @@ logger = get_logger(__name__)
 
 
 class OtherModels:
-    """Watches the first micro-batches of a user's loss, by a hook on all modules.
-
-    Args:
-        model: of the run, whose calls are completed.
-    """
+    """Watches the first micro-batches of a user's loss, by a hook on modules other than `model`."""
 
     def __init__(self, model: nn.Module):
-        self._model = model
-        self._watched_steps = 4
+        self._model, self._watched_steps = model, 4
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -55,6 +50,6 @@ class OtherModels:
         self._watched_steps = 0
         logger.warning_once(
             f"{type(module).__name__}, which is not the model of this run, was called on a packed "
-            "row without the boundaries of its documents: they see each other there. Call it with "
-            "**inputs, or call trl_packing.enable_packing on it before train()"
+            "row without boundaries: documents see each other. Call it with **inputs, or call "
+            "trl_packing.enable_packing on it before train()"
         )
