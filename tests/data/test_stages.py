@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from datasets import Dataset, IterableDataset
-from harness import TWO_RUNS, make_trainer
+from harness import make_trainer
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
@@ -29,32 +29,6 @@ def trained_texts(trainer) -> list[str]:
 def chat(*answers: tuple[str, dict]) -> dict:
     said = [{"role": "assistant", "content": text, **flags} for text, flags in answers]
     return {"messages": [{"role": "user", "content": "Why?"}, *said]}
-
-
-# --- weights of messages --------------------------------------------------------------------------
-
-
-def first_loss(folder, first_answers: list[dict], streamed=False, **settings) -> float:
-    """The loss of a step on two answers, of which the first has these flags in turn."""
-    rows = [chat(("So.", flags), ("Because.", {})) for flags in first_answers] * 4
-    given = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
-    trainer = trainer_for(folder, given, **settings)
-    trainer.train()
-    return trainer.state.log_history[0]["loss"]
-
-
-def test_a_weight_of_zero_trains_as_if_the_message_were_not(tmp_path):
-    weights, flags = ([{name: 0}, {name: 1}] for name in ("weight", "train"))
-    flags = [{"train": bool(each["train"])} for each in flags]
-    assert first_loss(tmp_path, weights) == first_loss(tmp_path, flags)
-
-
-def test_the_weight_of_a_message_weighs_its_tokens_in_a_stream_too(tmp_path):
-    weighted, plain, other = (first_loss(tmp_path, [{"weight": w}] * 2) for w in (0.25, 1.0, 0.0))
-    # The mean over tokens moves from the loss of both answers toward that of the second alone.
-    assert min(plain, other) < weighted < max(plain, other)
-    streamed = first_loss(tmp_path, [{"weight": 0.25}] * 2, streamed=True)
-    assert streamed == pytest.approx(weighted, rel=TWO_RUNS)
 
 
 # --- response templates, hints, columns -----------------------------------------------------------

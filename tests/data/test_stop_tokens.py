@@ -1,7 +1,7 @@
 """Documents end in a trained stop token, or are counted, or get one; two BOS tokens are counted."""
 
 import pytest
-from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from harness import make_trainer
 from helpers.tiny import CHATML, tiny_rows, tiny_tokenizer
 from hypothesis import given, settings
@@ -56,12 +56,7 @@ def test_the_end_of_a_turn_is_read_from_the_template(template, names):
     expected = {EOS, *map(tokenizer.convert_tokens_to_ids, names)}
     assert stop_token_ids(tokenizer, chat_template=template) == expected
     tokenizer.chat_template = template
-    assert stop_token_ids(tokenizer) == expected
-
-
-def test_the_generation_config_adds_its_own():
-    config = GenerationConfig(eos_token_id=[7, 8])
-    assert stop_token_ids(tiny_tokenizer(), config) == {EOS, 7, 8}
+    assert stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[7, 8])) == {*expected, 7, 8}
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -165,20 +160,9 @@ def test_any_documents_are_those_of_the_slow_way(lists):
     assert out.schema.types == table.schema.types
 
 
-def test_types_weights_and_other_columns_stay():
-    features = Features(
-        input_ids=LargeList(Value("uint16")),
-        labels=LargeList(Value("int64")),
-        loss_weights=LargeList(Value("float32")),
-        n=Value("int8"),
-    )
-    rows = [
-        {**row, "loss_weights": [0.5] * len(row["labels"]), "n": n} for n, row in enumerate(ALL_IN)
-    ]
-    out = appended(Dataset.from_list(rows, features=features))
-    assert out.features == features
-    for before, after, expected in zip(rows, out, ALL_OUT, strict=True):
-        assert (after["input_ids"], after["n"]) == (expected["input_ids"], before["n"])
+def test_what_is_trained_now_has_the_weight_1():
+    rows = [{**row, "loss_weights": [0.5] * len(row["labels"])} for row in ALL_IN]
+    for before, after in zip(rows, appended(rows), strict=True):
         was = [*before["labels"], None]
         trained_now = [new != old for new, old in zip(after["labels"], was, strict=False)]
         assert after["loss_weights"] == [1.0 if now else 0.5 for now in trained_now]
@@ -187,18 +171,17 @@ def test_types_weights_and_other_columns_stay():
 # --- in the trainer -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_trainer_counts_and_appends(tmp_path, caplog, packing):
+def test_the_trainer_counts_and_appends(tmp_path, caplog):
     rows = [{"input_ids": [A, 7, 8, EOS]}] * 3 + [{"input_ids": [A, 7, 8]}]
     with caplog.at_level("WARNING"):
-        trainer = make_trainer(tmp_path, rows, packing=packing)
+        trainer = make_trainer(tmp_path, rows)
     note = "1 of 4 documents (25.0%) do not end in a trained stop token ('<eos>')"
     assert note in str(trainer.packing_report)
     assert f"train dataset: {note}" in caplog.text
     assert trainer.train_dataset["input_ids"][3] == [A, 7, 8]
     caplog.clear()
     with caplog.at_level("WARNING"):
-        trainer = make_trainer(tmp_path, rows, packing=packing, append_eos=True)
+        trainer = make_trainer(tmp_path, rows, append_eos=True)
     assert "stop token" not in caplog.text + str(trainer.packing_report)
     for column in ("input_ids", "labels"):
         assert trainer.train_dataset[column][3] == [A, 7, 8, EOS]

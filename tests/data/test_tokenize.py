@@ -1,6 +1,6 @@
 """Tokens of a rendered text: prompts end where TRL ends them, spans cover whole characters.
 
-Eight kinds of tokenizers, each trained here on a few sentences, so that tokens cross every border.
+Seven kinds of tokenizers, each trained here on a few sentences, so that tokens cross every border.
 """
 
 from functools import cache
@@ -82,21 +82,6 @@ def normalizing() -> PreTrainedTokenizerFast:
     return unigram(normalizer=normalizers.Sequence(steps))
 
 
-def word_piece() -> PreTrainedTokenizerFast:
-    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
-    around = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 2), ("<eos>", 3)]
-    )
-    return trained(
-        models.WordPiece(unk_token="<unk>"),
-        trainer,
-        pre_tokenizers.BertPreTokenizer(),
-        normalizer=normalizers.BertNormalizer(lowercase=True),
-        decoder=decoders.WordPiece(),
-        post_processor=around,
-    )
-
-
 def stripping() -> PreTrainedTokenizerFast:
     """As T5's: white space at the ends of a text is no token, and every text ends in <eos>."""
     end = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 3)])
@@ -117,7 +102,6 @@ MAKERS = {
     "bytes across words": merging_tokenizer,
     "sentencepiece bpe": sentence_tokenizer,
     "unigram": normalizing,
-    "wordpiece": word_piece,
 }
 
 
@@ -209,8 +193,7 @@ def test_tokens_that_hold_a_character_of_a_span_are_trained_or_only_those_within
 
 
 def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole():
-    tokenizer = made("wordpiece")
-    text = "answer: the end"
+    tokenizer, text = made("stripping"), "answer: the end"
     assert weights_of(tokenizer, text, [(12, 15, 1.0)])[-1] == 0
     assert weights_of(tokenizer, text, [(12, 15, 1.0)], only_whole=True)[-1] == 1
 

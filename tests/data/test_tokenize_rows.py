@@ -49,10 +49,8 @@ MORE = [user("Sure?"), assistant("Yes.")]
 # Every form of row that TRL takes.
 FORMS: dict[str, Any] = {
     "text": lambda q, a: {"text": f"{q} {a}"},
-    "text that ends": lambda q, a: {"text": f"{q} {a}</s>"},
     "prompt, completion": lambda q, a: {"prompt": q, "completion": a},
     "prompt and space": lambda q, a: {"prompt": f"{q} ", "completion": a},
-    "prompt and line": lambda q, a: {"prompt": f"{q}\n", "completion": a},
     "messages": lambda q, a: {"messages": [user(q), assistant(a)]},
     "more messages": lambda q, a: {
         "messages": [turn("system", "Be brief."), user(q), assistant(a), *MORE]
@@ -249,15 +247,10 @@ def test_a_response_template_is_found_in_text_however_it_is_tokenized(tmp_path, 
 
 
 def test_raw_fields_get_a_prompt(tmp_path):
-    chat, question = tokenizer("qwen2_5"), "2 + 3?"
-    rows = [
-        {"instruction": question, "output": "5"},
-        {"question": question, "output": "6", "answer": "7", "response": "5"},
-    ]
-    for row in rows:
-        found = documents([row], chat, tmp_path, prompt_template="qa")
-        assert chat.decode(found[0][0]) == "Question: 2 + 3?\nAnswer:\n5</s>"
-        assert trained_text(chat, found) == ["5</s>"]
+    chat, row = tokenizer("qwen2_5"), {"question": "2 + 3?", "output": "6", "response": "5"}
+    found = documents([row], chat, tmp_path, prompt_template="qa")
+    assert chat.decode(found[0][0]) == "Question: 2 + 3?\nAnswer:\n5</s>"
+    assert trained_text(chat, found) == ["5</s>"]
 
 
 # --- cache and columns ----------------------------------------------------------------------------

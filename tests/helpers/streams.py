@@ -26,7 +26,6 @@ def batched(batch):
 
 
 SOURCES = {
-    "a list": lambda: documents(LENGTHS),
     "shards": lambda: sharded(LENGTHS, 3),
     "generator": lambda: IterableDataset.from_generator(lambda: iter(documents(LENGTHS))),
     "shuffled": lambda: sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20),

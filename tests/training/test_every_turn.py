@@ -2,8 +2,7 @@
 
 import pytest
 from datasets import Dataset
-from harness import TWO_RUNS, make_trainer
-from helpers.combinations import fast
+from harness import make_trainer
 from helpers.tiny import tiny_tokenizer
 
 # The prompt opens thoughts, and those of earlier turns are dropped.
@@ -62,15 +61,12 @@ def losses(trainer):
 
 EVALUATED = {"source_column": "source", "eval_strategy": "steps", "eval_steps": 1}
 RUNS = {
-    "packed": {},
-    "workers": {"dataloader_num_workers": 2},
     "padding-free": {"packing": False, "documents_per_step": 5},
-    "grouped": {"prefix_sharing": "group", "packing": False, "documents_per_step": 8},
     "evaluated": EVALUATED | {"loss_weighting": "document"},
 }
 
 
-@pytest.mark.parametrize("name", fast(RUNS, ("padding-free", "evaluated")))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, name):
     rows, settings = conversations(), RUNS[name]
     documents = by_hand(rows)
@@ -84,29 +80,6 @@ def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, name):
     if name == "padding-free":  # the control
         last = trainer_for(tmp_path / "c", rows, train_on="last_assistant", **settings)
         assert losses(last) != losses(turns)
-
-
-def test_shared_prefixes_compute_an_answer_once_that_one_document_trains_and_others_read(tmp_path):
-    """ChatML keeps answers as they are, so an answer is a prefix of the documents after it."""
-    settings = {"packing": False, "documents_per_step": 24, "learning_rate": 0.0, "max_steps": 1}
-
-    def run(sharing):
-        tokenizer = tiny_tokenizer(chat=True)
-        args = {"train_on": "every_turn", "prefix_sharing": sharing, "tokenizer": tokenizer}
-        rows = [
-            {"messages": [{k: m[k] for k in ("role", "content")} for m in row["messages"]]}
-            for row in conversations()
-        ]
-        trainer = trainer_for(tmp_path / sharing, rows, **settings, **args)
-        trainer.train()
-        return trainer.state.log_history
-
-    (apart, whole), (shared, saved) = run("off"), run("bin")
-    for name in ("loss", "grad_norm", "entropy"):
-        assert shared[name] == pytest.approx(apart[name], rel=TWO_RUNS)
-    assert saved["train_documents"] == whole["train_documents"] == 24
-    assert saved["train_tokens"] == whole["train_tokens"]
-    assert saved["train_computed_tokens"] < 0.7 * whole["train_tokens"]
 
 
 SILENT = {"messages": [{"role": "user", "content": "Hm?"}], "source": "a"}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers.combinations import fast
 from helpers.prepared import chats, settings
 from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 
@@ -47,20 +46,16 @@ def assert_same(first, second):
     assert all(torch.equal(second[2][name], weight) for name, weight in first[2].items())
 
 
-HARD = chats().add_column("hard", [i % 7 for i in range(24)])
 OF_SOURCES = {"train_on": "last_assistant", "source_column": "source"}
 WEIGHTED = {"packing": False, "documents_per_step": 5, "max_length": 40}
-GROUPS = {"train_on": "every_turn", "prefix_sharing": "group", "prefix_group_size": 2}
 RUNS = {
     "packed": (chats(), None, {"train_on": "assistant"}),
     "padding-free, weights": (chats(weights=True), None, WEIGHTED),
-    "every turn, groups": (chats(), None, GROUPS),
     "sources": (chats(sources=True), chats(9, sources=True), OF_SOURCES),
-    "curriculum": (HARD, None, {"curriculum": "hard"}),
 }
 
 
-@pytest.mark.parametrize("name", fast(RUNS, ("packed", "sources")))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_prepared_run_trains_what_the_rows_train(tmp_path, name):
     train, evaluated, changes = RUNS[name]
     documents, again = prepared(tmp_path, train, evaluated, **changes)
@@ -70,16 +65,14 @@ def test_a_prepared_run_trains_what_the_rows_train(tmp_path, name):
     assert fewer[0] != first[0], "the control"
 
 
-@pytest.mark.slow
-def test_a_mixture_of_prepared_sets_trains_what_their_rows_train(tmp_path):
-    rows = {"chats": chats(), "pairs": tiny_dataset("prompt_completion")}
-    documents = {name: prepared(tmp_path / name, each)[0] for name, each in rows.items()}
-    changes = {"mixture": {"chats": {"weight": 2}, "pairs": {"weight": 1}}}
-    first = trained(tmp_path / "rows", rows, **changes)
-    assert_same(first, trained(tmp_path / "prepared", documents, **changes))
-    other = prepared(tmp_path / "other", rows["pairs"], max_length=32)[0]
+def test_a_mixture_of_prepared_sets_is_checked_set_by_set(tmp_path):
+    sets = {"chats": chats(), "pairs": tiny_dataset("prompt_completion")}
+    documents = {name: prepared(tmp_path / name, each)[0] for name, each in sets.items()}
+    rows, made = (trainer_for(tmp_path / "run", each).train_dataset for each in (sets, documents))
+    assert made["labels"][:] == rows["labels"][:]
+    other = prepared(tmp_path / "other", sets["pairs"], max_length=32)[0]
     with pytest.raises(ValueError, match="max_length=32 there and 64 here"):
-        trainer_for(tmp_path / "run", documents | {"pairs": other}, **changes)
+        trainer_for(tmp_path / "run", documents | {"pairs": other})
 
 
 def test_rows_to_evaluate_beside_prepared_data_train_what_they_do_beside_rows(tmp_path):

@@ -5,15 +5,7 @@ workers divide it, where it is shuffled, and what becomes of the end of an epoch
 """
 
 import pytest
-from helpers.distributed.same_steps import (
-    TRAINERS,
-    Run,
-    assert_same_steps,
-    both,
-    joined,
-    on_ranks,
-    trained,
-)
+from helpers.distributed.same_steps import TRAINERS, Run, assert_same_steps, both, trained
 from helpers.tiny import documents_of_lengths
 
 ROWS = documents_of_lengths([3 + (i * 7) % 27 for i in range(48)])
@@ -69,30 +61,3 @@ def test_a_resumed_stream_holds_the_documents_of_an_uninterrupted_padded_run(tmp
     rest = theirs | {"documents": {s: d for s, d in theirs["documents"].items() if s >= 15}}
     assert_same_steps(rest, resumed[1])
     assert resumed[0]["documents"] != rest["documents"]
-
-
-# --- two ranks ------------------------------------------------------------------------------------
-
-# Six steps an epoch, unless accumulated.
-ON_RANKS = {
-    "one shard, shuffled": {"shards": 1, "shuffle": SHUFFLE},
-    "four shards": {"shards": 4, "settings": ACCUMULATED},
-}
-
-
-@pytest.fixture(scope="module")
-def runs_of_two_ranks(tmp_path_factory) -> dict[str, dict]:
-    folder, runs = tmp_path_factory.mktemp("ranks"), {}
-    for trainer in TRAINERS:
-        for name, arguments in ON_RANKS.items():
-            settings = {"max_steps": 8} | arguments.get("settings", {})
-            runs[f"{trainer}: {name}"] = Run(
-                str(folder / trainer / name), trainer, ROWS, **arguments | {"settings": settings}
-            )
-    return {name: joined(ranks) for name, ranks in on_ranks(runs, folder / "results").items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_RANKS)
-def test_two_ranks_train_the_steps_of_two_padded_ranks(runs_of_two_ranks, name):
-    assert_same_steps(*(runs_of_two_ranks[f"{trainer}: {name}"] for trainer in TRAINERS))

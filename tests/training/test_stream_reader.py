@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets.distributed import split_dataset_by_node
 from helpers.steps import assert_exactly_once
-from helpers.streams import CAPACITY, LENGTHS, documents, names, sharded
+from helpers.streams import CAPACITY, LENGTHS, names, sharded
 
 from trl_packing.training.stream_reader import PackedStream, StreamSettings, part_of_rank
 
@@ -23,8 +23,8 @@ def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, **options):
 
 def test_bins_of_a_window_leave_in_random_order():
     """Documents of one bin each, as of a sorted file; without a seed they stay sorted."""
-    ordered = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64)]
-    shuffled = [name for (name,) in read(documents([CAPACITY] * 64), window_bins=64, seed=0)]
+    ordered = [name for (name,) in read(sharded([CAPACITY] * 64, 1), window_bins=64)]
+    shuffled = [name for (name,) in read(sharded([CAPACITY] * 64, 1), window_bins=64, seed=0)]
     assert ordered == sorted(ordered) == sorted(shuffled)
     assert abs(np.corrcoef(shuffled, np.arange(64))[0, 1]) < 0.3
 

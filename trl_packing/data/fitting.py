@@ -6,8 +6,8 @@
     stops      3  4  6  4     document 1 becomes [0, 4) and [4, 6)    3  4  6  4
     contexts   0  0  0  0                                             0  0  2  0    not trained
 
-The pieces of all documents are computed and counted at once, those without a trained token go, and
-the table is cut along them. A piece is a document from then on. Streams pass the same functions.
+The pieces of all documents are counted at once, those without a trained token go, and the table is
+cut along them. A piece is a document from then on. Streams pass the same functions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,12 +41,9 @@ _IN_PIECES = ("split", "overlap", "wrapped")  # more than one piece of a documen
 class Overflow:
     """Policy for documents that are longer than `capacity` tokens.
 
-    Attributes:
-        policy: one of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end")
-            or ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`).
-        capacity: most tokens of a document; None without a limit.
-        drops_as_padded: drop what TRL's padded run drops: documents without any label, if there is
-            a capacity. One with a label on its first token alone takes a place in a step.
+    One of `config.OVERFLOWS`, ``"truncate_start"`` (TRL's truncation_mode="keep_end") or
+    ``"wrapped"`` (documents laid end to end and cut at every multiple of `capacity`). With
+    `drops_as_padded`, a label on the first token alone keeps a document, as in TRL's padded run.
     """
 
     policy: str
@@ -155,9 +152,7 @@ def fit_and_count(
 ) -> tuple[Dataset, PreparationCounts]:
     """Return documents within capacity, each with something to train, and the losses.
 
-    Weights and image ids are cut with `input_ids` and `labels`, other columns are repeated for
-    pieces. Trained tokens of `stop_ids` are counted. Raises ValueError if nothing is left, or if a
-    document is too long under ``"error"``.
+    Raises ValueError if nothing is left, or if a document is too long under ``"error"``.
     """
     documents = ArrowDocuments(dataset, token_columns(dataset.column_names))
     where = f"of the {name} dataset"

@@ -31,21 +31,13 @@ _MARK = "trl_packing prepared "  # starts the record in the description of a dat
 
 @dataclass(frozen=True)
 class PreparedRecord:
-    """The preparation of a set of documents, on record.
-
-    Attributes:
-        folder: of the prepared data.
-        fingerprint: of the data set, while it is as it was loaded.
-        settings: that shaped its documents.
-        flagged: whether messages of its rows have "train" or "weight".
-        counts: of what preparation kept and lost; None for rows that were packed before.
-    """
+    """The preparation of a set of documents, on record."""
 
     folder: str
-    fingerprint: str
-    settings: Mapping[str, Any]
-    flagged: bool
-    counts: PreparationCounts | None
+    fingerprint: str  # of the data set, while it is as it was loaded
+    settings: Mapping[str, Any]  # that shaped its documents
+    flagged: bool  # messages of its rows have "train" or "weight"
+    counts: PreparationCounts | None  # None for rows that were packed before
 
     def is_whole(self, dataset: Any) -> bool:
         """Return whether nothing was selected from `dataset`, or changed, since it was loaded."""

@@ -24,25 +24,16 @@ AnyDataset: TypeAlias = Dataset | IterableDataset
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules by which the data sets of one run become documents.
+    """Rules by which the data sets of one run become documents."""
 
-    Attributes:
-        args: TRL's config, or ours.
-        processing_class: tokenizer or processor.
-        packing: documents will be packed, so columns that training does not read are dropped.
-        row_format: rules that render rows and choose the trained tokens.
-        eos: tokens that end a document, and whether EOS is appended.
-        by_trl: TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed.
-        labeler: a completion-only collator, whose template finds trained tokens.
-    """
-
-    args: SFTConfig
-    processing_class: Any
-    packing: bool
+    args: SFTConfig  # or ours
+    processing_class: Any  # tokenizer or processor
+    packing: bool  # columns that training does not read are dropped
     row_format: RowFormat
     eos: EosRule
+    # TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed
     by_trl: Callable[[AnyDataset, Any, str], AnyDataset]
-    labeler: DataCollatorForCompletionOnlyLM | None = None
+    labeler: DataCollatorForCompletionOnlyLM | None = None  # its template finds trained tokens
 
     @classmethod
     def of_run(

@@ -6,7 +6,7 @@ stream ──► StreamFit, in the process that reads ──► documents that f
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
@@ -62,15 +62,15 @@ def fit_stream(
     )
 
 
+@dataclass(eq=False)
 class StreamFit:
     """Fits one batch of documents after the other, and counts them; the first note is kept."""
 
-    def __init__(self, columns: Sequence[str], overflow: Overflow, eos: EosRule):
-        self.columns = columns
-        self.overflow = overflow
-        self.eos = eos
-        self._counts = PreparationCounts()
-        self._num_untrained = 0  # documents in a row
+    columns: Sequence[str]
+    overflow: Overflow
+    eos: EosRule
+    _counts: PreparationCounts = field(default_factory=PreparationCounts)
+    _num_untrained: int = 0  # documents in a row
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]

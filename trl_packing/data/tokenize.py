@@ -27,42 +27,24 @@ from trl_packing.documents.labels import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Rendered:
-    """One document as text, and the characters of it that are trained.
-
-    Attributes:
-        text: the whole document.
-        spans: (start, stop, weight) in characters; None trains everything.
-        prompt: untrained text that TRL tokenizes alone to find the start of the completion; None
-            without one.
-        only_whole: tokens that are partly outside of a span are masked.
-        adds_special_tokens: the tokenizer adds those that a chat template would have written.
-        keeps_prompt_tokens: the document begins with the tokens of `prompt` alone, as at inference;
-            without it, tokens may merge where the prompt ends.
-    """
+    """One document as text, and the characters of it that are trained."""
 
     text: str
-    spans: Sequence[tuple[int, int, float]] | None = None
-    prompt: str | None = None
-    only_whole: bool = False
-    adds_special_tokens: bool = True
-    keeps_prompt_tokens: bool = False
+    spans: Sequence[tuple[int, int, float]] | None = None  # start, stop, weight; None trains all
+    prompt: str | None = None  # untrained, which TRL tokenizes alone to find its end
+    only_whole: bool = False  # tokens that are partly outside of a span are masked
+    adds_special_tokens: bool = True  # the tokenizer does; a chat template has written them
+    keeps_prompt_tokens: bool = False  # no token merges where the prompt ends, as at inference
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The T tokens of a document, and which of them are trained.
-
-    Attributes:
-        input_ids: the tokens.
-        spans: (first, stop, weight) in tokens; None if all are trained.
-        num_prompt: first tokens, which are not trained whatever the spans are.
-        lost_prompt: end of the prompt alone that differs from prompt and completion.
-    """
+    """The T tokens of a document, and which of them are trained."""
 
     input_ids: list[int]
-    spans: Sequence[tuple[int, int, float]] | None = None
-    num_prompt: int = 0
-    lost_prompt: Sequence[int] = ()
+    spans: Sequence[tuple[int, int, float]] | None = None  # first, stop, weight; None trains all
+    num_prompt: int = 0  # first tokens, which are not trained whatever the spans are
+    lost_prompt: Sequence[int] = ()  # end of the prompt alone that differs from the whole
 
 
 def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -85,8 +67,7 @@ def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray,
 def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     """Return the tokens of `documents`, which must agree in `adds_special_tokens`.
 
-    Raises:
-        ValueError: the tokenizer is slow, so it has no offsets for spans.
+    Raises ValueError if the tokenizer is slow: it has no offsets for spans.
     """
     special = documents[0].adds_special_tokens
     options = {"add_special_tokens": special, "return_attention_mask": False}

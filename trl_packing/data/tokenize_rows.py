@@ -1,8 +1,7 @@
 """Rows of a user's data set → tokenized documents, in one cached `map`.
 
     rows           text | prompt, completion | messages | fields        (row_format)
-        │  render      text, and which characters are trained
-        │  tokenize    a batch in one call of the tokenizer
+        │  render, tokenize    which characters and tokens are trained
         ▼
     documents      input_ids, labels (and loss_weights, if messages have a weight)
 
@@ -72,16 +71,9 @@ def documents_from_rows(
 ) -> Dataset | IterableDataset:
     """Return whole documents with `input_ids`, `labels` and, with "every_turn", `TURN`.
 
-    Args:
-        dataset: rows of one form; the first row decides which.
-        row_format: rules for what is rendered and trained.
-        keeps_columns: keep the other columns (never those of a stream, nor of turns).
-        document_columns: other columns that are always kept, with a value for each row.
-        num_proc: processes that render and tokenize.
-        name: of the data set, for messages.
-
-    Raises:
-        ValueError: naming the row, for what cannot be rendered or tokenized.
+    The first row decides the form of all. `keeps_columns` keeps the other columns, but never those
+    of a stream or of turns; `document_columns` are kept always. Raises ValueError, naming the row,
+    for what cannot be rendered or tokenized.
     """
     rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
     first, is_stream = next(iter(rows)), isinstance(rows, IterableDataset)

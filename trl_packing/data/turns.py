@@ -169,20 +169,14 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
 
 def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, str]:
     """Return where a message starts in the text, and the text after its content."""
-    text, header = rendered.text, ""
     before, after = rendered.around(number)
-    if rendered.messages[number]["role"] == "assistant":  # other roles need no prompt
-        header = rendered.chat.generation_prompt
-        prompt = rendered.first(number, generation_prompt=True) if number else None
-        if prompt and text.startswith(prompt):
+    if rendered.messages[number]["role"] == "assistant" and number:  # other roles need no prompt
+        prompt = rendered.first(number, generation_prompt=True)
+        if prompt and rendered.text.startswith(prompt):
             return len(prompt), after
-    if not text.startswith(before):
+    if not rendered.text.startswith(before):
         raise ValueError(_UNKNOWN.format(number))
-    start = before.rindex(header) + len(header) if header in before else 0
-    # Some templates continue the turn of the message before, whose header this then is.
-    earlier = rendered.first(number) if number else None
-    is_own = start > common_prefix_length(earlier or "", text)
-    return start if is_own else len(before), after
+    return len(before), after
 
 
 def _text(message: Message) -> str | None:
@@ -194,10 +188,8 @@ def _text(message: Message) -> str | None:
 
 
 def _is_plain(message: Message) -> bool:
-    content = _text(message)
-    if not content or "</think>" in content:
-        return False
-    return not any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
+    has_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
+    return _text(message) is not None and not has_more
 
 
 def missing_part(message: Message, text: str) -> tuple[str, str] | None:
@@ -263,9 +255,10 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
         after = chat.around_answer[1]
         size, end = _stop_size(chat, after), len(text) - len(after)
         is_known = size and text.endswith(after) and end >= start
-        written = text[start : end + size if is_known else len(text.rstrip())]
-        if not (is_known or written.endswith(chat.special_tokens)):  # as the next one begins (GLM)
-            written = text[start:] + chat.start_of("tool" if message.get("tool_calls") else "user")
+        ended = text.rstrip() if text.rstrip().endswith(chat.special_tokens) else text
+        written = text[start : end + size] if is_known else ended[start:]
+        if not size:  # turns end as the next one begins (GLM)
+            written += chat.start_of("tool" if message.get("tool_calls") else "user")
         missing, opened = missing_part(message, written), _OPENED.search(prompt)
         if missing is None and not (opened and opened[0].strip() in written):
             size = len(written)
@@ -308,24 +301,21 @@ def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:
     message, text = turn.messages[-1], turn.text
     content = message.get("content")
     before, after = turn.around(len(turn.messages) - 1)
-    if not isinstance(content, str) or not (before and after and "</" in content):
-        return None
-    if before.startswith(prompt):
-        opened = _OPENED.search(prompt)
-        given = opened[0] if opened else ""
-    elif prompt.startswith(before):
-        given = prompt[len(before) :]
-    else:
-        return None
+    opened = _OPENED.search(prompt)
+    given, tag = (opened[0], opened[1]) if opened else ("", "")
     shown = text[len(before) : len(text) - len(after)]
-    if text != before + shown + after or not content.rstrip().endswith(shown.rstrip()):
+    if (
+        not isinstance(content, str)
+        or not (before and after and "</" in content)
+        or not (before.startswith(prompt) or prompt in (before, before + given))
+        or text != before + shown + after
+        or not content.rstrip().endswith(shown.rstrip())
+    ):
         return None
     content = content if content.endswith(shown) else content.rstrip()
     if content.startswith(given):
         content = content[len(given) :]
-    else:  # it may begin inside of the thoughts that the prompt has opened
-        opening = re.fullmatch(r"\s*<(\w+)>\s*", given)
-        if opening is None or f"<{opening[1]}>" in content or f"</{opening[1]}>" not in content:
-            return None
+    elif f"<{tag}>" in content or f"</{tag}>" not in content:
+        return None  # it does not begin inside of the thoughts that the prompt has opened
     written = content + after[: _stop_size(turn.chat, after)]
     return written if missing_part(message, written) is None else None

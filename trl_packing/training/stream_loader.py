@@ -10,13 +10,14 @@ of an incomplete one to the next epoch's first step (transformers 5.23).
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -41,7 +42,7 @@ class StreamBatches(IterableDataset):
         RuntimeError: while reading, another rank has failed.
     """
 
-    documents: Iterable[Document]
+    documents: datasets.IterableDataset
     settings: StreamSettings
     collate: Callable[[list[Document]], Any]
     _: KW_ONLY
@@ -63,8 +64,7 @@ class StreamBatches(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Shuffle by `epoch` from now on, and pass it to a stream that shuffles by itself."""
         self.epoch = epoch
-        if hasattr(self.documents, "set_epoch"):
-            self.documents.set_epoch(epoch)
+        self.documents.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of an epoch, or those behind a loaded position.
@@ -116,11 +116,11 @@ class StreamBatches(IterableDataset):
 
     def counts_of_all_ranks(self) -> PreparationCounts:
         """Return the counts of everything read so far, each document once; a call of all ranks."""
-        if num_shards(self.documents) % self.settings.num_ranks:
-            return self.counts  # every rank reads everything
         # Tensor-parallel ranks read the same documents.
-        ranks = dict(gather_objects((self.rank, self.counts)))
-        return sum(ranks.values(), PreparationCounts())
+        ranks = dict(gather_objects((self.rank, self.counts))).values()
+        if num_shards(self.documents) % self.settings.num_ranks == 0:
+            return sum(ranks, PreparationCounts())
+        return max(ranks, key=lambda counts: counts.before.documents)  # all read everything
 
     # --- positions --------------------------------------------------------------------------------
 

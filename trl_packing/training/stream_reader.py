@@ -10,10 +10,10 @@ rank n mod ranks.
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import datasets
@@ -68,13 +68,14 @@ class PackedStream(IterableDataset):
             were there when the place was saved.
 
     Examples:
-        >>> documents = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
+        >>> rows = [{"input_ids": [0] * length} for length in (3, 2, 1, 4)]
+        >>> documents = datasets.Dataset.from_list(rows).to_iterable_dataset()
         >>> stream = PackedStream(documents, StreamSettings(capacity=4))
         >>> [[len(document["input_ids"]) for document in batch] for batch, _, _ in stream]
         [[4], [3, 1], [2]]
     """
 
-    documents: Iterable[Document]
+    documents: datasets.IterableDataset
     settings: StreamSettings
     rank: int = 0
     epoch: int = 0
@@ -159,8 +160,7 @@ class Windows:
         self._stream, settings = stream, stream.settings
         packs, ranks = settings.capacity is not None, settings.num_ranks
         self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
-        if isinstance(self._part, datasets.IterableDataset):
-            self._part.set_epoch(stream.epoch)
+        self._part.set_epoch(stream.epoch)
         if state is not None:
             self._part.load_state_dict(state)
         self._documents = iter(self._part)
@@ -174,8 +174,7 @@ class Windows:
 
     def next(self) -> None:
         """Begin the next window."""
-        has_state = isinstance(self._part, datasets.IterableDataset) and self._num_read
-        self._state = self._part.state_dict() if has_state else None
+        self._state = self._part.state_dict() if self._num_read else None
         self.number, self._num_before = self.number + 1, self._num_read
         self.documents: list[Document] = []
         self._size = 0
@@ -206,45 +205,36 @@ class Windows:
 
 # Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.
 _SHARD_BY_SHARD = {
-    "ArrowExamplesIterable",
-    "BufferShuffledExamplesIterable",
-    "ExamplesIterable",
-    "FilteredExamplesIterable",
-    "FormattedExamplesIterable",
-    "InterleavedShardsExamplesIterable",
-    "MappedExamplesIterable",
-    "RebatchedArrowExamplesIterable",
-    "SelectColumnsIterable",
+    *("ArrowExamplesIterable", "RebatchedArrowExamplesIterable", "ExamplesIterable"),
+    *("BufferShuffledExamplesIterable", "FilteredExamplesIterable", "FormattedExamplesIterable"),
+    *("MappedExamplesIterable", "SelectColumnsIterable", "InterleavedShardsExamplesIterable"),
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
 
 
-def num_shards(documents: Iterable[Document]) -> int:
+def num_shards(documents: datasets.IterableDataset) -> int:
     """Return the number of shards of a stream, 1 if its shards, read alone, are not all of it.
 
     They are not after `take`, `skip`, `interleave_datasets`, or a function of row numbers.
     """
-    steps = list(steps_of(documents))
-    is_whole = all(map(_is_shard_by_shard, steps))
-    return documents.num_shards if is_whole else 1  # type: ignore[attr-defined]
+    for step in steps_of(documents):
+        # Functions of this package use row numbers in messages only.
+        module = getattr(getattr(step, "function", None), "__module__", "")
+        is_numbered = getattr(step, "with_indices", False) and not module.startswith("trl_packing.")
+        drops = getattr(step, "drop_last_batch", False)
+        if type(step).__name__ not in _SHARD_BY_SHARD or is_numbered or drops:
+            return 1
+    return documents.num_shards
 
 
-def _is_shard_by_shard(step: Any) -> bool:
-    # Functions of this package use row numbers in messages only.
-    module = getattr(getattr(step, "function", None), "__module__", "")
-    is_numbered = getattr(step, "with_indices", False) and not module.startswith("trl_packing.")
-    drops = getattr(step, "drop_last_batch", False)
-    return type(step).__name__ in _SHARD_BY_SHARD and not is_numbered and not drops
-
-
-def part_of_rank(documents: Iterable[Document], num_ranks: int, rank: int, *, packs: bool) -> Any:
+def part_of_rank(
+    documents: datasets.IterableDataset, num_ranks: int, rank: int, *, packs: bool
+) -> datasets.IterableDataset:
     """Return the documents that a rank reads; loading a state does not change `documents`.
 
     A rank that `packs` reads shards from all over the stream, since files are often sorted; else
     neighboring ones, as in a padded run.
     """
-    if not isinstance(documents, datasets.IterableDataset):
-        return islice(documents, rank, None, num_ranks)
     if num_shards(documents) % num_ranks == 0:
         return documents.shard(num_ranks, rank, contiguous=not packs)
     turn = partial(_is_turn_of, num_ranks=num_ranks, rank=rank)
