@@ -49,131 +49,83 @@ TESTS = {
     "resume": ["tests/training/test_resuming.py", "tests/training/test_resume.py"],
     "streams": ["tests/training/test_stream_reader.py", "tests/training/test_stream_loader.py"],
 }
-#: area, file below trl_packing, text, its replacement
-MUTATIONS = [
-    ("masks", "documents/boundaries.py", "allowed &= distance >= 0", "allowed &= distance >= -1"),
-    ("masks", "documents/boundaries.py", "distance.abs() < window", "distance.abs() <= window"),
-    ("masks", "documents/boundaries.py", "ids.unsqueeze(-1) ==", "ids.unsqueeze(-1) >="),
-    (
-        "masks",
-        "attention/document_sdpa.py",
-        "visible = keys <= queries",
-        "visible = keys <= queries + 1",
-    ),
-    ("masks", "attention/document_sdpa.py", "q0 - options.window + 1)", "q0 - options.window + 2)"),
-    ("masks", "attention/document_sdpa.py", "keys > queries - opt", "keys >= queries - opt"),
-    ("masks", "attention/document_sdpa.py", "k1 + gap + window - 1)", "k1 + gap)"),
-    ("masks", "attention/document_sdpa.py", "part.sum(1) if part.shape[1] > 1 else ", ""),
-    ("masks", "attention/document_sdpa.py", "d_query[rows].add_(dq) if tile.merges else ", ""),
-    ("masks", "attention/document_sdpa.py", "        lse = with_sinks", "        pass"),
-    ("masks", "attention/padded_rows.py", "longest + 1 :], (1, 0))", "longest + 1 :], (0, 1))"),
-    ("masks", "attention/padded_rows.py", "order = np.argsort(np", "order = np.sort(np"),
-    (
-        "boundaries",
-        "packing/collator.py",
-        "flat_labels[starts[seq_lengths > 0]]",
-        "flat_labels[:1]",
-    ),
-    (
-        "boundaries",
-        "packing/collator.py",
-        "[length for row in rows for length in row if length]",
-        "[sum(row) for row in rows]",
-    ),
-    (
-        "boundaries",
-        "packing/prefix_index.py",
-        "common == lengths_before, common, common - 1",
-        "common == lengths_before, common, common",
-    ),
-    ("boundaries", "packing/prefix_tree.py", "path[depth - 1] + 1)", "path[depth - 1])"),
-    (
-        "boundaries",
-        "packing/prefix_tree.py",
-        "np.diff(self.offsets) > 0]] = 0",
-        "np.diff(self.offsets) > 0]] += 0",
-    ),
-    (
-        "boundaries",
-        "packing/prefix_tree.py",
-        "if ((labels != IGNORE_INDEX) & (labels",
-        "if (False & (labels",
-    ),
-    (
-        "positions",
-        "documents/boundaries.py",
-        "device=starts.device) - starts",
-        "device=starts.device)",
-    ),
-    (
-        "positions",
-        "packing/prefix_tree.py",
-        "position_ids=ranges(depths,",
-        "position_ids=ranges(0 * depths,",
-    ),
-    ("weights", "documents/weights.py", '"sqrt": 0.5}', '"sqrt": 1.0}'),
-    (
-        "weights",
-        "documents/weights.py",
-        "labels == IGNORE_INDEX, 0.0,",
-        "labels == IGNORE_INDEX, weights,",
-    ),
-    ("weights", "loss/sums.py", "weights[..., 1:] * is", "weights[..., :-1] * is"),
-    (
-        "weights",
-        "loss/step_loss.py",
-        "(b)) for b in batches]).sum()",
-        "(b)) for b in batches]).mean()",
-    ),
-    ("weights", "loss/step_loss.py", "(-losses).exp().detach()", "(-losses).exp()"),
-    (
-        "weights",
-        "packing/prefix_tree.py",
-        "if TOKEN_WEIGHTS in flat else counts",
-        "if 0 else counts",
-    ),
-    ("weights", "loss/lm_head.py", "at, grad = others, grad - most", "at, grad = others, grad"),
-    (
-        "weights",
-        "loss/lm_head.py",
-        "return squashed * softcap, (1 - squashed**2)",
-        "return squashed * softcap, (1 + 0 * squashed)",
-    ),
-    (
-        "epoch",
-        "packing/sampler.py",
-        "default_rng((self.seed, self.epoch))",
-        "default_rng((self.seed, 0))",
-    ),
-    ("epoch", "packing/sampler.py", "range(self.rank, len(drawn),", "range(0, len(drawn),"),
-    ("epoch", "packing/sampler.py", "is_new = self.shuffle and", "is_new = False and"),
-    ("epoch", "packing/sampler.py", "order = order[: self.num_used]", "order = order[:]"),
-    (
-        "epoch",
-        "packing/sampler.py",
-        "bins.indices[chosen], *last]",
-        "bins.indices[chosen], *last[1:]]",
-    ),
-    ("epoch", "packing/epoch.py", "bins[at] = bins[at][:half]", "bins[at] = bins[at][:]"),
-    ("epoch", "packing/bins.py", "bisect_left(spaces, length)", "bisect_left(spaces, length - 1)"),
-    ("epoch", "packing/draw.py", "manual_seed(seed + epoch)", "manual_seed(seed)"),
-    (
-        "resume",
-        "training/resuming.py",
-        "self._place = (record.epoch, record.steps)",
-        "self._place = (record.epoch, record.steps + 1)",
-    ),
-    ("resume", "training/resuming.py", "self._first_step -= self._num_steps(skipped)", "pass"),
-    (
-        "resume",
-        "training/resuming.py",
-        "self._marks, self._trained_in(steps)",
-        "self._marks, self._trained_in(steps + 1)",
-    ),
-    ("streams", "training/stream_reader.py", "zip(range(skipped),", "zip(range(skipped - 1),"),
-    ("streams", "training/stream_reader.py", "if taken > skipped:", "if taken >= skipped:"),
-    ("streams", "training/stream_reader.py", "return number % num_ranks == rank", "return True"),
-]
+#: (area, file below trl_packing) -> texts and their replacements
+MUTATIONS = {
+    ("masks", "documents/boundaries.py"): [
+        ("allowed &= distance >= 0", "allowed &= distance >= -1"),
+        ("distance.abs() < window", "distance.abs() <= window"),
+        ("ids.unsqueeze(-1) ==", "ids.unsqueeze(-1) >="),
+    ],
+    ("masks", "attention/document_sdpa.py"): [
+        ("visible = keys <= queries", "visible = keys <= queries + 1"),
+        ("q0 - options.window + 1)", "q0 - options.window + 2)"),
+        ("keys > queries - opt", "keys >= queries - opt"),
+        ("k1 + gap + window - 1)", "k1 + gap)"),
+        ("part.sum(1) if part.shape[1] > 1 else ", ""),
+        ("d_query[rows].add_(dq) if tile.merges else ", ""),
+        ("        lse = with_sinks", "        pass"),
+    ],
+    ("masks", "attention/padded_rows.py"): [
+        ("longest + 1 :], (1, 0))", "longest + 1 :], (0, 1))"),
+        ("order = np.argsort(np", "order = np.sort(np"),
+    ],
+    ("boundaries", "packing/collator.py"): [
+        ("flat_labels[starts[seq_lengths > 0]]", "flat_labels[:1]"),
+        ("[length for row in rows for length in row if length]", "[sum(row) for row in rows]"),
+    ],
+    ("boundaries", "packing/prefix_index.py"): [
+        ("_before, common, common - 1", "_before, common, common")
+    ],
+    ("boundaries", "packing/prefix_tree.py"): [
+        ("path[depth - 1] + 1)", "path[depth - 1])"),
+        ("np.diff(self.offsets) > 0]] = 0", "np.diff(self.offsets) > 0]] += 0"),
+        ("if ((labels != IGNORE_INDEX) & (labels", "if (False & (labels"),
+    ],
+    ("positions", "documents/boundaries.py"): [
+        ("device=starts.device) - starts", "device=starts.device)")
+    ],
+    ("positions", "packing/prefix_tree.py"): [
+        ("position_ids=ranges(depths,", "position_ids=ranges(0 * depths,")
+    ],
+    ("weights", "documents/weights.py"): [
+        ('"sqrt": 0.5}', '"sqrt": 1.0}'),
+        ("labels == IGNORE_INDEX, 0.0,", "labels == IGNORE_INDEX, weights,"),
+    ],
+    ("weights", "loss/sums.py"): [("weights[..., 1:] * is", "weights[..., :-1] * is")],
+    ("weights", "loss/step_loss.py"): [
+        ("(b)) for b in batches]).sum()", "(b)) for b in batches]).mean()"),
+        ("(-losses).exp().detach()", "(-losses).exp()"),
+    ],
+    ("weights", "packing/prefix_tree.py"): [
+        ("if TOKEN_WEIGHTS in flat else counts", "if 0 else counts")
+    ],
+    ("weights", "loss/lm_head.py"): [
+        ("at, grad = others, grad - most", "at, grad = others, grad"),
+        ("(1 - squashed**2) * scale", "(1 + 0 * squashed) * scale"),
+    ],
+    ("epoch", "packing/sampler.py"): [
+        ("default_rng((self.seed, self.epoch))", "default_rng((self.seed, 0))"),
+        ("range(self.rank, len(drawn),", "range(0, len(drawn),"),
+        ("is_new = self.shuffle and", "is_new = False and"),
+        ("order = order[: self.num_used]", "order = order[:]"),
+        ("bins.indices[chosen], *last]", "bins.indices[chosen], *last[1:]]"),
+    ],
+    ("epoch", "packing/epoch.py"): [("bins[at] = bins[at][:half]", "bins[at] = bins[at][:]")],
+    ("epoch", "packing/bins.py"): [
+        ("bisect_left(spaces, length)", "bisect_left(spaces, length - 1)")
+    ],
+    ("epoch", "packing/draw.py"): [("manual_seed(seed + epoch)", "manual_seed(seed)")],
+    ("resume", "training/resuming.py"): [
+        ("_place = (record.epoch, record.steps)", "_place = (record.epoch, record.steps + 1)"),
+        ("self._first_step -= self._num_steps(skipped)", "pass"),
+        ("self._marks, self._trained_in(steps)", "self._marks, self._trained_in(steps + 1)"),
+    ],
+    ("streams", "training/stream_reader.py"): [
+        ("zip(range(skipped),", "zip(range(skipped - 1),"),
+        ("if taken > skipped:", "if taken >= skipped:"),
+        ("return number % num_ranks == rank", "return True"),
+    ],
+}
 
 
 def copy_of_the_tree(folder: Path) -> Path:
@@ -215,7 +167,8 @@ def main(chosen: list[str]) -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
-        for number, (area, name, old, new) in enumerate(MUTATIONS, start=1):
+        entries = [(*at, *texts) for at, pairs in MUTATIONS.items() for texts in pairs]
+        for number, (area, name, old, new) in enumerate(entries, start=1):
             if chosen and not {area, str(number)} & set(chosen):
                 continue
             path, began = tree / "trl_packing" / name, time.monotonic()

@@ -284,41 +284,29 @@ def all_outcomes(*, trains: bool = True) -> dict[tuple[str, str], Outcome]:
 
 def page(outcomes: dict[tuple[str, str], Outcome]) -> str:
     """Return the text of the page."""
-    numbers = range(1, len(FEATURES) + 1)
-    rows = [
-        f"| {i} | {row.name} | "
-        + " | ".join(_cell(outcomes, row, other) for other in FEATURES)
-        + " |"
-        for i, row in zip(numbers, FEATURES, strict=True)
-    ]
-    head = "| | feature | " + " | ".join(map(str, numbers)) + " |"
-    line = "| ---: | --- |" + " :-: |" * len(FEATURES)
-    return _HEAD + "\n".join([head, line, *rows]) + "\n" + _ranks() + _refusals(outcomes)
+
+    def mark(row: Feature, other: Feature) -> str:
+        pairs = ((row.name, other.name), (other.name, row.name))
+        return next((outcomes[pair].mark for pair in pairs if pair in outcomes), "")
+
+    numbered = list(enumerate(FEATURES, start=1))
+    return "\n".join(
+        [
+            _HEAD + f"| | feature {_row(*(number for number, _ in numbered))}",
+            "| ---: | --- |" + " :-: |" * len(FEATURES),
+            *(_row(n, row.name, *(mark(row, other) for other in FEATURES)) for n, row in numbered),
+            _RANKS_HEAD + _row("feature", *ON_RANKS),
+            "| --- |" + " :-: |" * len(ON_RANKS),
+            *(_row(f.name, *("✓" * (f.name in on) for on in ON_RANKS.values())) for f in FEATURES),
+            "\n## Refusals\n\n| | | sentence |\n| --- | --- | --- |",
+            *(_row(*p, _in_table(o.sentence)) for p, o in outcomes.items() if o.mark == "✗"),
+            "",
+        ]
+    )
 
 
-def _cell(outcomes: dict[tuple[str, str], Outcome], row: Feature, other: Feature) -> str:
-    found = outcomes.get((row.name, other.name)) or outcomes.get((other.name, row.name))
-    return found.mark if found else ""
-
-
-def _ranks() -> str:
-    rows = [
-        f"| {feature.name} | "
-        + " | ".join("✓" if feature.name in tested else "" for tested in ON_RANKS.values())
-        + " |"
-        for feature in FEATURES
-    ]
-    head = "| feature | " + " | ".join(ON_RANKS) + " |"
-    return _RANKS_HEAD + "\n".join([head, "| --- |" + " :-: |" * len(ON_RANKS), *rows]) + "\n"
-
-
-def _refusals(outcomes: dict[tuple[str, str], Outcome]) -> str:
-    lines = [
-        f"| {a} | {b} | {_in_table(found.sentence)} |"
-        for (a, b), found in outcomes.items()
-        if found.mark == "✗"
-    ]
-    return "\n## Refusals\n\n| | | sentence |\n| --- | --- | --- |\n" + "\n".join(lines) + "\n"
+def _row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def _in_table(text: str) -> str:

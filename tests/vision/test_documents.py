@@ -186,20 +186,13 @@ REFUSALS = {
         images=[[noise(9, 9, 0)], [noise(1, 300, 0)]]
     ),
     "image 0 in row 1 of the train dataset cannot be read": rows(images=[[], [b"x"]]),
-    "image 0 in row 0 .*https://localhost": rows(images=[["https://localhost/a.png"]] * 2),
     "beside text or messages, not tokens": rows(input_ids=[[1, 2]] * 2),
     "row 1 of the train .*part of type 'image' with .*column 'images'": chats(
         PAYLOAD, images=[[], [noise(9, 9, 0)]]
     ),
     "row 1 of the train .* part of type 'video'": chats({"type": "video", "text": None}),
-    "row 1 of the train .* part of type 'audio'": chats(
-        {"type": "audio", "text": None}, images=[[], []]
-    ),
     "has 'videos'.*remove the column": rows(videos=[[], ["a.mp4"]]),
-    "has 'audio'": rows(audio=[None, "a.wav"]),
     "append_eos": {"append_eos": True},
-    "static_shapes": {"static_shapes": True},
-    "response_template": {"response_template": "Answer"},
     "patches, but max_patches=8; raise max_patches": {"max_patches": 8},
     "max_patches=0 must be at least 1": {"max_patches": 0},
 }

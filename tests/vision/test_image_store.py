@@ -7,7 +7,6 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 from helpers.vision import noise
 from PIL import Image as PillowImage
-from PIL.PngImagePlugin import PngInfo
 
 from trl_packing.documents.labels import IMAGE_ROW
 from trl_packing.vision.images import ImageError, ImageStore
@@ -25,31 +24,11 @@ def turned(kind, orientation=6):
     return encoded(noise(20, 30, 1), kind, exif=exif)
 
 
-def turned_by_xmp():
-    words = PngInfo()
-    words.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
-    return encoded(noise(20, 30, 1), "PNG", pnginfo=words)
-
-
-def animated():
-    frames = [noise(9, 7, seed) for seed in range(3)]
-    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-
-
 BYTES = {
     "PNG": encoded(noise(20, 30, 0)),
-    "JPEG": encoded(noise(20, 30, 0), "JPEG"),
-    "WebP": encoded(noise(21, 30, 0), "WEBP"),
-    **{f"turned {kind}": turned(kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "MPO")},
-    **{f"orientation {value}": turned("JPEG", value) for value in (1, 3, 5, 8)},
-    "turned by XMP": turned_by_xmp(),
-    "TIFF": encoded(noise(20, 30, 1), "TIFF"),
-    "CMYK": encoded(noise(5, 6, 0).convert("CMYK"), "JPEG"),
-    "16 bits": encoded(PillowImage.fromarray(np.ones((5, 6), np.uint16))),
+    **{f"turned {kind}": turned(kind) for kind in ("JPEG", "PNG", "TIFF")},
+    **{f"orientation {value}": turned("JPEG", value) for value in (3, 5)},
     "gray": encoded(noise(5, 6, 0).convert("L")),
-    "with transparency": encoded(noise(5, 6, 0).convert("RGBA")),
-    "one pixel": encoded(noise(1, 1, 0)),
-    "animated": animated(),
 }
 
 
@@ -107,13 +86,6 @@ def test_bad_files_name_their_row(file):
     kinds = Features({"images": List(kind), "text": Value("string")})
     dataset = Dataset.from_dict({"images": [[], [file]], "text": ["a", "b"]}, features=kinds)
     with pytest.raises(ImageError, match="image 0 in row 1 of the train dataset"):
-        ImageStore().take(dataset, "train")
-
-
-def test_an_image_as_large_as_a_bomb_names_its_row(monkeypatch):
-    dataset = Dataset.from_dict({"image": [noise(9, 9, 0), noise(90, 90, 0)], "text": ["a", "b"]})
-    monkeypatch.setattr(PillowImage, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(ImageError, match=r"image 0 in row 1 of the train dataset .*exceeds limit"):
         ImageStore().take(dataset, "train")
 
 

@@ -87,24 +87,6 @@ def test_answers_alone_are_trained_with_images_and_without(processor, trainer_of
         assert processor.tokenizer.decode(trained) == words + "<|im_end|>"
 
 
-def test_the_report_counts_images_as_often_as_they_are_drawn(trainer_of):
-    given = {"pictures": image_dataset(), "chats": chats(40)}
-    once = trainer_of(given).packing_report.images
-    mixture = {"pictures": {"epochs": 3}, "chats": {"epochs": 0.1}}
-    drawn = trainer_of(given, mixture=mixture).packing_report.images
-    assert (once.images, drawn.images, drawn.documents) == (8, 24, 18)
-    assert (drawn.tokens, drawn.patches) == (3 * once.tokens, 3 * once.patches)
-
-
-def test_images_are_checked_although_a_thousand_texts_are_shorter(trainer_of):
-    tokens = Dataset.from_list(documents_of_lengths([3 + n % 4 for n in range(1_100)]))
-    given = {"tokens": tokens, "pictures": image_dataset()}
-    trainer = trainer_of(given)
-    trainer._guard.sample(trainer.train_dataset, 320)
-    probes = trainer._guard._with_images
-    assert [sum(map(len, probe["images"])) for probe in probes] == [2, 1, 0]
-
-
 # --- refused --------------------------------------------------------------------------------------
 
 
