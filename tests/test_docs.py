@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from helpers import messages
-from helpers.repository import copy_repository
 
 import trl_packing
 
@@ -96,26 +95,6 @@ def missing_file(name: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_and_named_files_exist(path):
     assert list(broken_links(path)) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[a](nothing.md)", "does not exist"),
-        ("[a](README.md#no-such-heading)", "no such heading"),
-        ("[a](http://example.com)", "no https address"),
-        ("`trl_packing/nothing.py`", "does not exist"),
-        ("`tests/test_docs.py::test_nothing`", "no such test"),
-    ],
-)
-def test_the_check_sees_a_broken_link(tmp_path, text, said):
-    (tmp_path / "README.md").write_text("# A heading\n")
-    page = tmp_path / "page.md"
-    page.write_text(f"# Page\n\n{text}\n")
-    (problem,) = broken_links(page)
-    assert said in problem
-    page.write_text("# Page\n\n[a](README.md#a-heading) [b](#page) `tests/test_docs.py`\n")
-    assert list(broken_links(page)) == []
 
 
 def pages_in(navigation: object) -> set[str]:
@@ -221,16 +200,6 @@ def test_commands_on_a_page_exist(path):
     if path.name == "LOG.md":
         return  # what was true on its day
     assert [u for code in code_of(path) for u in unknown_commands(code)] == []
-
-
-def test_the_check_sees_a_command_that_does_not_exist():
-    bad = (
-        "make nothing\npython benchmarks/nothing.py\npython -m trl_packing.recipes.nothing\n"
-        "trl-packing plan --model M \\\n    --no-such-option 3\n"
-    )
-    named = ("make nothing", "benchmarks/nothing.py", "trl_packing.recipes.nothing")
-    assert list(unknown_commands(bad)) == [*named, "plan no_such_option"]
-    assert list(unknown_commands("make check\ntrl-packing plan --max_length 4 --ranks 8")) == []
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -377,30 +346,13 @@ def test_the_way_of_a_row_names_at_most_50_functions_that_exist():
 # --- the strict build -----------------------------------------------------------------------------
 
 
-def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
-    return subprocess.run(
-        [*command, "--site-dir", str(site)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-    )
-
-
 @pytest.mark.slow
-def test_the_strict_build_passes_and_stops_at_a_broken_link(tmp_path):
+def test_the_strict_build_passes(tmp_path):
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("needs mkdocs: pip install '.[docs]', or `make docs`")
-    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml"]
+    command += ["--site-dir", str(tmp_path / "site")]
+    run = {"capture_output": True, "text": True, "env": os.environ | {"NO_MKDOCS_2_WARNING": "1"}}
+    done = subprocess.run(command, cwd=ROOT, **run)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Return a plan in which every document" in (tmp_path / "site" / "api.html").read_text()
-    copy = tmp_path / "copy"
-    copy_repository(copy)
-    page = copy / "docs" / "how-it-works.md"
-    for bad in ("[a](nothing.md)", "[a](settings.md#nothing)", "[a](../trl_packing/nothing.py)"):
-        text = page.read_text()
-        page.write_text(f"{text}\n{bad}\n")
-        done = build(copy / "mkdocs.yml", tmp_path / "broken")
-        page.write_text(text)
-        assert done.returncode != 0, f"{bad} was not noticed"
-        assert "nothing" in done.stderr

