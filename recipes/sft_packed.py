@@ -54,7 +54,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.data.printable import escape_text
+from trl_packing.data.printable import escape_hidden
 from trl_packing.tools.options import exits_in_one_line
 
 # TRL 1.16 sets options that transformers 5.23 has renamed. Users cannot change that.
@@ -203,7 +203,7 @@ def compare(
             right[when] += is_right
             lines[f"{when} {'✓' if is_right else '✗'}"] = answered[i].strip()
         for label, content in lines.items() if i < NUM_SHOWN else ():
-            shown = escape_text(content).replace("\n", " ⏎ ")
+            shown = escape_hidden(content).replace("\n", " ⏎ ")
             indents: Any = {"initial_indent": f"{label:<10}", "subsequent_indent": " " * 10}
             say(fill(shown, width, **indents, max_lines=2, placeholder=" …"))
     exact = {f"exact_match_{when}": number / len(documents) for when, number in right.items()}

@@ -129,7 +129,7 @@ def test_every_public_name_can_be_imported():
 
 def test_a_public_name_can_be_imported_from_its_folder():
     from trl_packing.attention import resolve_attention
-    from trl_packing.documents import cu_seqlens_from_lengths
+    from trl_packing.documents.boundaries import cu_seqlens_from_lengths
     from trl_packing.isolation import check_isolation
     from trl_packing.packing import pack
     from trl_packing.plain_trainer import PackedDataset, enable_packing

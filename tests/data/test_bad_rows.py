@@ -95,7 +95,6 @@ OF_A_KIND = [
         {**MASKED, "completion_mask": [0, 1]},
         "document {} .* 2 entries in 'completion_mask'",
     ),
-    (TOKENS, {"input_ids": None}, "row {} .* has no 'input_ids'"),
     (WEIGHTED, {**WEIGHTED, "loss_weights": [1.0]}, "document {} .* 1 entries in 'loss_weights'"),
     (PACKED, NEGATIVE, "row {} .* its seq_lengths are .4, -1.; they must name every token"),
     (TOKENS, {"input_ids": [7, VOCAB_SIZE, 9]}, f"document {{}} .* has token id {VOCAB_SIZE}, but"),
@@ -122,7 +121,7 @@ ONE_SENTENCE = [
     ({**TOKENS, "loss_weights": ["a", "b", "c"]}, {}, "'loss_weights' holds .*lists of numbers"),
     ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
     ({"messages": []}, {}, "4 read, 4 of them empty"),
-    ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32 holds"),
+    ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32"),
     ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
     ({"conversations": [{"from": "alien", "value": "Hi"}]}, {}, "from 'alien'; rename it"),
     ({**chat(said("a")), "tools": "[not json"}, {}, "'tools' must be a list"),
@@ -164,7 +163,9 @@ def test_a_bad_row_is_found_in_its_batch(tmp_path):
         return None if row["n"] == 2500 else "a b c"
 
     rows = Dataset.from_list([{"n": n} for n in range(4000)])
-    with pytest.raises(ValueError, match=r"^row 2500 of the train dataset: formatting_func ret"):
+    with pytest.raises(
+        ValueError, match=r"^row 2500 of the train dataset: the result of formatting"
+    ):
         make_trainer(tmp_path, rows, arguments={"formatting_func": formatted})
     assert len(rendered) < 5000
 

@@ -70,7 +70,7 @@ def test_a_text_that_has_other_tokens_inside_of_a_document_is_said_to_need_ids()
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
     template = template_of(ANSWER)
     assert template.answers(ids) is None
-    assert "pass its token ids inside of a document" in template.not_found(1, 1, ids)
+    assert "pass its token ids inside of a document" in template.not_found("documents", ids)
 
 
 def test_packed_rows_are_labeled_document_by_document():

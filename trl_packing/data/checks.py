@@ -7,8 +7,8 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.data.limits import NO_LIMITS, check_entries
-from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
+from trl_packing.data.limits import NO_LIMITS
+from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     MASK_COLUMNS,
@@ -22,15 +22,10 @@ from trl_packing.documents.labels import (
 def check_is_dataset(dataset: Any, name: str) -> None:
     """Raise TypeError for an object without columns, ValueError for a stream of packed rows."""
     if not hasattr(dataset, "column_names"):
-        raise TypeError(
-            f"the {name} dataset is a {type(dataset).__name__}; pass a Dataset, an "
-            "IterableDataset, or a dictionary of them"
-        )
+        kind = type(dataset).__name__
+        raise TypeError(f"the {name} dataset is a {kind}; pass a Dataset or an IterableDataset")
     if isinstance(dataset, IterableDataset) and is_packed(dataset):
-        raise ValueError(
-            f"rows of the {name} stream were packed before (they have {SEQ_LENGTHS}); pass them "
-            "as a Dataset"
-        )
+        raise ValueError(f"rows of the {name} stream were packed before; pass them as a Dataset")
 
 
 def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:
@@ -42,9 +37,7 @@ def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:
 def check_is_one_set(dataset: Any, reason: str) -> None:
     """Raise ValueError if a training set is a dictionary; `reason` is that for TRL's path."""
     if isinstance(dataset, dict):
-        raise ValueError(
-            f"train_dataset is a dictionary, which only packed runs train, but {reason}"
-        )
+        raise ValueError(f"only packed runs train a dictionary of data sets, but {reason}")
 
 
 def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
@@ -54,23 +47,13 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str
         return
     if not {"input_ids", "messages", "conversations", "prompt", text_field} & set(columns):
         raise ValueError(
-            f"the {name} dataset has no column to train on: it has {columns}; expected "
-            f"{text_field!r}, 'messages', 'prompt' and 'completion', or 'input_ids' (or pass "
-            "formatting_func)"
+            f"the {name} dataset has no column to train on: it has {columns}; name one "
+            f"{text_field!r}, 'messages', 'prompt' or 'input_ids', or pass formatting_func"
         )
-    if not isinstance(dataset, Dataset) or "input_ids" not in columns:
-        return
-    is_null = dataset.data.column("input_ids").is_null().to_numpy()[stored_rows(dataset)]
-    rows = np.flatnonzero(is_null)
-    if len(rows):
-        raise ValueError(
-            f"row {rows[0]} of the {name} dataset has no 'input_ids' (it is null); remove such "
-            f"rows{and_others(rows)}"
-        )
-    of_tokens = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS)
-    documents = ArrowDocuments(dataset, [column for column in of_tokens if column in columns])
-    NO_LIMITS.check_documents(documents, f"of the {name} dataset")  # no id is negative
-    check_entries(documents, f"of the {name} dataset")
+    if isinstance(dataset, Dataset) and "input_ids" in columns:
+        of_tokens = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS)
+        documents = ArrowDocuments(dataset, [column for column in of_tokens if column in columns])
+        NO_LIMITS.check_documents(documents, f"of the {name} dataset")  # no id is negative
 
 
 def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
@@ -99,10 +82,7 @@ def without_padding(dataset: Dataset | IterableDataset, name: str) -> Dataset | 
     return dataset
 
 
-_PADDED = (
-    "document {} of the {} dataset has an attention_mask with other values than 1; tokenize "
-    "without padding"
-)
+_PADDED = "document {} of the {} dataset has padding in its attention_mask; leave it out"
 
 
 def _batch_without_padding(
@@ -119,24 +99,16 @@ def check_packed_rows(
 ) -> None:
     """Raise ValueError if packed rows exceed `capacity`, misstate their lengths, or should grow."""
     if append_eos:
-        raise ValueError(
-            f"append_eos=True, but the rows of the {name} dataset are packed already (they have "
-            "seq_lengths); end documents in EOS before, or leave append_eos=False"
-        )
+        raise ValueError(f"append_eos=True, but the {name} dataset is packed already; leave it out")
     documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
     lengths, is_wrong = documents.lengths(), documents.lengths() != documents.sums(SEQ_LENGTHS)
     is_wrong[documents.rows_where(SEQ_LENGTHS, lambda stated: stated < 0)] = True
-    wrong = np.flatnonzero(is_wrong)
-    if len(wrong):
-        row = int(wrong[0])
+    if len(wrong := np.flatnonzero(is_wrong)):
+        stated = documents[int(wrong[0])][SEQ_LENGTHS].tolist()
         raise ValueError(
-            f"row {row} of the {name} dataset holds {lengths[row]} input_ids, but its seq_lengths "
-            f"are {documents[row][SEQ_LENGTHS].tolist()}; they must name every token"
-            f"{and_others(wrong)}"
+            f"row {wrong[0]} of the {name} dataset holds {lengths[wrong[0]]} input_ids, but its "
+            f"seq_lengths are {stated}; they must name every token{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
-        row = int(lengths.argmax())
-        raise ValueError(
-            f"row {row} of the {name} dataset is packed (it has seq_lengths) and holds "
-            f"{lengths[row]} tokens, but max_length is {capacity}; raise max_length"
-        )
+        which = f"row {lengths.argmax()} of the {name} dataset is packed"
+        raise ValueError(f"{which} and has {lengths.max()} tokens; raise max_length={capacity}")

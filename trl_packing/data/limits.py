@@ -1,8 +1,7 @@
 """Limits of what a model can read: token ids, labels and positions.
 
-A value beyond them raises an index error deep inside the model on a CPU, ends the process by a
-device assert on CUDA, and silently gives a wrong number in some kernels. So every data set is
-checked before a model runs on it: in one pass over the Arrow table, or document by document.
+A value beyond them ends the process on CUDA, and is a wrong number in some kernels. So every data
+set is checked before a model runs on it: in one pass over the Arrow table, or as it is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from trl_packing.attention.model_facts import text_config
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_COLUMNS, and_others
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
@@ -49,19 +48,30 @@ class ModelLimits:
     def check_documents(
         self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
     ) -> None:
-        """Raise ValueError naming the first document that exceeds a limit, and how many do.
+        """Raise ValueError naming the first document beyond a limit or with too few entries.
 
         `where` ends the name of a document: "of the train dataset"; `numbers` None: 0, 1, 2, …
         """
-        columns = [c for c in documents.columns if c in (*TOKEN_COLUMNS, SEQ_LENGTHS)]
-        found = [documents.rows_where(c, partial(self._beyond, c)) for c in columns]
-        if not is_packed(documents):
-            found.append(np.flatnonzero(self._beyond(SEQ_LENGTHS, documents.lengths())))
+
+        def name_of(wrong: np.ndarray) -> str:
+            return f"document {wrong[0] if numbers is None else numbers[wrong[0]]} {where}"
+
+        lengths, columns = documents.lengths(), documents.columns
+        for column in columns:
+            entries = lengths if column == SEQ_LENGTHS else documents.lengths(column)
+            if len(wrong := np.flatnonzero(entries != lengths)):
+                raise ValueError(
+                    f"{name_of(wrong)} has {lengths[wrong[0]]} input_ids but {entries[wrong[0]]} "
+                    f"entries in {column!r}{and_others(wrong)}"
+                )
+        limited = [column for column in (*TOKEN_COLUMNS, SEQ_LENGTHS) if column in columns]
+        found = [documents.rows_where(c, partial(self._beyond, c)) for c in limited]
+        if SEQ_LENGTHS not in columns:
+            found.append(np.flatnonzero(self._beyond(SEQ_LENGTHS, lengths)))
         for wrong in found:
             if len(wrong):
-                number = wrong[0] if numbers is None else numbers[wrong[0]]
-                which = f"document {number} {where}"
-                self.check_document(documents[int(wrong[0])], which, and_others(wrong))
+                document = documents[int(wrong[0])]
+                self.check_document(document, name_of(wrong), and_others(wrong))
 
     def check_document(self, document: Mapping[str, Any], which: str, others: str = "") -> None:
         """Raise ValueError if a document exceeds a limit; `others` ends the sentence."""
@@ -72,8 +82,8 @@ class ModelLimits:
                 allowed = f"the model's vocabulary has {self.vocabulary} ids"
                 allowed = "an id is 0 or more" if self.vocabulary is None else allowed
                 raise ValueError(
-                    f"{which} has {kind} {values[wrong][0]}, but {allowed} (a label may be "
-                    f"{IGNORE_INDEX}); was it tokenized with another tokenizer?{others}"
+                    f"{which} has {kind} {values[wrong][0]}, but {allowed}; was it tokenized with "
+                    f"another tokenizer?{others}"
                 )
         lengths = document.get(SEQ_LENGTHS)
         longest = len(document["input_ids"]) if lengths is None else max(lengths, default=0)
@@ -92,12 +102,9 @@ class ModelLimits:
         """Return where values of a column of tokens, or of lengths, exceed a limit."""
         if column == SEQ_LENGTHS:
             return values > (np.inf if self.positions is None else self.positions)
-        if self.vocabulary is None:
-            wrong = values < 0
-        elif values.dtype.kind == "i":  # as unsigned numbers, negative ones are large: one pass
-            wrong = values.view(f"u{values.dtype.itemsize}") >= self.vocabulary
-        else:
-            wrong = values >= self.vocabulary
+        wrong = values < 0
+        if self.vocabulary is not None:
+            wrong |= values >= self.vocabulary
         return wrong & (values != IGNORE_INDEX) if column == "labels" else wrong
 
 
@@ -123,19 +130,3 @@ def learned_positions(model: Any) -> int | None:
             if rows == stated:  # not those of an image encoder
                 return rows
     return None
-
-
-def check_entries(
-    documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
-) -> None:
-    """Raise ValueError for a column without one entry per token; arguments as `check_documents`."""
-    expected = documents.lengths()
-    for column in documents.columns:
-        entries = documents.lengths(column)
-        wrong = np.flatnonzero(entries != expected)
-        if len(wrong):
-            row = wrong[0]
-            raise ValueError(
-                f"document {row if numbers is None else numbers[row]} {where} has {expected[row]} "
-                f"input_ids but {entries[row]} entries in {column!r}{and_others(wrong)}"
-            )

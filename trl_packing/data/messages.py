@@ -1,9 +1,7 @@
 """Messages of a conversation: convert ShareGPT's keys and roles, check messages, read weights.
 
     {"from": "human", "value": "Hi"}                {"role": "user", "content": "Hi"}
-    {"from": "gpt", "value": "Hello"}               {"role": "assistant", "content": "Hello"}
     {"from": "function_call", "value": "{…}"}       {"role": "assistant", "tool_calls": [{…}]}
-    {"from": "observation", "value": "21°"}         {"role": "tool", "content": "21°"}
 
 A message may have ``"train": true/false`` and ``"weight": 0.5``, which no chat template sees. Every
 message of a data set decides, not the type of a column, which depends on the loader.
@@ -54,9 +52,8 @@ def messages_from_sharegpt(
     for number, turn in enumerate(turns):
         speaker, content = turn.get("from"), turn.get("value")
         if speaker not in SHAREGPT_ROLES:
-            raise ValueError(
-                f"message {number} is from {quote(speaker)}; rename it: {', '.join(SHAREGPT_ROLES)}"
-            )
+            names = ", ".join(SHAREGPT_ROLES)
+            raise ValueError(f"message {number} is from {quote(speaker)}; rename it: {names}")
         message = {**turn, "role": SHAREGPT_ROLES[speaker], "content": content}
         if speaker == "function_call" and tool_calls and (calls := _calls(content)):
             message |= {"content": "", "tool_calls": calls}
@@ -104,21 +101,16 @@ def check_messages(messages: Any, chat_template: str, *, what: str = "messages")
 def _fault(message: Any, chat_template: str) -> str | None:
     if not isinstance(message, Mapping):
         return f"is {in_short(message)}, not a dictionary with 'role' and 'content'"
-    role, content, calls = map(message.get, ("role", "content", "tool_calls"))
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES and not any(f"{q}{role}{q}" in chat_template for q in "'\""):
         return f"has the role {quote(role)}, which is none of {ROLES} or the template's; rename it"
-    if calls and not _are_mappings(calls):
-        return f"({role}) has {in_short(calls)} as tool_calls; make it a list of calls"
     if content is None and not any(map(message.get, ("tool_calls", *REASONING_KEYS))):
         return f"({role}) has no content; remove the row, or set it to ''"
-    are_parts = _are_mappings(content) and all("type" in part for part in content or ())
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    are_parts = all(isinstance(part, Mapping) and "type" in part for part in parts)
     if not (are_parts or content is None or isinstance(content, str)):
         return f"({role}) has {in_short(content)} as content; give a string, or parts with a 'type'"
     return None
-
-
-def _are_mappings(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and all(isinstance(each, Mapping) for each in values)
 
 
 def without_flags(messages: Sequence[Message]) -> list[Message]:
@@ -134,13 +126,8 @@ def trained_messages(
 ) -> dict[int, float]:
     """Return the weights of the messages that are trained, by index.
 
-    Args:
-        messages: the whole conversation; their "train" and "weight" count before `train_on`.
-        train_on: "assistant", "last_assistant" or "every_turn".
-        first: index of the first message behind the prompt.
-
-    Raises:
-        ValueError: a weight is negative or no number, or "train" is neither true nor false.
+    "train" and "weight" of a message count before `train_on`; `first` is the index of the first
+    message behind the prompt. Raises ValueError for flags of other values.
     """
     assistants = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
     chosen = assistants[-1:] if train_on == "last_assistant" else assistants
@@ -156,8 +143,6 @@ def trained_messages(
             weights[number] = float(weight)
     return weights
 
-
-# --- flags of a whole data set --------------------------------------------------------------------
 
 _COLUMNS = ("prompt", "completion", "messages", "conversations")
 
@@ -176,9 +161,9 @@ def flag_of(message: Any) -> str | None:
 
 
 def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
-    """Return whether a message has "train" or "weight"; of a stream, its first row names one."""
+    """Return whether a message has "train" or "weight"; of a stream, one of its first row."""
     if isinstance(dataset, IterableDataset):
-        return any(isinstance(m, Mapping) and {*_FLAGS} & m.keys() for m in messages_in(first))
+        return any(map(flag_of, messages_in(first)))
     columns = [name for name in _COLUMNS if name in dataset.column_names]
     if not any(_may_hold_flags(part) for c in columns for part in dataset.data.column(c).chunks):
         return False
@@ -197,9 +182,6 @@ def _may_hold_flags(values: pa.Array) -> bool:
     return pa.types.is_nested(kind) and _may_hold_flags(values.flatten())
 
 
-# --- contents that are lists of parts -------------------------------------------------------------
-
-
 def texts_of(content: Sequence[Message]) -> list[str]:
     """Return the texts in a list of parts."""
     return [part["text"] for part in content if isinstance(part.get("text"), str)]
@@ -210,8 +192,7 @@ def check_lists(
 ) -> None:
     """Raise ValueError for the first content that is a list and that `text` garbles or leaves out.
 
-    Some templates write it as Python does, or leave it out, without an error. `render` renders
-    other messages, or returns None.
+    `render` renders other messages, or returns None.
     """
     contents = {n: message.get("content") for n, message in enumerate(messages)}
     lists = {n: each for n, each in contents.items() if isinstance(each, (list, tuple))}
@@ -227,7 +208,5 @@ def check_lists(
             as_texts = render([joined.get(n, m) for n, m in enumerate(messages)]) or ""
             missing = [each for each in missing if each in as_texts]
         if missing or any(form in text for form in forms):
-            raise ValueError(
-                f"message {number} has a list as content, which the chat template does not read; "
-                "make the content a string, or use a template that reads lists"
-            )
+            which = f"message {number} has a list as content"
+            raise ValueError(f"{which}, which the chat template does not read; make it a string")

@@ -22,29 +22,11 @@ _IGNORABLE = re.compile(
 )
 
 _UNUSUAL = r"[^\n\t -~]"
-_ESCAPE = r"x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}"
-_TO_ESCAPE = re.compile(rf"(\\*)({_UNUSUAL})|(\\+)(?={_ESCAPE})")
 
 
 def escape_hidden(text: str) -> str:
-    """Return a message, which may quote data, with every hidden character as an escape."""
+    """Return `text` with every hidden character as an escape."""
     return re.sub(_UNUSUAL, lambda found: _escape_of(found[0]), text)
-
-
-def escape_text(text: str) -> str:
-    """Return data with every hidden character as an escape, so that no two texts look alike.
-
-    A backslash before an escape, or before text that looks like one, is doubled.
-    """
-    return _TO_ESCAPE.sub(_escaped, text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    backslashes, character, before_escape = found.groups()
-    if before_escape:
-        return 2 * before_escape
-    escape = _escape_of(character)
-    return backslashes + escape if escape == character else 2 * backslashes + escape
 
 
 def quote(value: object) -> str:

@@ -1,9 +1,7 @@
 """Response templates: find them in texts and in token ids, and train what answers them.
 
 A text is searched for the characters of a template. Rows that were tokenized before are searched
-for its ids, as by TRL: a tokenizer splits "### Answer:" differently after a line break than alone,
-so those must be the ids that it has inside of a document.
-
+for the ids that it has inside of a document: alone, a tokenizer may split it differently.
 `DataCollatorForCompletionOnlyLM`, which TRL removed, works with any trainer, as before. In
 `PackedSFTTrainer` it labels the documents once, during preparation.
 """
@@ -19,7 +17,6 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import DataCollatorForLanguageModeling
 from trl.data_utils import get_dataset_column_names
-from trl.trainer.utils import pad
 
 from trl_packing.data.printable import quote
 from trl_packing.documents.labels import (
@@ -44,16 +41,6 @@ class Marker:
     text: str
     token_ids: tuple[int, ...]
 
-    @classmethod
-    def from_setting(cls, tokenizer: Any, template: str | Sequence[int], name: str) -> "Marker":
-        """Return the marker of the setting `name`. Raises ValueError for an empty one."""
-        if len(template) == 0:
-            raise ValueError(f"{name} is empty: it would be found everywhere")
-        if isinstance(template, str):
-            return cls(template, tuple(tokenizer.encode(template, add_special_tokens=False)))
-        ids = [int(token) for token in template]
-        return cls(tokenizer.decode(ids, clean_up_tokenization_spaces=False), tuple(ids))
-
     def places(self, document: str | np.ndarray) -> list[Span]:
         """Return the characters of every occurrence in a text, or its tokens in ids ``(T,)``."""
         if isinstance(document, str):
@@ -65,6 +52,15 @@ class Marker:
         windows = np.lib.stride_tricks.sliding_window_view(document, size)
         at = np.flatnonzero((windows == np.array(self.token_ids)).all(axis=1))
         return [(start, start + size) for start in at.tolist()]
+
+
+def _marker(tokenizer: Any, template: str | Sequence[int], name: str) -> Marker:
+    if len(template) == 0:
+        raise ValueError(f"{name} is empty: it would be found everywhere")
+    if isinstance(template, str):
+        return Marker(template, tuple(tokenizer.encode(template, add_special_tokens=False)))
+    ids = [int(token) for token in template]
+    return Marker(tokenizer.decode(ids, clean_up_tokenization_spaces=False), tuple(ids))
 
 
 @dataclass(frozen=True)
@@ -79,9 +75,9 @@ class ResponseTemplate:
     def from_settings(
         cls, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
     ) -> "ResponseTemplate":
-        marker, other = Marker.from_setting(tokenizer, response, "response_template"), None
+        marker, other = _marker(tokenizer, response, "response_template"), None
         if instruction is not None:
-            other = Marker.from_setting(tokenizer, instruction, "instruction_template")
+            other = _marker(tokenizer, instruction, "instruction_template")
         return cls(tokenizer, marker, other)
 
     def answers(self, document: str | np.ndarray) -> list[Span] | None:
@@ -115,16 +111,15 @@ class ResponseTemplate:
             labels[start:stop] = input_ids[start:stop]
         return labels, answers is not None
 
-    def not_found(self, number: int, of: int, input_ids: np.ndarray) -> str:
-        """Return a sentence on `number` of documents without a template, with tokens of one."""
+    def not_found(self, documents: str, input_ids: np.ndarray) -> str:
+        """Return a sentence on `documents` without a template, with the tokens of one of them."""
         names = f"response_template {self.response.text!r}"
         if self.instruction is not None:
             names += f" or no instruction_template {self.instruction.text!r}"
-        text = self.tokenizer.decode(input_ids.tolist())
+        start = quote(self.tokenizer.decode(input_ids.tolist())[:200])
         return (
-            f"{number:,} of {of:,} documents ({number / of:.1%}) have no {names}, so nothing in "
-            f"them is trained; one of them starts {quote(text[:200])}; if the text is there, pass "
-            "its token ids inside of a document"
+            f"{documents} have no {names}, so nothing in them is trained; one starts {start}; if "
+            "the text is there, pass its token ids inside of a document"
         )
 
 
@@ -139,10 +134,7 @@ def label_tokenized(
     num_proc: int | None = None,
     name: str = "train",
 ) -> Dataset | IterableDataset:
-    """Return tokenized rows with `labels`, by a template or, as TRL does, by their masks.
-
-    `assistant_masks` are always applied, `completion_mask` with `completion_only`.
-    """
+    """Return tokenized rows with `labels`, by a template or, as TRL does, by their masks."""
     present = get_dataset_column_names(dataset)
     if template is None and "labels" in present:
         return dataset
@@ -189,8 +181,6 @@ def _label_batch(
 class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     """Train the text after the response template, with TRL 0.17's arguments.
 
-    `num_seen` counts documents, and `num_unfound` those without a template, which train nothing.
-
     Padding is masked by position, not by token id as in TRL, so the EOS of an answer is trained
     even if it is also the padding token. `labels` of examples and other columns are ignored.
 
@@ -200,14 +190,10 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         instruction_template: text or token ids; if given, every answer is trained, from the end of
             each response template to the next instruction template.
         tokenizer: decodes documents, and pads them; of a processor, its tokenizer is used.
-        mlm: must be False.
+        mlm: must be False, else ValueError.
         ignore_index: the label of tokens that are not trained.
         padding_free: return one flat row, the batch of `PackedCollator`, instead of padded rows.
         pad_to_multiple_of: T of a batch is rounded up to a multiple of this.
-        return_tensors: must be "pt".
-
-    Raises:
-        ValueError: ``mlm=True``, an empty template, or tensors other than PyTorch's.
     """
 
     tokenizer: Any
@@ -222,11 +208,10 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         ignore_index: int = IGNORE_INDEX,
         padding_free: bool = False,
         pad_to_multiple_of: int | None = None,
-        return_tensors: str = "pt",
         **unused: Any,  # settings of masked language modeling: transformers' class checks them
     ):
-        if mlm or return_tensors != "pt":
-            raise ValueError(f"mlm={mlm} and {return_tensors=} must be False and 'pt'")
+        if mlm:
+            raise ValueError("mlm=True must be False: answers are trained, not masked tokens")
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
         self.ignore_index = ignore_index
@@ -234,18 +219,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         self.templates = ResponseTemplate.from_settings(
             self.tokenizer, response_template, instruction_template
         )
-        self.num_seen = self.num_unfound = 0
-
-    def labels_of(self, input_ids: Any) -> np.ndarray:
-        """Return the labels ``(T,)`` int64 of one document, and count it."""
-        ids = np.asarray(input_ids).astype(np.int64, copy=False)
-        labels, found = self.templates.labels(ids, self.ignore_index)
-        self.num_seen += 1
-        self.num_unfound += not found
-        # At 1, 10, 100, …: not one line per document.
-        if not found and str(self.num_unfound).rstrip("0") == "1":
-            logger.warning(self.templates.not_found(self.num_unfound, self.num_seen, ids))
-        return labels
+        self._has_warned = False
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch of examples: mappings with `input_ids`, or lists of ids."""
@@ -255,22 +229,27 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
             ids = np.asarray(columns["input_ids"]).astype(np.int64, copy=False)
             if columns.get("attention_mask") is not None:
                 ids = ids[np.asarray(columns["attention_mask"]) != 0]
-            documents.append({"input_ids": ids, "labels": self.labels_of(ids)})
+            labels, found = self.templates.labels(ids, self.ignore_index)
+            if not found and not self._has_warned:  # not one line per document
+                self._has_warned = True
+                logger.warning(self.templates.not_found("documents", ids))
+            documents.append({"input_ids": ids, "labels": labels})
         padding = self.tokenizer.pad_token_id
         if self.padding_free:
             batch = PackedCollator(padding or 0, self.pad_to_multiple_of)(documents)
             batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
             return batch
-        if padding is None:
-            raise ValueError("the tokenizer has no padding token; set it, or padding_free=True")
-        for document in documents:
-            document["attention_mask"] = np.ones_like(document["input_ids"])
-        fill = {"input_ids": padding, "attention_mask": 0, "labels": self.ignore_index}
-        side, multiple = self.tokenizer.padding_side, self.pad_to_multiple_of
-        return {
-            name: pad([torch.from_numpy(d[name]) for d in documents], value, side, multiple)
-            for name, value in fill.items()
-        }
+        rows = [{"input_ids": document["input_ids"].tolist()} for document in documents]
+        batch = self.tokenizer.pad(
+            rows,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        flat = torch.from_numpy(np.concatenate([document["labels"] for document in documents]))
+        batch["labels"] = torch.full_like(batch["input_ids"], self.ignore_index)
+        batch["labels"][batch["attention_mask"] == 1] = flat
+        return {**batch}
 
     def numpy_call(self, examples: Sequence[Any]) -> dict[str, Any]:
         raise ValueError("return_tensors must be 'pt'")  # the parent's labels would be unmasked

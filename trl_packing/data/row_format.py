@@ -42,9 +42,7 @@ from trl_packing.data.turns import render_every_turn, trained_spans
 _JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
 
 
-def one_text_each(
-    formatting_func: Callable[[Any], Any] | None, first: Row
-) -> Callable[[Any], Any] | None:
+def one_text_each(formatting_func: Any, first: Row) -> Any:
     """Return a user's function from a row to its text, also of one that takes a batch of rows."""
     if formatting_func is None:
         return None
@@ -59,8 +57,6 @@ def one_text_each(
                 return function
     return formatting_func
 
-
-# --- prompts from fields --------------------------------------------------------------------------
 
 _TASK = "Below is an instruction that describes a task"
 _REQUEST = (
@@ -107,9 +103,8 @@ class PromptTemplate:
             text = Path(given).read_text(encoding="utf-8")
         template = cls(text, None, query_field)
         if not template.fields or "" in template.fields:
-            raise ValueError(
-                f"prompt_template={given!r} has no columns in braces, and is no file or {[*NAMED]}"
-            )
+            why = f"has no columns in braces, and is no file or {[*NAMED]}"
+            raise ValueError(f"prompt_template={given!r} {why}")
         return template
 
     @property
@@ -148,16 +143,13 @@ def value_of(row: Row, column: str) -> Any:
     return row[column]
 
 
-# --- what is rendered -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RowFormat:
     """Rules that turn a row of any form into text and decide which of its tokens are trained.
 
     Attributes:
         chat: chat template of the run.
-        eos_token: appended to text and completions that do not end in it.
+        eos_token: ends texts and completions that do not end in it.
         text_field: column of plain text.
         completion_only: prompts of prompt-completion rows are not trained.
         assistant_only: only what the chat template marks with ``{% generation %}`` is trained.
@@ -246,9 +238,7 @@ class RowFormat:
         if conversational and not self.chat.exists:
             raise ValueError("the tokenizer has no chat template; set chat_template_path")
         if self.train_on not in (None, "all") and not conversational:
-            raise ValueError(
-                f"train_on={self.train_on!r} is about messages, but it holds {form}; leave it out"
-            )
+            raise ValueError(f"train_on={self.train_on!r} is about messages, but it holds {form}")
         if self.answers is not None and form not in ("text", "messages"):
             raise ValueError(f"it holds {form}; leave response_template out")
         if not conversational and self.eos_token is None:
@@ -261,51 +251,39 @@ class RowFormat:
         """
         found = self.form(row)
         if found != form:
-            raise ValueError(
-                f"it holds {found}, but the first row {form}; a data set must be of one form"
-            )
-        if form == "text":
-            return [self._text(row)]
+            raise ValueError(f"it holds {found}, but the first row {form}; use one form")
         if form.endswith("messages"):
             return self._conversation(row, form)
-        return [self._prompt_completion(row)]
-
-    # --- text -------------------------------------------------------------------------------------
-
-    def _text(self, row: Row) -> Rendered:
-        if self.formatting_func is None:
-            text = _string_of(row, self.text_field)
-        else:
-            text = self.formatting_func(row)
-            if not isinstance(text, str):
-                kind = type(text).__name__
-                raise ValueError(f"formatting_func returned {kind}, not one string for one example")
-            if self._is_rendered(text, row):
-                return Rendered(text, self._answers(text), None, True, False)
-        text = self._ended(text)
-        return Rendered(text, self._answers(text), only_whole=True)
-
-    def _is_rendered(self, text: str, row: Row) -> bool:
-        """Whether `text` is the row's messages as the chat template writes them: it is complete."""
-        if not row.get("messages") or not self.chat.exists:
-            return False
-        try:
-            _, _, whole = self._messages(row, "messages")
-        except (ValueError, *TEMPLATE_ERRORS):  # the function reads messages in another form
-            return False
-        plain = Conversation(whole.messages)
-        return any(text == self.chat.try_render(each) for each in (whole, plain))
-
-    def _prompt_completion(self, row: Row) -> Rendered:
+        if form == "text":
+            return [self._text(row)]
         if self.prompt_template is not None:
             prompt = self.prompt_template.prompt(row)
             completion = str(value_of(row, self.response_field))
             masks_prompt = not self.trains_prompts
         else:
-            prompt, completion = _string_of(row, "prompt"), _string_of(row, "completion")
+            prompt = _string(row.get("prompt"), "its 'prompt'")
+            completion = _string(row.get("completion"), "its 'completion'")
             masks_prompt = self.completion_only
         masked = prompt if masks_prompt and self.train_on != "all" else None
-        return Rendered(prompt + self._ended(completion), prompt=masked)
+        return [Rendered(prompt + self._ended(completion), prompt=masked)]
+
+    def _text(self, row: Row) -> Rendered:
+        if self.formatting_func is None:
+            text = _string(row.get(self.text_field), f"its {self.text_field!r}")
+        else:
+            text = _string(self.formatting_func(row), "the result of formatting_func")
+        is_whole = self._is_rendered(text, row)
+        text = text if is_whole else self._ended(text)
+        return Rendered(text, self._answers(text), None, True, adds_special_tokens=not is_whole)
+
+    def _is_rendered(self, text: str, row: Row) -> bool:
+        """Whether a function has made the row's messages as the template writes them, complete."""
+        if self.formatting_func is None or not row.get("messages") or not self.chat.exists:
+            return False
+        with suppress(ValueError, *TEMPLATE_ERRORS):  # it reads messages in another form
+            whole = self._messages(row, "messages")[2]
+            return text in map(self.chat.try_render, (whole, Conversation(whole.messages)))
+        return False
 
     def _ended(self, text: str) -> str:
         eos_token = self.eos_token or ""
@@ -316,49 +294,46 @@ class RowFormat:
             return None
         return [(start, stop, 1.0) for start, stop in self.answers.answers(text) or ()]
 
-    # --- conversations ----------------------------------------------------------------------------
-
     def _conversation(self, row: Row, form: str) -> list[Rendered]:
         prompt, completion, conversation = self._messages(row, form)
-        messages = [*prompt, *completion]
-        if self.train_on in ("assistant", "last_assistant", "every_turn"):
-            weights = trained_messages(messages, self.train_on, first=len(prompt))
-            if self.makes_turns and completion and weights:
-                return render_every_turn(self.chat, conversation, weights)
-            if completion and not self.makes_turns:
-                text, spans = trained_spans(self.chat, conversation, weights)
-                return [Rendered(text, spans, adds_special_tokens=False)]
-        elif self.flags_decide and self.train_on is None:
-            for number, flag in enumerate(map(flag_of, messages)):
-                if flag:  # in a stream, whose rows before were read without one
-                    raise ValueError(
-                        f"message {number} has {flag}={messages[number][flag]!r}, unlike those of "
-                        "the first row; set train_on='assistant', where it counts, or 'all'"
-                    )
-        if not completion or self.makes_turns:  # such documents are dropped and counted later
+        messages, as_trl = [*prompt, *completion], self.train_on is None
+        weights: dict[int, float] = {}
+        if by_turns := self.train_on in ("assistant", "last_assistant", "every_turn"):
+            weights = trained_messages(messages, str(self.train_on), first=len(prompt))
+        elif as_trl and self.flags_decide and any(map(flag_of, messages)):
+            raise ValueError(  # of a stream
+                "a message has 'train' or 'weight', unlike those of the first row; set train_on="
+                "'assistant', where it counts, or 'all'"
+            )
+        if not completion or (self.makes_turns and not weights):  # dropped and counted later
             text = (self.chat.try_render(conversation) if messages else "") or ""
             return [Rendered(text, [], adds_special_tokens=False)]
+        if self.makes_turns:
+            return render_every_turn(self.chat, conversation, weights)
+        if by_turns:
+            text, spans = trained_spans(self.chat, conversation, weights)
+            return [Rendered(text, spans, adds_special_tokens=False)]
         untrained = None
-        if prompt and self.completion_only and self.train_on is None:
+        if prompt and self.completion_only and as_trl:
             first = conversation.of(conversation.messages[: len(prompt)])
             untrained = self.chat.render(first, generation_prompt=True)
-        if self.assistant_only and self.train_on is None:
+        if self.assistant_only and as_trl:
             text, marked = self.chat.render_marked(conversation)
             if not marked:
-                raise RuntimeError(
-                    "assistant_only_loss=True, but it has no assistant message, or the chat "
-                    "template marks none with {% generation %}"
-                )
+                why = "it has no assistant message that the template marks by {% generation %}"
+                raise RuntimeError(f"assistant_only_loss=True, but {why}")
             return [Rendered(text, [(*span, 1.0) for span in marked], untrained, False, False)]
         text = self.chat.render(conversation)
         return [Rendered(text, self._answers(text), untrained, self.answers is not None, False)]
 
     def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
         """Return the messages of the prompt, those after it, and the conversation of both."""
-        whole = [_name_of_messages(row) or "messages"]
+        names = ["prompt", "completion"]
+        if form == "messages":
+            names = [_name_of_messages(row) or "messages"]
         lists: list[list[Any]] = [[]]
         sharegpt = False
-        for name in whole if form == "messages" else ["prompt", "completion"]:
+        for name in names:
             messages: Any = row.get(name)
             if is_sharegpt(messages):
                 sharegpt = True
@@ -378,8 +353,7 @@ def _name_of_messages(row: Row) -> str | None:
     return next((name for name in names if isinstance(row.get(name), list)), None)
 
 
-def _string_of(row: Row, column: str) -> str:
-    value = row.get(column)
+def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"its {column!r} is {in_short(value)}; make it a string")
+        raise ValueError(f"{name} is {in_short(value)}; make it a string")
     return value

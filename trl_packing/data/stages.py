@@ -235,15 +235,11 @@ def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str |
     if template is None:
         return None
     not_found = np.flatnonzero(documents.num_trained() == 0)
-    if rules.labeler is not None:
-        rules.labeler.num_seen += documents.num_documents
-        rules.labeler.num_unfound += len(not_found)
     if not len(not_found):
         return None
-    words = template.not_found(
-        len(not_found), len(documents), documents[int(not_found[0])]["input_ids"]
-    )
-    if len(not_found) == len(documents):
+    number, of, ids = len(not_found), len(documents), documents[int(not_found[0])]["input_ids"]
+    words = template.not_found(f"{number:,} of {of:,} documents ({number / of:.1%})", ids)
+    if number == of:
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")
     return words
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from trl_packing.data.counts import PreparationCounts, turns_of
 from trl_packing.data.fitting import Overflow, cut_table, fit
-from trl_packing.data.limits import NO_LIMITS, check_entries
+from trl_packing.data.limits import NO_LIMITS
 from trl_packing.data.stop_tokens import (
     NO_EOS,
     EosRule,
@@ -81,7 +81,6 @@ class StreamFit:
         columns, where, eos = token_columns(self.columns), "of the stream", self.eos
         documents = ArrowDocuments(datasets.Dataset(table), columns)
         NO_LIMITS.check_documents(documents, where, rows)
-        check_entries(documents, where, rows)
         if TOKEN_WEIGHTS in self.columns:
             check_token_weights(documents, rows)
         if eos.appends:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.chat_template import TEMPLATE_ERRORS
-from trl_packing.data.messages import Row, flag_of, has_flags, messages_in
+from trl_packing.data.messages import Row, has_flags
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize import Rendered, Tokenized, flat_tokens, tokenize
@@ -78,8 +78,7 @@ def documents_from_rows(
     rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
     first, is_stream = next(iter(rows)), isinstance(rows, IterableDataset)
     flagged = has_flags(dataset, first)
-    decides = any(map(flag_of, messages_in(first))) if is_stream else flagged
-    if decides and row_format.flags_decide:
+    if flagged and row_format.flags_decide:
         if row_format.answers is not None:
             raise ValueError(
                 f"'train' or 'weight' of messages of the {name} dataset and response_template both "

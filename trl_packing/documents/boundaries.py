@@ -146,10 +146,8 @@ def mask_from_document_ids(
 
 def _check_integers(name: str, values: Tensor) -> None:
     if values.dtype not in _INTEGERS or values.dim() not in (1, 2):
-        raise ValueError(
-            f"{name} must be an integer tensor (1-D or 2-D), got {values.dtype} of shape "
-            f"{tuple(values.shape)}"
-        )
+        given = f"{values.dtype} of shape {tuple(values.shape)}"
+        raise ValueError(f"{name} must be an integer tensor (1-D or 2-D), got {given}")
 
 
 def _checked_lengths(seq_lengths: Tensor) -> Tensor:
@@ -165,9 +163,7 @@ def _with_padding(seq_lengths: Tensor, num_tokens: int | None) -> Tensor:
     used = lengths.sum(-1, keepdim=True)
     longest = int(used.max()) if used.numel() else 0
     if num_tokens is not None and num_tokens < longest:
-        raise ValueError(
-            f"seq_lengths of a row sum to {longest} but num_tokens is {num_tokens}; raise it"
-        )
+        raise ValueError(f"seq_lengths sum to {longest} but num_tokens is {num_tokens}; raise it")
     return torch.cat([lengths, (longest if num_tokens is None else num_tokens) - used], dim=-1)
 
 

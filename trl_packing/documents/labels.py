@@ -94,10 +94,8 @@ def check_same_columns(
         wrong = np.flatnonzero(np.array(is_there) != (column in columns))
         if len(wrong):
             has = "no" if column in columns else "the column"
-            raise ValueError(
-                f"row {rows[wrong[0]]} of the stream has {has} {column!r}, unlike its first row; "
-                f"give all rows the same columns, and no null values{and_others(wrong)}"
-            )
+            which, others = f"row {rows[wrong[0]]} of the stream", and_others(wrong)
+            raise ValueError(f"{which} has {has} {column!r}, unlike its first row{others}")
 
 
 @contextmanager
@@ -106,7 +104,5 @@ def refused_beyond_int64(rows: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except OverflowError as error:
-        raise ValueError(
-            f"rows {rows[0]} to {rows[-1]}: a token id or label is beyond 64 bits; was it "
-            "tokenized with another tokenizer?"
-        ) from error
+        which = f"rows {rows[0]} to {rows[-1]}"
+        raise ValueError(f"{which}: a token id or label is beyond 64 bits") from error

@@ -66,9 +66,7 @@ def weigh_tokens(
     factors = np.divide(document_weights, totals, out=np.zeros(len(lengths)), where=totals > 0)
     products = trained * factors[document]
     if products.max() > LARGEST_WEIGHT:
-        raise ValueError(
-            f"{TOKEN_WEIGHTS} times {DOCUMENT_WEIGHT} is more than float32 holds; divide all"
-        )
+        raise ValueError("loss_weights times loss_weight exceed float32; divide all of them")
     return products.astype(np.float32)
 
 
@@ -78,10 +76,7 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
     with suppress(TypeError, ValueError):
         weight = float(given)
     if not 0 <= weight <= LARGEST_WEIGHT:  # NaN compares false
-        raise ValueError(
-            f"{which} has {DOCUMENT_WEIGHT}={given!r}; give finite numbers of at least 0 that "
-            "float32 holds"
-        )
+        raise ValueError(f"{which} has loss_weight={given!r}; give finite numbers ≥ 0, in float32")
     return weight
 
 
@@ -111,12 +106,9 @@ def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
     with np.errstate(over="ignore"):  # too large for float32: infinite, and refused
         weights = np.asarray(given, np.float32)
     check_one_each(TOKEN_WEIGHTS, weights, num_tokens)
-    wrong = ~(np.isfinite(weights) & (weights >= 0))
-    if wrong.any():
-        raise ValueError(
-            f"{TOKEN_WEIGHTS} has {weights[wrong][0]} at token {int(np.argmax(wrong))}; "
-            "give finite numbers of at least 0"
-        )
+    if (wrong := ~(np.isfinite(weights) & (weights >= 0))).any():
+        where = f"{weights[wrong][0]} at token {wrong.argmax()}"
+        raise ValueError(f"{TOKEN_WEIGHTS} has {where}; give finite numbers of at least 0")
     return weights
 
 

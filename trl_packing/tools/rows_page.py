@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.data.printable import escape_text, quote
+from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.tools.preview.show import CONTEXT, token_texts
 from trl_packing.tools.rows import (
@@ -63,7 +63,7 @@ def rows_page(
     shown = f"{rows} of {len(epoch.bins()):,}, each strip a {epoch.unit}"
     if has_shared:
         shown = f"{rows}; with shared prefixes, a strip is a micro-batch"
-    words = [escape_text(text) for text in texts]
+    words = [escape_hidden(text) for text in texts]
     return render(
         Path(__file__).with_name("rows.html"),
         title=title,

@@ -12,7 +12,7 @@ import numpy as np
 
 from trl_packing.data.counts import TokenCounts, quantity
 from trl_packing.data.fitting import fit, pieces_of
-from trl_packing.data.printable import escape_text
+from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.tools.plan.charts import histogram
 from trl_packing.tools.plan.plan import RunPlan, Variant
@@ -266,7 +266,7 @@ def _document(
         inside = changes[(changes > start) & (changes < stop)].tolist()
         for first, last in pairwise([start, *inside, stop]):
             text = "".join(texts[first - start : last - start])
-            parts.append((_ELEMENTS[kinds[first]], escape_text(text)))
+            parts.append((_ELEMENTS[kinds[first]], escape_hidden(text)))
     trained = int((kinds == _TRAINED).sum())
     of_images = quantity(len(images), "image") if images else ""
     facts = [quantity(len(ids), "token"), f"{trained:,} trained", of_images, words]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.data.printable import MARKS, escape_hidden, escape_text, quote
+from trl_packing.data.printable import MARKS, escape_hidden, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_SIZES, document_labels
 from trl_packing.documents.weights import token_weights
 from trl_packing.vision.documents import ImageTokens, images_of
@@ -89,7 +89,7 @@ def mark_trained(stretches: Iterable[tuple[float, str]], *, color: bool = False)
     opening, closing = _COLORS if color else MARKS
     parts = []
     for weight, text in stretches:
-        shown = escape_text(text)
+        shown = escape_hidden(text)
         if weight == 1:
             shown = _FAKED_WEIGHT.sub(r"\1\\xd7", shown)
         times = "" if weight in (0, 1) else f"{weight:g}×"
