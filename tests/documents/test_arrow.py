@@ -99,7 +99,7 @@ def test_columns_are_flat_arrays_and_back_also_of_a_slice_over_chunks(kind):
     ("column", "values", "words"),
     [
         ("labels", [[[1]]], "holds list<item: list<item: int64>>, not lists of integers"),
-        ("labels", [[1], None], r"has a missing \(null\) row"),
+        ("labels", [[1], None], r"has a null row"),
         ("loss_weights", [0.5], "holds double, not lists of numbers"),
     ],
 )

@@ -82,7 +82,7 @@ def without_padding(dataset: Dataset | IterableDataset, name: str) -> Dataset | 
     return dataset
 
 
-_PADDED = "document {} of the {} dataset has padding in its attention_mask; leave it out"
+_PADDED = "document {} of the {} dataset has other masks than 1; tokenize without padding"
 
 
 def _batch_without_padding(

@@ -171,7 +171,7 @@ class ListColumn:
 def lists_of(name: str, chunk: pa.Array) -> FlatLists:
     """Return values and offsets of lists of integers or booleans; of weights, any numbers."""
     if chunk.null_count:
-        raise ValueError(f"column {name!r} has a missing (null) row; remove such rows")
+        raise ValueError(f"column {name!r} has a null row; filter it out, and flatten_indices()")
     is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
     if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
         chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
