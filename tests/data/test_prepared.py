@@ -81,12 +81,8 @@ def test_a_run_with_another_setting_is_refused_by_its_name(tmp_path):
 
 def test_a_run_with_the_same_documents_is_taken(tmp_path):
     prepared = made(tmp_path / "out", call_for(chats()))
-    for changes in (
-        {"max_length": 64, "overflow": "truncate"},
-        {"learning_rate": 1.0, "seed": 7, "per_device_train_batch_size": 3},
-        {"packing_strategy": "next_fit", "loss_weighting": "document", "prefix_sharing": "bin"},
-    ):
-        assert documents_of(call_for(prepared, **changes))[0] is prepared
+    others = {"overflow": "truncate", "packing_strategy": "next_fit", "prefix_sharing": "bin"}
+    assert documents_of(call_for(prepared, seed=7, **others))[0] is prepared
     pairs = made(tmp_path / "pairs", call_for(tiny_dataset("prompt_completion")))
     assert documents_of(call_for(pairs, completion_only_loss=True))[0] is pairs
     with pytest.raises(ValueError, match="completion_only_loss=True there and False here"):
@@ -208,16 +204,12 @@ def test_a_damaged_folder_is_refused(tmp_path):
     with pa.ipc.open_stream(content) as reader, pa.ipc.new_stream(sink, reader.schema) as writer:
         writer.write_table(reader.read_all().slice(0, 20))
     half = sink.getvalue().to_pybytes()[:-8]  # without the mark of its end
-    for damaged, said in (
-        (half + bytes(len(content) - len(half)), "20 rows instead of 24"),
-        (content[: len(content) // 2], ".*"),
-        (None, ".*"),
-    ):
-        shard.unlink()
-        if damaged is not None:
-            shard.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"train cannot be read \({said}\); copy"):
-            load_prepared(tmp_path / "out")
+    shard.write_bytes(half + bytes(len(content) - len(half)))
+    with pytest.raises(ValueError, match=r"train cannot be read \(20 rows instead of 24\); copy"):
+        load_prepared(tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"train cannot be read \(.*\); copy"):
+        load_prepared(tmp_path / "out")
     with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
         load_prepared(tmp_path)
     assert not is_prepared(tmp_path / "none")

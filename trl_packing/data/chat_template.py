@@ -150,18 +150,12 @@ class ChatTemplate:
 
     @cached_property
     def _renders_directly(self) -> bool:
-        """Whether the compiled template renders like `apply_chat_template`, in three trials."""
-        if _compile_jinja_template is None:
-            return False
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b\n"}]
-        for number, prompt in ((1, True), (1, False), (2, False)):
-            try:
-                direct = self._render_directly(messages[:number], prompt)
-                if direct != self._apply(Conversation(messages[:number]), prompt):
-                    return False
-            except TEMPLATE_ERRORS:
-                continue  # neither of them gives a text
-        return True
+        """Whether the compiled template renders a trial like `apply_chat_template`."""
+        trial = Conversation([_USER, {"role": "assistant", "content": " b\n"}, _USER])
+        with suppress(*TEMPLATE_ERRORS):
+            if _compile_jinja_template is not None:
+                return self._render_directly(trial.messages, True) == self._apply(trial, True)
+        return False
 
     @cached_property
     def generation_prompt(self) -> str:

@@ -84,9 +84,10 @@ class Pieces(NamedTuple):
     contexts: np.ndarray
 
     @classmethod
-    def of(cls, starts: np.ndarray, stops: np.ndarray) -> "Pieces":
-        """Return one piece of each document."""
-        return cls(np.arange(len(starts)), starts, stops, np.zeros_like(starts))
+    def of(cls, stops: np.ndarray, starts: np.ndarray | int = 0) -> "Pieces":
+        """Return one piece of each document, from its first token on unless `starts` are given."""
+        none = np.zeros_like(stops)
+        return cls(np.arange(len(stops)), none + starts, stops, none)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -100,9 +101,9 @@ class Pieces(NamedTuple):
 def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
     """Return the pieces that the policy keeps; a document with images is kept whole, or dropped."""
     lengths, capacity, policy = documents.lengths(), overflow.capacity, overflow.policy
-    starts = np.zeros_like(lengths)
     if capacity is None or policy == "error":
-        return Pieces.of(starts, lengths)
+        return Pieces.of(lengths)
+    starts = np.zeros_like(lengths)
     drops = np.full(len(lengths), policy == "drop")
     if IMAGE_IDS in documents.columns:
         drops[documents.rows_where(IMAGE_IDS, lambda ids: ids > 0)] = True
@@ -117,7 +118,7 @@ def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
             # The last token of the prompt stays: a document's first token is never a target.
             prompts = documents.by_document("labels", _prompts)
             starts = np.minimum(starts, np.maximum(prompts - 1, 0))
-        pieces = Pieces.of(starts, np.minimum(starts + capacity, lengths))
+        pieces = Pieces.of(np.minimum(starts + capacity, lengths), starts)
     return pieces.where(~drops[pieces.rows])
 
 
@@ -244,7 +245,7 @@ def fit(
         )
     pieces = pieces_of(documents, overflow)
     before = cut = before or count_whole(documents, stop_ids)
-    if not all(map(np.array_equal, pieces, Pieces.of(np.zeros_like(lengths), lengths))):
+    if not all(map(np.array_equal, pieces, Pieces.of(lengths))):
         cut = _count(documents, pieces, stop_ids)
     kept = cut.trained > 0
     if overflow.drops_as_padded:
@@ -275,8 +276,7 @@ def fit(
 
 def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Counted:
     """Count the tokens of every document."""
-    lengths = documents.lengths()
-    return _count(documents, Pieces.of(np.zeros_like(lengths), lengths), stop_ids)
+    return _count(documents, Pieces.of(documents.lengths()), stop_ids)
 
 
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -> Counted:
