@@ -58,7 +58,7 @@ MUTATIONS = {
     ],
     ("masks", "attention/document_sdpa.py"): [
         ("visible = keys <= queries", "visible = keys <= queries + 1"),
-        ("q0 - options.window + 1)", "q0 - options.window + 2)"),
+        ("q0 - window + 1)", "q0 - window + 2)"),
         ("keys > queries - opt", "keys >= queries - opt"),
         ("k1 + gap + window - 1)", "k1 + gap)"),
         ("part.sum(1) if part.shape[1] > 1 else ", ""),

@@ -15,9 +15,8 @@ from helpers.tiny import WINDOW, documents_of_lengths, tiny_model
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import trl_packing.isolation.guard
-from trl_packing import enable_packing, resolve_attention
+from trl_packing import resolve_attention
 from trl_packing.attention import flash_attn
-from trl_packing.attention.backends import AttentionChoice
 
 DOCUMENTS = documents_of_lengths([3, 20, 1, 9, 31, 12, 5, 17, 2, 26], prompt=2)
 MODELS = {"llama": None, "mistral": WINDOW}
@@ -54,9 +53,6 @@ def test_a_kernel_that_ignores_the_boundaries_fails_the_same_comparison(monkeypa
         assert_exact(found, truth("llama"))
     with pytest.raises(RuntimeError, match=r"LEAK.*LlamaForCausalLM, .*attention='model'"):
         run(loaded("llama"), DOCUMENTS, tmp_path, attention="model")
-
-
-# --- what auto makes of a kernel that cannot train --------------------------------------------
 
 
 @pytest.fixture
@@ -111,16 +107,3 @@ def test_a_package_that_does_not_import_is_passed_over(gpu, monkeypatch, tmp_pat
         trainer = make_trainer(tmp_path, DOCUMENTS, max_length=40)
     assert trainer.attention.backend == "varlen"
     assert "flash_attention_2 refused (ImportError: flash_attn_2_cuda.so" in caplog.text
-
-
-def test_a_named_kernel_without_a_backward_is_refused_before_the_first_step(monkeypatch):
-    flash_attn_double.install(monkeypatch, 2, "raises")
-    choice = enable_packing(loaded("llama"), isolation_check="error")
-    assert choice.backend == "documents", "loaded with it, it was not named"
-
-    def named(model, attention, **_):
-        return AttentionChoice(attention, attention, f"attention={attention!r}", "sdpa")
-
-    monkeypatch.setattr(trl_packing.isolation.guard, "resolve_attention", named)
-    with pytest.raises(RuntimeError, match=r"its backward raises AssertionError.*attention='auto'"):
-        enable_packing(loaded("llama"), attention="flash_attention_2")

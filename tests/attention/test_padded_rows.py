@@ -36,8 +36,6 @@ def test_a_forward_holds_what_it_may(lengths, thresholds):
     assert len(groups[True]) == len(set(lengths)), "and all of a length share a forward"
 
 
-# --- and how they come back ---------------------------------------------------------------------
-
 LENGTHS = [5, 2, 5, 4, 1]
 # Their ids are 1, 2, 3, ... over all of the row.
 DOCUMENTS = [

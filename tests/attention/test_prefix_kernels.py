@@ -16,7 +16,7 @@ from helpers.tiny import tiny_model
 from helpers.trees import random_tree
 from transformers.modeling_utils import AttentionInterface
 
-from trl_packing import PackedCollator, resolve_attention
+from trl_packing import PackedCollator
 from trl_packing.attention.backends import NATIVE_ATTENTION, AttentionChoice
 from trl_packing.attention.install import install_attention, take_prefix_keys
 from trl_packing.attention.interface import KernelOptions
@@ -64,14 +64,6 @@ def test_gathered_keys_are_not_kept_until_the_backward(monkeypatch):
         varlen_attention(*tensors, tree.cu_seqlens, options, None, tree.keys).sum().backward()
     assert saved
     assert max(shape[0] for shape in saved if len(shape) == 3) == tree.starts[-1]
-
-
-def test_a_row_is_known_by_its_tokens_only_as_a_whole():
-    model, batch = tiny_model("llama"), shared_row()
-    install_attention(model, resolve_attention(model))
-    assert model(input_ids=batch["input_ids"]).logits.equal(model(**batch).logits)
-    with pytest.raises(ValueError, match="without the boundaries of documents"):
-        model(input_ids=batch["input_ids"][:, :20])
 
 
 @pytest.mark.parametrize("backend", NATIVE_ATTENTION)

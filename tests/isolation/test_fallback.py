@@ -41,9 +41,6 @@ def assert_exact(packed, expected):
         assert error <= TOLERANCE, what
 
 
-# --- each way is exact --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", ["documents", "model", "mask", "padded", "equal_lengths"])
 def test_a_way_trains_what_one_document_at_a_time_would(way, tmp_path):
     used, packed = step("llama", tmp_path, attention=way)
@@ -77,9 +74,6 @@ def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_pat
     monkeypatch.setattr(trl_packing.attention.install, "rope_thresholds", lambda model: [])
     _, together = packed_step(copy.deepcopy(model), documents, str(tmp_path), **options)
     assert min(together.distance(expected)) > LEAK
-
-
-# --- which way, and why -------------------------------------------------------------------------
 
 
 def test_where_no_way_is_exact_the_first_one_is_left_and_the_run_stops(tmp_path):

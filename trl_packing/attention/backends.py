@@ -1,14 +1,11 @@
 """The attention backends, and the choice of the fastest one that can be exact on a model.
 
-    flash_attn.py       flash-attn 4/3/2 if installed              CUDA, bf16/fp16
-    varlen.py           PyTorch's varlen FlashAttention            CUDA from sm80, bf16/fp16
-    document_sdpa.py    SDPA on one document after another         anywhere, any dtype
-    (native)            the model's mask from position_ids: T×T    models outside the interface
-    block_mask.py       a block-diagonal mask as input: T×T        models that ignore position_ids
-    padded_rows.py      padded forwards of the same documents      any model
+    flash_attn.py, varlen.py      kernels over boundaries, on CUDA in bf16 and fp16
+    document_sdpa.py              one document after another: anywhere, any dtype
+    (native), block_mask.py       a mask T×T, from position_ids or as input
+    padded_rows.py                padded forwards of the same documents: any model
 
-Only faults that a trial misses are refused here: a kernel that leaves something out without a word,
-or in training alone, such as dropout. The isolation check finds the others on the model itself.
+Only faults that a trial misses are refused here; the isolation check finds the others on the model.
 """
 
 from dataclasses import dataclass, field, replace
@@ -157,10 +154,7 @@ def _choices_that_fit(
 def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | None]:
     """Return why each backend cannot be exact on `model`, by name, from fast to slow; None: it can.
 
-    Args:
-        model: as in `resolve_attention`; it may be on the meta device.
-        device: device of the forward pass.
-        dtype: dtype of the forward pass.
+    `model` may be on the meta device; `device` and `dtype` are those of the forward pass.
     """
     if only := _only_exact(model):
         return {name: None if name == only.backend else only.reason for name in CHOICES[1:]}
@@ -187,9 +181,8 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
 def _only_exact(model: Any) -> AttentionChoice | None:
     """Return the only exact backend of a model that reads a row as one document, or None.
 
-    A check on a few documents may miss both: sparse attention by an index ranks the keys of the
-    whole row, so other documents and padding change its choice for some contents (transformers
-    5.23), and an untrained aLoRA adapter computes nothing (peft 0.21).
+    A check may miss both: an index over the keys of the row changes its choice for some contents
+    (transformers 5.23), and an untrained aLoRA adapter computes nothing (peft 0.21).
     """
     if invokes_adapter(model):
         reason = "alora_invocation_tokens activate the adapter once in each row"

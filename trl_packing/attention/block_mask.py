@@ -44,16 +44,9 @@ def packed_mask(
 ) -> Any:
     """Return the additive mask ``(1, 1, T, T)``, or a dict of such masks by layer type.
 
-    Args:
-        seq_lengths: tokens of each document, ``(N,)``.
-        config: text config of the model, which names windows and layer types.
-        dtype: dtype of the mask.
-        device: device of the mask; None: the CPU.
-        images: the image of each token ``(T,)``, −1 on text; None without images.
-        windows_only: whether layers without a window see images in one direction only.
-
-    Raises:
-        NotImplementedError: layers have several sizes of windows, or chunks.
+    `seq_lengths` ``(N,)`` are the tokens of each document, `config` is the model's text config, and
+    `images` ``(T,)`` the image of each token, −1 on text. With `windows_only`, layers without a
+    window see images in one direction only. Several sizes of windows, and chunks, are refused.
     """
     types = set(getattr(config, "layer_types", None) or ())
     windows = sorted(set(layer_values(config, "sliding_window")))

@@ -2,15 +2,8 @@
 
 A call belongs to a row if its tokens are the row in memory, or as many as those of the current row.
 While a row is current, or a model of `enable_packing` trains, any other call raises ValueError,
-because its tokens may or may not be a row's; `other_rows` and a cache (`generate`) allow it.
-
-    trainer      set_current_row(batch)                  before each micro-batch
-    user's loss  model(input_ids=inputs["input_ids"])    names no documents
-    the model    complete_call(model, call)              the same call with the row's boundaries
-    its modules  running_row()                           masks, NEFTune and inner modules read it
-
-A row with shared prefixes (`key_index`) reaches only attention that takes keys of its own; any
-other would silently read the wrong keys, and refuses it.
+because its tokens may or may not be a row's; `other_rows` and a cache (`generate`) allow it. A row
+with shared prefixes (`key_index`) is refused by attention that does not take keys of its own.
 """
 
 import functools
@@ -41,8 +34,6 @@ from trl_packing.documents.host_row import (
     remember_row,
     rows_alive,
 )
-
-# --- the row in flight ----------------------------------------------------------------------------
 
 _current: Mapping[str, Any] | None = None
 _allows_other_rows = False
@@ -114,8 +105,6 @@ def other_rows() -> Iterator[None]:
         _allows_other_rows = before
 
 
-# --- completing a call ----------------------------------------------------------------------------
-
 # The packed call that runs: its way and its boundaries. A plain global: torch.compile follows it.
 _running: "tuple[PackedWay, dict[str, Any]] | None" = None
 
@@ -144,7 +133,7 @@ def complete_arguments(
 
 
 def _is_complete(kwargs: dict[str, Any]) -> bool:
-    """Whether a call has all boundaries that kernels need, no mask and no cache."""
+    """Whether a call has all that kernels need, no mask and no cache."""
     return (
         kwargs.get("cu_seq_lens_q") is not None
         and kwargs.get("attention_mask") is None
@@ -157,9 +146,7 @@ def _is_complete(kwargs: dict[str, Any]) -> bool:
 def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     """Return the call of `model` with boundaries if its tokens are a packed row's, else unchanged.
 
-    Raises:
-        ValueError: the call has only some tokens of a packed row, or other tokens too, or a mask
-            under which documents see each other.
+    ValueError for other tokens beside a row's, and for a mask under which documents see each other.
     """
     if call.get("cu_seq_lens_q") is None:
         row = None if _allows_other_rows else _find_row(model, call)
@@ -203,10 +190,10 @@ def _valid_positions(model: Any, call: dict[str, Any], restarting: Any) -> Any:
     if not torch.is_tensor(given) or given is restarting or given.dim() != 2:
         return restarting if given is None else given
     if given.shape == restarting.shape:
-        counted = torch.arange(given.shape[1], device=given.device, dtype=given.dtype)
-        if torch.equal(given[0], counted):  # as for one document
+        row = restarting.to(given.device)
+        if torch.equal(given[0], torch.arange(len(row[0])).to(given)):  # as for one document
             return restarting
-        if bool((given[restarting.to(given.device) == 0] == 0).all()):
+        if bool((given[row == 0] == 0).all()):
             return given
     raise ValueError(_refusal(model, given, " and with position_ids that do not restart in each"))
 
@@ -243,21 +230,13 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-# --- packed calls of a module run in a way of their own -------------------------------------------
-
-
 @dataclass(eq=False)
 class PackedWay:
-    """How packed calls of a module, and of its copies, run; kept by its wrapped forward.
+    """How packed calls of `module`, and of its copies, run; kept by its wrapped forward.
 
-    Attributes:
-        module: the module.
-        inner: its forward before it was wrapped, as a function of the module that is called.
-        run: called as ``run(module, inner, arguments)`` with the module that is called and a bound
-            `inner`; None runs all calls unchanged.
-        implementation: the `attn_implementation` that packed calls set, since it is restored after
-            each run and does not travel with copies.
-        attention: the backend, if it needs no boundaries inside and takes no shared prefixes.
+    They run by ``run(module, inner, arguments)``, where `inner` is the forward before it was
+    wrapped; None runs all calls unchanged. They set `implementation`, which does not travel with
+    copies. `attention` names a backend that needs no boundaries inside and takes no prefixes.
     """
 
     module: weakref.ref
@@ -273,10 +252,7 @@ def wrap_packed_calls(
     implementation: str | None = None,
     attention: str | None = None,
 ) -> None:
-    """Run packed calls of `module` by `run`, in place of an earlier one; arguments: `PackedWay`.
-
-    Wrappers that others put on top, such as autocast, stay there.
-    """
+    """Run packed calls of `module` by `run`, below wrappers of others; arguments: `PackedWay`."""
     found, way = vars(module).get("forward"), None
     while found is not None and way is None:
         way, found = getattr(found, "packed_way", None), getattr(found, "__wrapped__", None)
@@ -359,10 +335,7 @@ _settles: weakref.WeakKeyDictionary[Any, weakref.WeakMethod] = weakref.WeakKeyDi
 
 
 def settle_first(model: nn.Module, settle: Callable[[nn.Module], None] | None) -> None:
-    """Call the method ``settle(called)`` before packed calls of `model`, its parts and its copies.
-
-    It may install another backend. None takes back an earlier one.
-    """
+    """Call ``settle(called)`` before packed calls of `model`, its parts and copies; None: never."""
     for module in model.modules():
         if settle is None:
             _settles.pop(module, None)
@@ -391,10 +364,7 @@ def _check_covers_row(arguments: dict[str, Any]) -> None:
 
 
 def unbind_forward(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-    """Return `forward` of `module` as a function that takes the module as its first argument.
-
-    A bound forward would run the weights of `module` even when it is called on a copy.
-    """
+    """Return `forward` of `module` as a function of the module, which may be a copy."""
     if isinstance(forward, functools.partial) and forward.args == (module,):  # accelerate's
         return forward.func
     function: Any = getattr(forward, "__func__", None)

@@ -1,12 +1,8 @@
 """Computes attention document by document: Σ len² work, no T×T mask.
 
-    query, key, value    (T, heads, head_dim)        key and value may have fewer heads (GQA)
-    cu_seqlens           (N + 1,) int32              document n: rows cu_seqlens[n]:cu_seqlens[n+1]
-    output               (T, heads, value_dim)
-
 Each document is cut into tiles: blocks of queries, each with every key that they may see. Without a
-sliding window a document is one causal tile; with one, the work is Σ len·window. A tile is computed
-on CPUs by PyTorch's FlashAttention kernel, for soft-caps and on other devices from float32 scores.
+sliding window a document is one causal tile. A tile is computed on CPUs by PyTorch's FlashAttention
+kernel, for soft-caps and on other devices from float32 scores.
 
 Shape letters: K key-value heads, G query heads of each, Q queries, S keys, D head_dim, V value_dim.
 """
@@ -60,15 +56,12 @@ def document_attention(
 
     Args:
         query: ``(T, heads, head_dim)``.
-        key: ``(T, kv_heads, head_dim)``.
-        value: ``(T, kv_heads, value_dim)``.
-        cu_seqlens: boundaries of the documents, ``(N + 1,)`` int32, from 0 to T.
+        key: ``(T, kv_heads, head_dim)``; `value`: ``(T, kv_heads, value_dim)``.
+        value: as `key`.
+        cu_seqlens: boundaries from 0 to T, ``(N + 1,)`` int32; else ValueError.
         options: of the kernel.
         max_length: not used; other packed kernels need it.
         keys: the keys of each segment, if documents share prefixes; `cu_seqlens` are then theirs.
-
-    Raises:
-        ValueError: `cu_seqlens` does not run from 0 to T, or does not fit `keys`.
 
     Examples:
         >>> q, options = torch.randn(5, 2, 4), KernelOptions(scale=0.5)
@@ -80,8 +73,7 @@ def document_attention(
     scale, window, softcap, sinks = options
     plain = sinks is None and keys is None and not softcap
     if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
-        spans = pairwise(host_boundaries(cu_seqlens))
-        lengths = [end - start for start, end in spans if end > start]
+        lengths = [length for length in np.diff(host_values(cu_seqlens)).tolist() if length]
         if not window or max(lengths) <= window:
             return sdpa_by_document(query, key, value, lengths, scale)
     index = (None, None) if keys is None else keys[:2]
@@ -104,7 +96,8 @@ def _forward_op(
     numbers: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Return output ``(T, heads, value_dim)`` and log-sum-exp ``(heads, T)`` float32."""
-    options, keys = _options(numbers), prefix_keys(cu_seqlens_k, key_index)
+    options = KernelOptions(numbers[0], int(numbers[1]), numbers[2])
+    keys = prefix_keys(cu_seqlens_k, key_index)
     num_tokens, num_heads, _ = query.shape
     # Parts of a softmax are merged in float32; without shared prefixes, each tile is all of it.
     dtype = query.dtype if keys is None else torch.float32
@@ -150,7 +143,8 @@ def _backward_op(
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and sinks (without sinks: empty)."""
-    options, keys = _options(numbers), prefix_keys(cu_seqlens_k, key_index)
+    options = KernelOptions(numbers[0], int(numbers[1]), numbers[2])
+    keys = prefix_keys(cu_seqlens_k, key_index)
     # Fresh pages cost as much as the arithmetic: fill with zeros only if tiles overlap and add up.
     overlap = bool(options.window) or needs_scores(query, options) or keys is not None
     d_query = query.new_empty(query.shape)
@@ -196,11 +190,6 @@ def _autograd_backward(ctx, grad, _grad_lse):
 _forward_op.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
-def _options(numbers: list[float]) -> KernelOptions:
-    scale, window, softcap = numbers
-    return KernelOptions(scale, int(window), softcap)
-
-
 class Tile(NamedTuple):
     """Queries ``[q0, q1)`` and keys ``[k0, k1)``; causal and windowed.
 
@@ -226,17 +215,17 @@ def cut_tiles(
             f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, the row from 0 to "
             f"{len(query)}: every token must belong to a document"
         )
-    scored = needs_scores(query, options)
+    scored, window = needs_scores(query, options), int(options.window or 0)
     for start, end in pairwise(boundaries):
-        within_window = not options.window or end - start <= options.window
+        within_window = not window or end - start <= window
         block = end - start if within_window and not scored else BLOCK
         for q0 in range(start, end, max(block, 1)):
-            reach = max(start, q0 - options.window + 1) if options.window else start
+            reach = max(start, q0 - window + 1) if window else start
             q1 = min(q0 + block, end)
             yield Tile(q0, q1, reach, q1)
     if keys is not None:
         row = (host_values(x).astype(np.int64).tobytes() for x in (cu_seqlens, *keys[:2]))
-        yield from _prefix_tiles(*row, options.window or 0, scored, BLOCK)
+        yield from _prefix_tiles(*row, window, scored, BLOCK)
 
 
 @functools.lru_cache(maxsize=4)  # all layers share the tiles of a row, forward and backward
@@ -369,8 +358,8 @@ def sdpa_by_document(
 ) -> Tensor:
     """Return causal attention within documents of these lengths, ``(T, heads, value_dim)``.
 
-    GPUs without FlashAttention-2, and float32, run PyTorch's memory-efficient kernel here. cuDNN is
-    left out, because it would build a graph for every length.
+    By PyTorch's memory-efficient kernel where FlashAttention-2 does not run; cuDNN would build a
+    graph for every length.
     """
     # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
     # materialize all scores of a document for every head (torch 2.13).

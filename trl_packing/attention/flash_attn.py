@@ -56,9 +56,7 @@ def drops_sinks(implementation: str) -> bool:
 def gather_prefix_keys(implementation: str) -> None:
     """Make transformers' attention function `implementation` gather the keys of shared prefixes.
 
-    transformers passes the boundaries of the keys to the kernel, but the row itself as the keys.
-    Calls without `key_index` stay unchanged. The backward gathers again, so that only the keys of
-    the row are kept in between.
+    transformers passes their boundaries, but the row itself as the keys.
     """
     if gathers_prefix_keys(implementation):
         return

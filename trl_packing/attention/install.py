@@ -1,13 +1,8 @@
 """Sets an attention backend on a model, and gives the model its native attention back.
 
-The isolation check runs forwards only. A kernel may lack a backward for this GPU, head size or
-option, or its backward may reach into other documents. The first call of each kind in a check
-therefore runs again, with gradients:
-
-    row            A A A A B B B          the gradient of B's output
-    query, key     0 0 0 0 x x x          must be zero outside B, and finite everywhere
-
-In a row with shared prefixes, B is the last segment, and its gradient may reach its prefix.
+The isolation check runs forwards only, and a kernel may lack a right backward. The first call of
+each kind in a check therefore runs again: the gradient of the last document's output must be
+finite, and zero in front of that document and its prefix.
 """
 
 import functools
@@ -35,10 +30,7 @@ from trl_packing.attention.model_facts import (
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
-    """Set `choice` on a transformers model, which PEFT may wrap, in place of an earlier one.
-
-    Calls that are not packed stay unchanged.
-    """
+    """Set `choice` on a transformers model, which PEFT may wrap, in place of an earlier one."""
     base = unwrap_peft(model)
     # The backbone builds the masks, and a fused LM head calls it without `base.forward`.
     backbone = getattr(base, "base_model", base)
@@ -88,10 +80,7 @@ def take_prefix_keys(model: Any, attention: str) -> str | None:
 
 @contextmanager
 def use_native_attention(model: Any) -> Iterator[None]:
-    """Run `model` inside the block with the attention that it had before a packed backend.
-
-    Some models read the name of their implementation, even in calls that are not packed.
-    """
+    """Run `model` in the block with its own attention, whose name some models read in any call."""
     installed = current_implementation(model)
     restore_implementation(model)
     set_implementation(model, native_implementation(model))
@@ -103,10 +92,7 @@ def use_native_attention(model: Any) -> Iterator[None]:
 
 @contextmanager
 def use_attention(model: Any, choice: AttentionChoice) -> Iterator[None]:
-    """Set the `attn_implementation` of `choice`, and restore the model's at the end of the block.
-
-    Outside of such a block, packed calls set it themselves. A nested block leaves it in place.
-    """
+    """Set the `attn_implementation` of `choice`; the outermost block restores the model's."""
     base = unwrap_peft(model)
     is_nested = isinstance(current_implementation(base), InstalledName)
     set_implementation(base, choice.implementation)
@@ -121,12 +107,8 @@ def use_attention(model: Any, choice: AttentionChoice) -> Iterator[None]:
 def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     """Run one small backward for each kind of packed call of a third-party kernel in the block.
 
-    Args:
-        model: the model that is called, without its wrappers.
-        training: whether the model is about to train; None reads its mode.
-
-    Yields:
-        The faults found so far. The calls themselves return as usual.
+    It yields the list of faults. `training`: whether `model`, without wrappers, is about to train;
+    None reads its mode.
     """
     name = current_implementation(model) or ""
     is_foreign = flash_attn.is_flash_attention(name) or name.startswith(varlen.NAME)

@@ -1,13 +1,9 @@
 """Registers packed kernels with transformers, for packed calls only.
 
-A kernel that keeps documents apart needs only boundaries, so a *packed call* must build no mask:
-
-    packed call      cu_seq_lens_q given, no attention_mask   -> mask None, packed kernel
-    any other call   padded batch, generate, 4-D mask, ...    -> the native mask and attention
-                                                                 function of the model
-
-The attention function and the mask function are registered under one name. Without the mask
-function, every other call would silently run without a mask (transformers 5.23).
+A *packed call* has cu_seq_lens_q and no attention_mask: no mask is built, and the packed kernel
+runs. Any other call (a padded batch, generate, a 4-D mask) gets the model's native mask and
+attention function. Both functions are registered under one name: without the mask function, every
+other call would silently run without a mask (transformers 5.23).
 """
 
 import functools
@@ -29,11 +25,9 @@ from trl_packing.attention.prefix_keys import prefix_keys
 class KernelOptions(NamedTuple):
     """Options of one call of a packed kernel.
 
-    Attributes:
-        scale: factor of the dot products of queries and keys.
-        window: number of tokens that a query sees, itself included; None or 0: all before it.
-        softcap: bound of the scaled scores, ``softcap * tanh(score / softcap)``; None or 0: none.
-        sinks: learned logits ``(heads,)`` that take part in the softmax and attend to nothing.
+    `scale` multiplies the dot products. A query sees `window` tokens, itself included; None or 0:
+    all before it. `softcap` bounds the scaled scores, ``softcap * tanh(score / softcap)``. `sinks`
+    ``(heads,)`` are learned logits that take part in the softmax and attend to nothing.
     """
 
     scale: float
@@ -51,10 +45,7 @@ _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask", "dropou
 
 
 def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
-    """Register `kernel` with transformers as `name` and as `name_over_eager`.
-
-    Calls that are not packed run SDPA under the first name, and eager attention under the second.
-    """
+    """Register `kernel` as `name`, with SDPA for other calls, and as `name_over_eager`."""
     for fallback in ("sdpa", "eager"):
         registered = implementation_name(name, fallback)
         PACKED_NAMES.add(registered)
@@ -150,8 +141,7 @@ def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[
         return ALL_ATTENTION_FUNCTIONS[fallback]
     # Eager attention is a function of the model's file, passed to the interface as its default.
     for cls in type(module).__mro__:
-        function = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
-        if function is not None:
+        if function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None):
             return function
     raise NotImplementedError(
         f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'"

@@ -1,12 +1,9 @@
 """Reads a model: the modules around it, its text config, and config fields that differ by layer.
 
-A field may differ by layer (gemma4: heads of 256 with a window, of 512 without), and transformers
-raises `AmbiguousGlobalPerLayerAttributeError`, which `getattr` with a default does not catch, if it
-is read from the whole config. Such fields are read by `layer_values`.
-
-The `attn_implementation` is switched to a packed kernel and back. The backward reads it too
-(gradient checkpointing), so packed calls set it, and the run around them restores it. Pickles and
-copies always hold the native name, because no other process knows the packed one.
+Such a field (gemma4: heads of 256 with a window, of 512 without) raises if it is read from the
+whole config, also by `getattr` with a default; `layer_values` reads it. Packed calls set the name
+of their attention, because the backward reads it too, and the run around them restores the native
+one, which pickles and copies always hold: no other process knows the packed one.
 """
 
 from collections.abc import Iterator

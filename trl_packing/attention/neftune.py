@@ -6,8 +6,6 @@ L is the length of the token's document and d the width of the embeddings. The h
 uses the length of the row as L, and the noise would depend on the other documents of the batch.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,18 +14,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from trl_packing.attention.calls import running_row
 
-_row_lengths: Tensor | None = None  # a plain global, because torch.compile follows it
-
-
-@contextmanager
-def use_row_lengths(lengths: Tensor) -> Iterator[None]:
-    """Embed padded rows of these lengths ``(rows,)`` inside the block, a document in each."""
-    global _row_lengths
-    before, _row_lengths = _row_lengths, lengths
-    try:
-        yield
-    finally:
-        _row_lengths = before
+# Of padded rows, a document in each, ``(rows,)``; a plain global, because torch.compile follows it.
+row_lengths: Tensor | None = None
 
 
 def scale_noise_by_document(model: Any) -> None:
@@ -54,8 +42,8 @@ def add_noise_by_document(module: nn.Module, args: Any, output: Tensor) -> Tenso
 
 def _lengths_of_tokens(output: Tensor) -> Tensor | None:
     """Return the length of the document of each token, ``(rows, T)`` or ``(rows, 1)``."""
-    if _row_lengths is not None and len(_row_lengths) == len(output):
-        return _row_lengths.to(output.device, non_blocking=True)[:, None]
+    if row_lengths is not None and len(row_lengths) == len(output):
+        return row_lengths.to(output.device, non_blocking=True)[:, None]
     row = running_row()
     if not row or len(output) != 1:
         return None

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trl_packing.attention import neftune
 from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import requires
-from trl_packing.attention.neftune import use_row_lengths
-from trl_packing.attention.state import all_reduce_max_if_sharded
+from trl_packing.attention.state import all_reduce_max_if_sharded, temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -41,10 +41,7 @@ _MOST_PADDING = 1 / 8
 def pad_packed_calls(
     model: nn.Module, *, thresholds: Sequence[int] = (), equal_lengths: bool = False
 ) -> None:
-    """Run packed calls of `model`, a backbone or a whole model, as padded rows.
-
-    `thresholds` and `equal_lengths` are those of `group_documents`.
-    """
+    """Run packed calls of `model`, whole or a backbone, by forwards of `group_documents`."""
     keeps_position_ids = requires(model, "position_ids")
 
     def run_padded(module: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -64,7 +61,7 @@ def pad_packed_calls(
         outputs = []
         for row in rows:
             _forget_longer_documents(module)
-            with use_row_lengths(row.is_real.sum(1)):
+            with temporarily(neftune, row_lengths=row.is_real.sum(1)):
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 
@@ -76,11 +73,8 @@ def group_documents(
 ) -> Iterator[list[int]]:
     """Yield the document indices of each padded forward, the longest document first.
 
-    Args:
-        boundaries: boundaries of the documents, ``(N + 1,)``.
-        thresholds: lengths in tokens at which a model changes for the whole batch; documents on
-            both sides of one never share a forward.
-        equal_lengths: only documents of the same length share a forward, so nothing is padded.
+    `boundaries` are ``(N + 1,)``. Documents on both sides of one of `thresholds`, in tokens, never
+    share a forward, and with `equal_lengths` only documents of one length do.
 
     Examples:
         >>> list(group_documents([0, 8, 10, 18, 25]))
@@ -124,12 +118,8 @@ def _forget_longer_documents(model: nn.Module) -> None:
 class _Rows(NamedTuple):
     """Cells ``(rows, longest)`` of a padded forward, and their tokens in the packed row.
 
-    Attributes:
-        token: token of each cell, int64; padding repeats the last of its row, which none sees.
-        is_real: False on padding, bool.
-        is_padded: whether any cell is padding.
-        on_host: `token` on the CPU.
-        real: flat indices of the cells that are not padding.
+    `token` is the token of each cell, `on_host` its copy; padding repeats the last of its row.
+    `real` are the flat indices of cells that are not padding.
     """
 
     token: Tensor

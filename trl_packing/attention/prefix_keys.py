@@ -25,10 +25,8 @@ _PART = 16_384  # keys whose gradients are summed at once
 class PrefixKeys(NamedTuple):
     """The keys that each segment of a row sees, its own tokens last.
 
-    Attributes:
-        cu_seqlens_k: boundaries of the keys of each segment in `key_index`, ``(N + 1,)`` int32.
-        key_index: positions in the row of all keys, ``(K,)`` int64.
-        max_length: most keys of a segment.
+    `key_index` ``(K,)`` int64 are the positions in the row of all keys, `cu_seqlens_k` ``(N + 1,)``
+    int32 the boundaries of each segment's, and `max_length` the most of one.
     """
 
     cu_seqlens_k: Tensor
@@ -52,11 +50,7 @@ Segment = tuple[int, int, np.ndarray]
 def segments_with_prefixes(
     boundaries: np.ndarray, boundaries_k: np.ndarray, key_index: np.ndarray
 ) -> list[Segment]:
-    """Return the segments of a row with their prefixes, from the values of its tensors.
-
-    Raises:
-        ValueError: the keys do not fit the segments.
-    """
+    """Return the segments of a row with their prefixes; ValueError for keys that do not fit."""
     sizes, ends = np.diff(boundaries), boundaries_k
     fits = len(ends) == len(boundaries) and ends[0] == 0 and ends[-1] <= len(key_index)
     keys = np.split(key_index, ends[1:])[:-1] if fits else []
@@ -75,10 +69,7 @@ def segments_with_prefixes(
 
 
 def blocks_of_nodes(segments: list[Segment]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield queries ``[q0, q1)`` and keys ``[k0, k1)`` that are in the prefix of all of them.
-
-    In a row in depth-first order, the queries behind a prefix are one block; else several.
-    """
+    """Yield queries ``[q0, q1)`` and keys ``[k0, k1)`` that are in the prefix of all of them."""
     starts = np.array([q0 for q0, _, _ in segments])
     open_nodes: list[tuple[int, int]] = []  # (segment, first query behind it)
 

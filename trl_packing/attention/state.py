@@ -46,10 +46,7 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """Run probes on `model` inside the block, without randomness, and restore all state at its end.
-
-    `training` is the mode of the model inside the block; None keeps it.
-    """
+    """Run probes on `model` in this mode (None: its own), without randomness, and restore all."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
@@ -69,7 +66,7 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
             model.broadcast_buffers = False
         for holder in _state_holders(model):
             for name, value in vars(holder).items():
-                if type(value) in (int, float) and _sets_randomness(holder, name):
+                if _is_strength(holder, name, value):
                     vars(holder)[name] = type(value)(0)
         try:
             yield
@@ -85,8 +82,10 @@ def _state_holders(model: nn.Module) -> list[Any]:
     return [*modules, *(c for c in configs.values() if hasattr(c, "__dict__"))]
 
 
-def _sets_randomness(holder: Any, attribute: str) -> bool:
-    """Whether a number is a strength of randomness (dropout, jitter, NEFTune)."""
+def _is_strength(holder: Any, attribute: str, value: Any) -> bool:
+    """Whether a value is a strength of randomness above 0 (dropout, jitter, NEFTune)."""
+    if type(value) not in (int, float) or value <= 0:
+        return False
     if attribute == "p":
         return "Drop" in type(holder).__name__
     return any(word in attribute for word in ("drop", "jitter", "neftune_noise_alpha"))
@@ -94,13 +93,12 @@ def _sets_randomness(holder: Any, attribute: str) -> bool:
 
 def find_randomness(model: nn.Module) -> str | None:
     """Return a strength of randomness above 0 that training reads ("lora_dropout=0.1"), or None."""
-    named = [("", text_config(unwrap_model(model))), *model.named_modules()]
-    for path, holder in named:
+    for path, holder in [("", text_config(unwrap_model(model))), *model.named_modules()]:
         for name, value in getattr(holder, "__dict__", {}).items():
-            is_strength = type(value) in (int, float) and _sets_randomness(holder, name)
-            if is_strength and value > 0 and not name.startswith(_OF_OTHER_HEADS):
-                parts = [part for part in path.split(".") if "drop" in part]
-                return f"{parts[-1] if name == 'p' and parts else name}={value}"
+            if name.startswith(_OF_OTHER_HEADS) or not _is_strength(holder, name, value):
+                continue
+            parts = [part for part in path.split(".") if "drop" in part]
+            return f"{parts[-1] if name == 'p' and parts else name}={value}"
     return None
 
 
@@ -128,8 +126,7 @@ def restore_state(model: nn.Module) -> Iterator[None]:
 def _without_autocast(model: nn.Module) -> Iterator[None]:
     """Run a float32 model in float32, where a leak is far above the noise.
 
-    accelerate wraps `forward` in autocast, so a hook on every module disables it inside. Models on
-    FlashAttention keep autocast, because it needs half precision.
+    accelerate wraps `forward` in autocast, so a hook on every module disables it inside.
     """
     config = getattr(unwrap_model(model), "config", None)
     implementation = getattr(config, "_attn_implementation", None) or ""
@@ -151,8 +148,7 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
 def announce_head(model: Any) -> None:
     """Register with ZeRO-3 that the forward of `model` reads the parameters of its head.
 
-    Call this before the first forward: after a native one, which gathers them, ZeRO-3 does not see
-    it by itself, and the backward fails on an empty weight (DeepSpeed 0.19).
+    After a native forward, which gathers them, the backward fails on an empty weight (0.19).
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for parameter in (getattr(head, "weight", None), getattr(head, "bias", None)):
@@ -226,10 +222,7 @@ def all_reduce_max(
 ) -> int:
     """Return the largest of the values that the ranks pass.
 
-    Args:
-        value: that of this rank.
-        device: the device to reduce on; None reduces on the CPU and waits for no device.
-        patience: seconds to wait for the other ranks, then RuntimeError; None: those of the group.
+    It is reduced on `device`; None waits for no device. After `patience` seconds, RuntimeError.
     """
     if _is_alone():
         return value

@@ -36,8 +36,7 @@ def varlen_attention(
 ) -> Tensor:
     """Return causal attention within each document, ``(T, heads, head_dim)``.
 
-    Arguments as of `document_sdpa.document_attention`, but `max_length`: tokens of the longest
-    document; None computes it, which waits for the device. NotImplementedError for a soft-cap.
+    Arguments as of `document_attention`; without `max_length`, it waits for the device.
     """
     scale, window, softcap, sinks = options
     if softcap:
@@ -73,11 +72,7 @@ def _options(scale: float, window: int | None) -> dict[str, Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with learned sinks or shared prefixes, on a kernel without them.
-
-    Sinks follow from the log-sum-exp. Keys are gathered in the forward and again in the backward,
-    so that only those of the row are kept in between.
-    """
+    """Attention with learned sinks or shared prefixes, whose keys are gathered in both passes."""
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, key_index, spans, scale, window):

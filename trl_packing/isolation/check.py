@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_packing.attention.install import try_backward, use_native_attention
-from trl_packing.attention.model_facts import requires, unwrap_model
+from trl_packing.attention.model_facts import current_implementation, requires, unwrap_model
 from trl_packing.attention.state import preserve_state, restore_state
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
@@ -115,10 +115,10 @@ class Refusal(ValueError):
 CheckResult = IsolationReport | Refusal
 
 
-def attempt(check: Callable[[], IsolationReport]) -> CheckResult:
+def attempt(check: Callable[..., IsolationReport], *arguments: Any, **options: Any) -> CheckResult:
     """Return the result of a check; running out of memory says nothing about leaks, and raises."""
     try:
-        return check()
+        return check(*arguments, **options)
     except torch.OutOfMemoryError:
         raise
     except Refusal as error:
@@ -174,19 +174,13 @@ def check_isolation(
     Raises:
         Exception: any error that the model raises against a packed batch.
     """
-    made, collator = (
-        probes(unwrap_model(model), documents, max_length),
-        collator or PackedCollator(),
-    )
+    collator = collator or PackedCollator()
+    made = probes(unwrap_model(model), documents, max_length)
     return check_probes(model, made, collator, training, attention, fused_head, gradients)
 
 
 def check_prefixes(
-    model: nn.Module,
-    documents: Sequence[np.ndarray] = (),
-    *,
-    collator: PackedCollator,
-    **options: Any,
+    model: nn.Module, documents: Sequence[np.ndarray], collator: PackedCollator, **options: Any
 ) -> IsolationReport:
     """Return whether documents with a shared prefix affect each other; see `check_isolation`."""
     made = prefix_probes(unwrap_model(model), documents)
@@ -203,12 +197,9 @@ def check_probes(
     fused_head: bool = False,
     gradients: bool = False,
 ) -> IsolationReport:
-    """Return the worst report on some probes. The arguments are those of `check_isolation`.
-
-    A kernel of another library that will train also runs one small backward.
-    """
+    """Return the worst report on some probes; arguments as of `check_isolation`."""
     inner = unwrap_model(model)
-    implementation = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    attention = attention or current_implementation(inner) or "its native attention"
     with try_backward(inner, training=training) as faults, preserve_state(model, training):
         reports = []
         for probe in made:
@@ -217,7 +208,7 @@ def check_probes(
                 *_verdict(*measured, torch.finfo(next(inner.parameters()).dtype).eps),
                 probe=probe.name,
                 model=type(inner).__name__,
-                attention=attention or implementation or "its native attention",
+                attention=attention,
                 mode="training" if model.training else "evaluation",
             )
             reports.append((report, probe))
@@ -237,8 +228,7 @@ def check_probes(
 def check_fused_head(model: nn.Module) -> bool:
     """Return whether TRL's fused LM head gives the log-probabilities of the model's logits.
 
-    It multiplies hidden states by the output embeddings. A model whose head does more than that
-    (BERT's transform, RecurrentGemma's soft-cap) would train on another loss, unpacked too.
+    A head that does more than a matrix product would train on another loss, unpacked too.
     """
     inner = unwrap_model(model)
     ids = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
@@ -261,18 +251,14 @@ def check_fused_head(model: nn.Module) -> bool:
         except Exception:  # no backbone (llama4), no number of experts (dbrx), ...
             return False
     resolution = torch.finfo(next(inner.parameters()).dtype).eps * float(expected.abs().max())
-    return _furthest([fused], expected) <= NOISE_FACTOR * max(
-        _furthest([moved], expected), resolution
-    )
+    noise = max(_furthest([moved], expected), resolution)
+    return _furthest([fused], expected) <= NOISE_FACTOR * noise
 
 
 def _measure(
     model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the results of a probe for B alone, packed and contaminated: ``(positions, values)``.
-
-    They are float32 logits, or log-probabilities and entropies by TRL's fused LM head.
-    """
+    """Return logits, or scores of the fused head, of B alone, packed and contaminated."""
     ids, name = np.asarray(probe.document["input_ids"], np.int64), type(inner).__name__
     # The last position of B predicts nothing.
     kept = probe.at < len(ids) - int(fused_head)
@@ -353,10 +339,7 @@ def _furthest(results: Iterable[Tensor], alone: Tensor) -> float:
 
 @contextmanager
 def round_differently(model: nn.Module) -> Iterator[None]:
-    """Move the outputs of modules without children up or down by a possible rounding error.
-
-    Such errors grow with depth, and one that changes an expert's routing is as large as a leak.
-    """
+    """Move the outputs of modules without children up or down by a possible rounding error."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def move(module: nn.Module, _inputs: Any, output: Any) -> Any:
@@ -423,11 +406,7 @@ def _fused_scores(model: nn.Module, batch: dict[str, Any], labels: Tensor) -> Te
 
 
 def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
-    """Return log-probability and entropy at each position, ``(N, 2)``.
-
-    `rounded` moves them as if their sums over the vocabulary had run in another order. In a shallow
-    model with a large vocabulary, no other rounding is as large.
-    """
+    """Return log-probability and entropy ``(N, 2)``, `rounded` as if summed in another order."""
     log_probs, entropy, _ = score_targets(logits, torch.from_numpy(targets).to(logits.device))
     scores = torch.stack([log_probs, entropy], -1)
     if not rounded:
@@ -438,10 +417,7 @@ def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
 
 
 def _logits_at(model: nn.Module, inner: Any, batch: dict[str, Any], rows: np.ndarray) -> Tensor:
-    """Return the first row's logits at `rows`, ``(len(rows), vocabulary)`` float32.
-
-    `rows` are counted from the end, below zero; the LM head of `inner` scores no other positions.
-    """
+    """Return the first row's logits at `rows`, from the end, ``(len(rows), vocabulary)``."""
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     kept = False
 
@@ -460,10 +436,7 @@ def _logits_at(model: nn.Module, inner: Any, batch: dict[str, Any], rows: np.nda
 
 
 def _logits_of(output: Any) -> Tensor:
-    if torch.is_tensor(output):
-        return output
-    logits: Tensor | None = getattr(output, "logits", None)
-    return output[0] if logits is None else logits
+    return output if torch.is_tensor(output) else getattr(output, "logits", output[0])
 
 
 def _gradient_difference(
@@ -478,24 +451,19 @@ def _gradient_difference(
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
-    sizes, errors = [0.0], [0.0]
-    for name, parameter in inner.named_parameters():
-        zero = parameter.new_zeros(())
-        gradient = expected.get(name, zero)
-        sizes.append(float(gradient.abs().max()))
-        errors.append(_furthest([found.get(name, zero)], gradient))
+    errors = [_furthest([pair[0]], pair[1]) for pair in zip(found, expected, strict=True)]
+    largest = max((float(gradient.abs().max()) for gradient in expected), default=0.0)
     # np.max, unlike max, keeps a difference that is no number.
-    return float(np.max(errors)) / (max(sizes) or 1.0)
+    return float(np.max([0.0, *errors])) / (largest or 1.0)
 
 
 @torch.enable_grad()
 def _loss_gradients(
     model: nn.Module, inner: nn.Module, batch: dict[str, Any], labels: Tensor
-) -> dict[str, Tensor]:
-    """Return the gradients of the loss by parameter; those that it does not reach are left out."""
-    trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+) -> Sequence[Tensor]:
+    """Return the gradients of the loss; those of parameters that it does not reach are zero."""
+    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     with restore_state(inner):
         loss = next_token_loss(_logits_of(model(**batch)), labels)
         # Inside the block, whose end writes buffers that the backward may read.
-        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
-    return {name: g for name, g in zip(trained, found, strict=True) if g is not None}
+        return torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)

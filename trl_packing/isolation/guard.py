@@ -1,21 +1,16 @@
 """Checks isolation on the documents of a run before anything is trained on them.
 
-    ensure    an earlier check covers these documents     return
-              the backend in use passes the check         record it, return
-              it fails                                    check its fallbacks, from fast to slow
-              no backend is exact                         refuse, warn, or pad rows
-
-All backends train the same documents in each step to the same loss. A check is recorded after its
-verdict, so a model that was refused is refused again, and running out of memory is no verdict.
+The backend in use is checked, then its fallbacks, from fast to slow; if none is exact, the run is
+refused, warned of, or padded. All backends train the same documents in each step to the same loss.
+A check is recorded after its verdict, so a model that was refused is refused again.
 """
 
 import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,11 +48,8 @@ _OF_STREAM = 16  # rows of a stream that are read
 REACH = 1024  # tokens of the longest probe of a plain trainer, if no documents are given
 
 
-class Precision(NamedTuple):
-    """Kind of device ("cpu", "cuda") and dtype of a forward pass; None: that of the model."""
-
-    device: str
-    dtype: torch.dtype | None
+# Kind of device ("cpu", "cuda") and dtype of a forward pass; None: that of the model.
+Precision = tuple[str, torch.dtype | None]
 
 
 class NotIsolated(RuntimeError):
@@ -84,8 +76,8 @@ class IsolationGuard:
         packing_requested: bool = True,
         is_ours: bool = True,
     ):
-        self.model = model
-        self.limits = limits_of(self.base_model)
+        self.model, self.limits = model, limits_of(unwrap_peft(model))
+        self.checks = isolation_check != "off"
         # Checks that allowed the run with the backend in use: precision, whether in training, and
         # tokens of the shortest and the longest document, which were checked together.
         self.passed: list[tuple[Precision, bool, int, int]] = []
@@ -118,20 +110,14 @@ class IsolationGuard:
         return Checked(result.verdict, reason, result)
 
     @property
-    def checks(self) -> bool:
-        """Whether documents are checked at all."""
-        return self._isolation_check != "off"
-
-    @property
     def base_model(self) -> Any:
         """The transformers model inside PEFT's."""
         return unwrap_peft(self.model)
 
     def select_backend(self, precision: Precision) -> None:
         """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
-        best = resolve_attention(
-            self.base_model, self._requested, device=precision.device, dtype=precision.dtype
-        )
+        device, dtype = precision
+        best = resolve_attention(self.base_model, self._requested, device=device, dtype=dtype)
         self._use(install_first(self.model, [best, *best.slower]), precision)
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
@@ -206,6 +192,7 @@ class IsolationGuard:
         """
         precision = precision or self._precision
         assert precision is not None, "no backend was selected"
+        wrapped = self.model if wrapped is None else wrapped
         if collator != self._collator:  # a user may set another one between two runs
             self.forget_checks()
             self._collator = copy.copy(collator)
@@ -217,21 +204,19 @@ class IsolationGuard:
             return
         if self._is_ours:
             all_reduce_max(0)  # ranks begin together: one that raises does not wait long for others
-        choices, made_by = self._choices, collator or PackedCollator()
-        options = {"training": training, "fused_head": self._is_ours, "collator": made_by}
+        options: dict[str, Any] = {"training": training, "fused_head": self._is_ours}
+        options["collator"] = collator or PackedCollator()
         try:
-            choice, result = self._first_exact(choices, documents, wrapped, options)
-            choice = choice if result else self._accept(choice, result)
+            left, result = self._first_exact(self._choices, documents, wrapped, options)
+            left = left if result else self._accept(left, result)
         except BaseException:  # not exact, out of memory, interrupted
-            install_first(self.model, choices)
+            install_first(self.model, self._choices)
             raise
         if result:
             self._logger.info(str(result))
-        if choice.backend != choices[0].backend:
-            self._logger.warning(f"{type(self.base_model).__name__} runs by {choice}")
-        names = [known.backend for known in choices]
-        slower = choices[names.index(choice.backend) + 1 :] if choice.backend in names else []
-        self._use([choice, *slower], precision)
+        if left[0].backend != self.attention.backend:
+            self._logger.warning(f"{type(self.base_model).__name__} runs by {left[0]}")
+        self._use(left, precision)
         self.trust(documents, training=training, precision=precision)
         self._results[training] = result
 
@@ -267,10 +252,10 @@ class IsolationGuard:
         self,
         choices: Sequence[AttentionChoice],
         documents: Sequence[np.ndarray],
-        wrapped: nn.Module | None,
+        wrapped: nn.Module,
         options: dict[str, Any],
-    ) -> tuple[AttentionChoice, CheckResult]:
-        """Install the first of `choices` that is exact; return it and its result.
+    ) -> tuple[list[AttentionChoice], CheckResult]:
+        """Install the first of `choices` that is exact; return it, those after it, and its result.
 
         If none is, the first that can be installed is, with the first failure.
         """
@@ -279,38 +264,36 @@ class IsolationGuard:
         def check(choice: AttentionChoice) -> IsolationReport:
             install_attention(self.model, choice)
             made = self.probes(documents, thorough=bool(failed))
-            model = self.model if wrapped is None else wrapped
-            return check_probes(model, made, attention=str(choice), **options)
+            return check_probes(wrapped, made, attention=str(choice), **options)
 
         for choice in choices:
-            result = attempt(partial(check, choice))
+            result = attempt(check, choice)
             if self._is_ours:
                 result = worst_of_ranks(result)
             if result or result.verdict == NOT_FINITE:  # without packing, and by any backend
                 break
             failed.append(result)
+        left = list(choices[len(failed) :])
         reasons = [f"{c.backend} {_in_short(f)}" for c, f in zip(choices, failed, strict=False)]
         if not result:
-            choice, *_ = install_first(self.model, choices)
+            left = install_first(self.model, choices)
             result = failed[0] if failed else result
         # The failure of a single backend is what the refusal says itself.
-        tells = len(failed) > 1 or bool(result and failed)
-        return replace(choice, reason="; ".join(reasons)) if tells else choice, result
+        if len(failed) > 1 or (result and failed):
+            left[0] = replace(left[0], reason="; ".join(reasons))
+        return left, result
 
-    def _accept(self, choice: AttentionChoice, result: CheckResult) -> AttentionChoice:
-        """Return the backend to run although none is exact, or raise NotIsolated.
-
-        The reason of `choice` lists the failures of all backends, unless the user has named it.
-        """
+    def _accept(self, left: list[AttentionChoice], result: CheckResult) -> list[AttentionChoice]:
+        """Return the backends to run, the first installed, although none is exact, or raise."""
         named, name = self._requested != "auto", type(self.base_model).__name__
         fails = result.verdict in ("leaks", "refused")
         if fails and not self._packing_requested and not named:
             self._logger.warning(f"{result}: {_PADDED}")
             reason = "nothing is exact on this model"
-            padded = AttentionChoice("padded", None, reason, choice.native)
+            padded = AttentionChoice("padded", None, reason, left[0].native)
             install_attention(self.model, padded)
-            return padded
-        remedy = f"no other backend is exact ({choice.reason})"
+            return [padded]
+        remedy = f"no other backend is exact ({left[0].reason})"
         if named:
             remedy = f"set attention='auto' in place of {self._requested!r}"
         if isinstance(result, Refusal):
@@ -321,7 +304,7 @@ class IsolationGuard:
         if fails and self._isolation_check == "error":
             raise NotIsolated(f"{result}; {remedy}; isolation_check='warn' trains all the same")
         self._logger.warning(f"{result}; {_GOES_ON}")
-        return choice
+        return left
 
 
 def _extremes(documents: Sequence[np.ndarray]) -> tuple[int, int]:
@@ -341,9 +324,9 @@ def representative_documents(lengths: np.ndarray) -> list[int]:
 
 
 def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[AttentionChoice]:
-    """Install the first of `choices` that can be installed; return it and those after it.
+    """Install the first of `choices` that can be; return it and those after it.
 
-    A package that was built for another torch fails only when it is imported, which is here.
+    A package that was built for another torch fails when it is imported, which is here.
     """
     first, *others = choices
     try:
@@ -351,10 +334,9 @@ def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[
     except Exception as error:
         if not others:
             raise
-        failed = f"{first.backend} refused ({type(error).__name__}: {error})"
-        logger.warning(f"{failed}: trying {others[0].backend}")
+        logger.warning(f"{first.backend} refused ({type(error).__name__}: {error})")
         return install_first(model, others)
-    return list(choices)
+    return [first, *others]
 
 
 def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> CheckResult:
@@ -387,11 +369,8 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
     try:
         worst = all_reduce_max(_FROM_BEST.index(result.verdict), patience=patience)
     except RuntimeError as error:
-        if patience is None:
-            raise
-        raise RuntimeError(
-            f"the isolation check raised {result} on this rank, and the others do not answer"
-        ) from error
+        said = f"this rank's isolation check says {result}, and the others do not answer"
+        raise RuntimeError(said) from error
     verdict = _FROM_BEST[worst]
     if verdict == result.verdict:
         return result
@@ -407,13 +386,9 @@ _GOES_ON = "the run goes on (trl-packing verify --dtype float32 sees more)"
 
 @dataclass(frozen=True)
 class Checked:
-    """The check of a run on its model, or the reason why there was none.
+    """The check of a run on its model: `verdict` "refused" with its `error`, or with `evidence`.
 
-    Attributes:
-        verdict: of an `IsolationReport`, "refused" where the model raised `error`, "not checked".
-        reason: why nothing was checked, or why the run goes on although documents may leak.
-        evidence: the numbers behind the verdict; None where nothing was measured.
-        error: of a model that refuses packed rows.
+    `reason`: why nothing was checked, or why the run goes on although documents may leak.
     """
 
     verdict: str = "not checked"

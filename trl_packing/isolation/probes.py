@@ -113,10 +113,7 @@ def _alike(draw: Draw, length: int, room: int) -> list[Probe]:
 
 
 def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
-    """Return a probe of the document `ids` behind those `before` it in each row.
-
-    A contaminated row has at most `room` tokens, within the positions that the model has learned.
-    """
+    """Return a probe of the document `ids` behind others; contaminated rows fit into `room`."""
     document, at = {"input_ids": ids}, _at_both_ends(np.arange(len(ids)))
     packed = [
         Row([*({"input_ids": x} for x in others), document], sum(map(len, others)) + at)
@@ -172,10 +169,7 @@ def _sharing(
 
 
 def longest_alone(model: Any) -> int:
-    """Return the tokens of the longest document that the model's native attention runs alone.
-
-    Eager attention holds scores T × T of every head: gpt-oss would need 79 GiB for 16K tokens.
-    """
+    """Return the tokens of the longest document that eager attention runs alone in some GiB."""
     if native_implementation(model) != "eager":
         return sys.maxsize
     parameter, bound = next(model.parameters()), _EAGER_BYTES

@@ -297,4 +297,4 @@ def _precision(model: nn.Module) -> Precision:
     parameter = next(model.parameters())
     device = parameter.device.type
     is_cast = torch.is_autocast_enabled(device)
-    return Precision(device, torch.get_autocast_dtype(device) if is_cast else parameter.dtype)
+    return device, torch.get_autocast_dtype(device) if is_cast else parameter.dtype

@@ -5,7 +5,6 @@ Text alone is checked; a run checks images of its own data.
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ def verify_prefixes(
         return Refusal(reason)
     longest = random_tokens(model, np.random.default_rng(1))(max_length)
     options: Any = {"attention": attention, "gradients": gradients, "training": True}
-    return attempt(partial(check_prefixes, model, [longest], collator=PackedCollator(), **options))
+    return attempt(check_prefixes, model, [longest], PackedCollator(), **options)
 
 
 def as_json(backend: str, result: CheckResult) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
 from trl_packing.attention.state import temporarily
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
-from trl_packing.isolation.guard import IsolationGuard, Precision
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
@@ -59,7 +59,7 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
         ValueError: the requested backend is unknown, or cannot be exact on this model.
     """
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    guard.select_backend(Precision(args.device.type, dtype))
+    guard.select_backend((args.device.type, dtype))
     add_trained_positions_head(guard.base_model)
     restore_implementation(guard.base_model)
 

@@ -109,7 +109,7 @@ class PrefixSharing:
             "attention": str(self.guard.attention),
             "fused_head": True,
         }
-        result = worst_of_ranks(attempt(lambda: check_prefixes(model, documents, **options)))
+        result = worst_of_ranks(attempt(check_prefixes, model, documents, **options))
         return None if result else str(result)
 
 

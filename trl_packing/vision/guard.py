@@ -68,7 +68,7 @@ class ImageGuard(IsolationGuard):
 
     def _first_exact(
         self, choices: Sequence[AttentionChoice], *others: Any
-    ) -> tuple[AttentionChoice, CheckResult]:
+    ) -> tuple[list[AttentionChoice], CheckResult]:
         if self._with_images:
             # Padded rows hold the tokens of a document in another order than its images.
             choices = [c for c in choices if c.backend not in PADDED] or choices

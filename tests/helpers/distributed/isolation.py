@@ -15,7 +15,7 @@ import trl_packing.isolation.guard
 from helpers.leaks import with_fused_head
 from trl_packing import check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.isolation.guard import IsolationGuard, Precision
+from trl_packing.isolation.guard import IsolationGuard
 
 
 def sharded(model):
@@ -51,7 +51,7 @@ def raises_on_rank_1(wrap) -> str:
 
     model.get_input_embeddings().register_forward_pre_hook(fail)
     guard = IsolationGuard(model, attention="auto", isolation_check="error")
-    guard.select_backend(Precision("cpu", None))
+    guard.select_backend(("cpu", None))
     try:
         guard.ensure([], training=True, wrapped=wrapped)
     except RuntimeError as error:
