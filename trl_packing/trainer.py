@@ -43,6 +43,7 @@ from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
 from trl_packing.loss.step_loss import StepLoss, without_weights
+from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (
     check_arguments,
@@ -444,7 +445,8 @@ class PackedSFTTrainer(SFTTrainer):
         """Report the mean over all trained tokens, not the mean of micro-batch means."""
         sources = self._loaders.sources.get(dataloader)
         with self._attention_in_use(), use_current_row(None):
-            with self._step_loss.evaluating(sources) as sums:
+            sums = LossSums(len(sources.names) if sources else 0)
+            with temporarily(self._step_loss, evaluated=sums):
                 output = super().evaluation_loop(AnnouncedBatches(dataloader), *args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", "eval")
             self._step_loss.write_metrics(sums, sources, output.metrics, prefix)

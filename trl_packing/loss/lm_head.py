@@ -1,17 +1,10 @@
 """Log-probabilities of the trained positions only, without the ``(T, vocabulary)`` logits.
 
-Without Triton, TRL's fused head scores every position, which takes most of a step on a CPU. With
-Triton it scores trained positions only, but reads their indices from the device, so the host waits.
-Here they come from the host copy of the labels, and are scored by `TrainedLogProbs`, or by TRL's
-kernels on Triton devices.
+Without Triton, TRL's fused head scores every position; with Triton it reads the trained ones from
+the device, so the host waits. Here they come from the host copy of the labels, and are scored by
+`TrainedLogProbs`, or by TRL's kernels on Triton devices.
 
-`TrainedLogProbs` computes the gradient of a sum of log-probabilities in the forward, while the
-logits of a chunk exist, and the backward scales it by the incoming gradient. For the weight this is
-exact only where positions get the same gradient: those of others (DFT, weights) are computed again,
-and on accelerators, where the comparison would wait for the device, all of them.
-
-Shape letters: B rows, T tokens, P trained positions, H hidden size, V vocabulary, C positions of a
-chunk.
+B rows, T tokens, P trained positions, H hidden size, V vocabulary, C positions of a chunk.
 """
 
 import functools
@@ -197,6 +190,10 @@ def _aux_loss(backbone: Any, config: Any, attention_mask: Tensor | None) -> Tens
 
 class TrainedLogProbs(torch.autograd.Function):
     """Log-probability (float32), entropy and whether the target has the highest logit, ``(P,)``.
+
+    The forward computes gradients of a sum while the logits of a chunk exist, and the backward
+    scales them. For the weight this is exact only where positions get the same gradient: those of
+    others (DFT, weights) are computed again, on accelerators, where comparing would wait, all.
 
     Only the log-probability is differentiable. Arguments: hidden states of the positions
     ``(P, H)``; weight ``(V, H)`` and bias ``(V,)`` or None of the head; target ids ``(P,)`` int64;

@@ -2,13 +2,12 @@
 
 measure       before the first micro-batch: Σ w and the number of tokens of the whole step
 compute       one micro-batch: its share of the loss, and of the balance of experts
-evaluating    a whole evaluation set: the same mean, from `LossSums`
+write_metrics a whole evaluation set: the same mean, from `LossSums`
 """
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import SFTTrainer
 
-from trl_packing.attention.state import temporarily
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
@@ -57,7 +55,7 @@ class StepLoss:
         self._num_tokens: Tensor | None = None  # of the step, padding included, float32
         self.hidden_num_items: Any = None  # from a user's `compute_loss`, as in TRL
         self._was_computed = False  # the loss of the micro-batch that is trained
-        self._evaluated: LossSums | None = None
+        self.evaluated: LossSums | None = None  # of the set that is evaluated
 
     def measure(
         self, batches: Sequence[Mapping[str, Any]], num_items: Any, device: Any, *, weighted: bool
@@ -162,7 +160,7 @@ class StepLoss:
             if num_items is not None and self._num_tokens is not None:
                 share = labels.numel() / self._num_tokens.to(scored.aux_loss.device) * ranks
             loss = loss + trainer.router_aux_loss_coef * share * scored.aux_loss
-        sums = self.trained if self._evaluated is None and training else self._evaluated
+        sums = self.trained if self.evaluated is None and training else self.evaluated
         if sums is not None:
             sums.add(batch, losses, scored)
         loss = loss * undo if undo > 1 else loss
@@ -200,13 +198,6 @@ class StepLoss:
         if state.end_of_dataloader and state.remainder > 0:
             kept = state.remainder - self.trainer.args.process_index * len(labels)
             labels[max(kept, 0) :] = IGNORE_INDEX
-
-    @contextmanager
-    def evaluating(self, sources: Sources | None = None) -> Iterator[LossSums]:
-        """Add all losses that are computed inside the block to the sums that it yields."""
-        sums = LossSums(len(sources.names) if sources else 0)
-        with temporarily(self, _evaluated=sums):
-            yield sums
 
     def write_metrics(
         self, evaluated: LossSums, sources: Sources | None, metrics: dict[str, float], prefix: str

@@ -1,16 +1,11 @@
 """Weights of targets, their sums by source over many micro-batches, and the means of these sums.
 
-    labels        -100   12   13 -100   22     trained tokens
-    loss_weights     0  1.0  0.5    0  2.0     weight of each; 1 without the column
-    source_ids       1    1    1    0    0     names code, web of a column, in order
-
     loss of a step        Σ w · loss / Σ w, and so is eval_loss
     entropy               Σ entropy / trained tokens
     mean_token_accuracy   hits / trained tokens
 
-The loss of a step is divided by N, the number of its trained tokens, and each weight is multiplied
-by N / Σ w: weights of 1 then change no bit. `aux_loss`, the balance of experts, is weighted by
-tokens.
+A step is divided by N, its trained tokens, and each weight is multiplied by N / Σ w: weights of 1
+then change no bit. `aux_loss`, the balance of experts, is weighted by tokens.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence

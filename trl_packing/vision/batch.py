@@ -1,16 +1,10 @@
 """The tensors of images in a packed row: pixels in the order of the documents, and positions.
 
-    documents          [t t i i i i t]    [t t t]    [t i i t]
-    pixel_values        image                         image        in this order
-    image_grid_thw      (1, 4, 4)                     (1, 2, 4)    or a model's other inputs
-    position_ids       0 1 2 3 4 5 6      0 1 2      0 1 2 3       (4, 1, T): in the document,
-                       0 1 2 2 2 2 4      0 1 2      0 1 1 3       in time,
-                       0 1 2 2 3 3 4      0 1 2      0 1 1 3       height
-                       0 1 2 3 2 3 4      0 1 2      0 1 2 3       and width
-
-The model's `get_rope_index` makes positions for each document alone; on the whole row, they would
-run on from one document to the next. Where ranks wait for each other in the tower, a row without
-images gets a blank one, as a masked document behind the others, whose gradients are zeros.
+tokens of a document    [t t i i i i t]     image_grid_thw (1, 4, 4), or other inputs
+position_ids             0 1 2 3 4 5 6      (4, 1, T): in the document,
+                         0 1 2 2 2 2 4      in time,
+                         0 1 2 2 3 3 4      height
+                         0 1 2 3 2 3 4      and width
 """
 
 import copy
@@ -40,6 +34,9 @@ _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 class ImageBatches:
     """Makes the tensors of images for packed rows of one model.
+
+    Positions are those of each document alone; on the whole row, they would run on. Where ranks
+    wait for each other in the tower, a row without images gets a blank one, whose gradients are 0.
 
     Args:
         store: the image files of the run.
@@ -124,9 +121,10 @@ class ImageBatches:
             )
         except Exception as error:  # processors raise all kinds of errors
             names = [self._name(d) for d, found in zip(documents, images, strict=True) if found]
-            raise ImageError(
+            said = (
                 f"the processor refuses images of {', '.join(names)}: {error}; convert or remove it"
-            ) from error
+            )
+            raise ImageError(said) from error
         feature, made = feature_id(self.processor), iter(output.pop("input_ids"))
         for document, of_document in zip(documents, images, strict=True):
             needed = sum(int((np.asarray(next(made)) == feature).sum()) for _ in of_document)

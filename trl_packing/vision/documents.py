@@ -1,12 +1,11 @@
 """Rows with images → documents: token ids, labels, and the image to which each token belongs.
 
-    text         <|im_start|>user\\n<image>What? …     placeholders of a chat template
     tokens       <|im_start|> user \\n <pad> What ? …  every run of feature tokens as one token
     input_ids    11  12  13  99 99 99 99  14 15 …      runs in full length
     image_ids     0   0   0   1  1  1  1   0  0 …      number of the image in the row
 
-Tokens and labels are those of TRL's collator for images, unless `train_on` chooses other labels. It
-processes a few rows of each data set with their pixels, and a difference is an error.
+Tokens and labels are those of TRL's collator, unless `train_on` chooses others: it processes a few
+rows of each data set with their pixels, and a difference is an error.
 """
 
 import re

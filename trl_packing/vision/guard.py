@@ -1,11 +1,8 @@
 """The isolation guard of a run with images: it also probes with the run's own images.
 
-    text probes     as in any run; image tokens are replaced by ordinary ones
-    image probes    documents with one image, with several and with none: [A, B] also with other
-                    images in A, and with B first
-
-A backend must pass both. One that computes another attention between the tokens of one image than
-the model does (Gemma 3: both ways) differs from the document alone, and fails too.
+Documents with one image, with several and with none stand behind others, with other images before
+them, and first. A backend that computes another attention between the tokens of one image than the
+model does (Gemma 3: both ways) differs from the document alone, and fails too.
 """
 
 from collections.abc import Sequence

@@ -3,9 +3,7 @@
     rows of data sets    train 0 1 2   eval 0 1
     numbers in the run         0 1 2        3 4      the column `image_row` of prepared documents
 
-Prepared documents hold numbers, and the files stay where they are: bytes in the Arrow file of the
-user's data set, or paths. A worker maps the file again; nothing is copied. `datasets.Image` reads
-the columns and decodes the files.
+Files stay where they are: bytes in the user's data set, or paths. A worker maps the data again.
 """
 
 import struct

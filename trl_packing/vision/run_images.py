@@ -1,10 +1,8 @@
 """The images of one run: its image files, its documents, and what their images cost.
 
-Whether its rows are packed is decided when the trainer is built (support.py).
-
-    rows of the user       row 0: images of 8 and 24 patches      row 1: none
-    documents, image_ids   [0 1 1 0 2 2 2 0]                      [0 0 0]
-    patches                32                                     0
+rows of the user       row 0: images of 8 and 24 patches      row 1: none
+documents, image_ids   [0 1 1 0 2 2 2 0]                      [0 0 0]
+patches                32                                     0
 """
 
 import copy

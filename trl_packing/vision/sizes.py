@@ -77,16 +77,12 @@ def placeholders_of(
 def _arithmetic(processor: Any, patch_size: int) -> Callable[[Sequence[Size]], list[Placeholder]]:
     """Return what makes placeholders: arithmetic if it agrees with the pixels of all trials."""
     measured = partial(_measured, processor, patch_size)
-    if hasattr(processor, "_get_num_multimodal_tokens"):
-        try:
-            trials = measured(_TRIALS)
-            [first] = _calculated(processor, 1, _TRIALS[:1])
-            calculated = partial(_calculated, processor, trials[0].patches // first.patches)
-            if calculated(_TRIALS) == trials:
-                return calculated
-        except Exception:  # arithmetic of some processors needs more than sizes
-            pass
-    return measured
+    try:
+        trials, [first] = measured(_TRIALS), _calculated(processor, 1, _TRIALS[:1])
+        calculated = partial(_calculated, processor, trials[0].patches // first.patches)
+        return calculated if calculated(_TRIALS) == trials else measured
+    except Exception:  # some processors have no arithmetic, or one that needs more than sizes
+        return measured
 
 
 def _calculated(processor: Any, factor: int, sizes: Sequence[Size]) -> list[Placeholder]:

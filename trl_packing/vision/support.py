@@ -1,9 +1,4 @@
-"""Decides whether the rows with images of a run are packed.
-
-data set has images      model's type and settings              path
-no                                                              as without images
-yes                      in `FAMILIES`, data in memory          packed
-yes                      any other                              TRL's, unchanged, with the reason
+"""Decides whether the rows with images of a run are packed, or take TRL's path with the reason.
 
 Videos and audio are refused by name: only their placeholders would be trained.
 """
