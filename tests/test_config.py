@@ -44,7 +44,6 @@ VALUES = [  # settings, and words of the sentence
     ({"max_length": None, "packing": True}, NO_CAPACITY),
     ({"overflow": "cut"}, r"^overflow='cut' is unknown; choose one of \['truncate'"),
     ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have"),
-    ({"prefix_group_size": 4}, "has no effect without prefix_sharing; leave"),
     ({"instruction_template": "Q"}, "has no effect without response_template"),
     ({"overflow": "overlap", "packing_strategy": "wrapped"}, "exclude each other; leave one"),
     ({"static_shapes": True, "packing": False}, "exclude each other; leave one"),

@@ -1,4 +1,4 @@
-"""SECURITY.md is true: no dynamic code, no pickles, sandboxed templates, escaped text."""
+"""SECURITY.md is true: no dynamic code, no pickles, no templates in data."""
 
 import ast
 from pathlib import Path
@@ -45,22 +45,6 @@ def test_nothing_runs_code_or_unpickles():
         "AutoModel.from_pretrained('m', trust_remote_code=True)",
     ):
         assert dangers_in(danger), danger
-
-
-def test_a_chat_template_cannot_reach_python():
-    from jinja2.exceptions import SecurityError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    conversation = [[{"role": "user", "content": "hello"}]]
-    plain, _ = render_jinja_template(conversation, chat_template="{{ messages[0]['content'] }}")
-    assert plain == ["hello"]
-    for attack in (
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ messages.__init__.__globals__ }}",
-    ):
-        with pytest.raises(SecurityError):
-            render_jinja_template(conversation, chat_template=attack)
 
 
 def test_a_prompt_template_takes_columns_and_no_attributes():

@@ -36,26 +36,6 @@ trainer = PackedSFTTrainer(
 print("loss", trainer.train().training_loss, trl_packing.__file__)
 """
 
-# Fails if a recipe can be imported as a top-level module.
-NO_TOP_LEVEL_RECIPE = """
-from importlib.util import find_spec
-found = [name for name in ("evaluation", "streaming", "full", "recipe_data") if find_spec(name)]
-assert found == [], found
-"""
-# A recipe that imports another one, which imports a third; then one run as a module.
-RECIPES_AS_MODULES = f"""
-import runpy, sys
-before = list(sys.path)
-import trl_packing.recipes.padding_free
-sys.argv = ["sft_packed.py", "--help"]
-try:
-    runpy.run_module("trl_packing.recipes.sft_packed", run_name="__main__", alter_sys=True)
-except SystemExit as done:
-    assert done.code == 0, done
-assert sys.path == before, sys.path
-{NO_TOP_LEVEL_RECIPE}
-"""
-
 
 def recipes() -> set[str]:
     """Return the files of recipes/ that are committed, or can be."""
@@ -66,16 +46,6 @@ def package_files() -> set[str]:
     """Return the files of the package, those that are not Python too."""
     found = (p for p in (ROOT / "trl_packing").rglob("*") if p.is_file())
     return {p.relative_to(ROOT).as_posix() for p in found if "__pycache__" not in p.parts}
-
-
-# --- in the repository ----------------------------------------------------------------------------
-
-
-def test_recipes_as_modules_leave_the_import_path_as_it_was(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", RECIPES_AS_MODULES]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # --- built and installed --------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
                 super().__post_init__()
             except json.JSONDecodeError as error:  # transformers does not name the setting
                 raise ValueError(f"{error.doc!r} is given to a setting, and is no JSON") from error
-        check_options(self, is_final=False)
+        check_options(self)
 
 
 # Smallest values; transformers does not check its own.
@@ -182,17 +182,10 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
     ("overflow", "overlap"): _WRAPPED,
 }
-# Settings that do nothing without another one.
-_NEEDS = {"prefix_group_size": "prefix_sharing", "instruction_template": "response_template"}
-_NEEDS |= {"mixture_unit": "mixture"}
-_WITHOUT = (None, "off", "bin")
 
 
-def check_options(args: Any, *, is_final: bool = True) -> None:
-    """Raise ValueError for the first setting of `args` that is not possible, with the way out.
-
-    `is_final`: all settings are known, so that one may have no effect beside the others.
-    """
+def check_options(args: Any) -> None:
+    """Raise ValueError for the first setting of `args` that is not possible, with the way out."""
     options = PackingOptions.of(args)
     check_types(args)
     for option in fields(PackedSFTConfig):
@@ -212,10 +205,8 @@ def check_options(args: Any, *, is_final: bool = True) -> None:
         )
     _check_exclusions(args, options)
     _check_mixture(options.mixture)
-    for name, other in _NEEDS.items() if is_final else ():
-        value = getattr(options, name)
-        if value != getattr(PackingOptions, name) and getattr(options, other) in _WITHOUT:
-            raise ValueError(f"{name}={value!r} has no effect without {other}; leave {name} out")
+    if options.instruction_template is not None and options.response_template is None:
+        raise ValueError("instruction_template has no effect without response_template")
 
 
 def _check_exclusions(args: Any, options: PackingOptions) -> None:

@@ -3,7 +3,7 @@
 import logging
 import re
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,4 @@ def is_tested(name: str) -> bool:
 @cache
 def installed_version(name: str) -> str | None:
     """Return the version of an installed package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return next((each.version for each in distributions(name=name)), None)

@@ -39,8 +39,6 @@ from trl_packing.training.sampling import Sampling
 
 Line = tuple[str, str]  # label, text
 
-WARN_STEPS = 20  # an epoch: fewer learn little, whatever their size
-
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
 
@@ -189,7 +187,7 @@ class PackingReport:
                 for name, value in self.given_in_steps.items()
             )
             lines.append(("", "; ".join(in_epochs)))
-        if steps and steps < WARN_STEPS:
+        if steps and steps < 20:  # fewer learn little, whatever their size
             few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
             more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
             lines.append(("", f"{few}; {more}"))
@@ -206,7 +204,6 @@ class ImageCounts:
     share: float  # of these in all tokens
     patches: int  # positions of the vision tower
     most_patches: int  # in a micro-batch
-    limit: int | None = None  # the most patches that any bin may hold
 
     @classmethod
     def of(cls, sampler: PackedBatchSampler) -> "ImageCounts | None":
@@ -225,15 +222,13 @@ class ImageCounts:
             share=float(tokens.sum() / lengths.sum()),
             patches=int(patches.sum()),
             most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
-            limit=loads.most_patches and max(loads.most_patches, int(patches.max())),
         )
 
     def __str__(self) -> str:
-        of_bins = "" if self.limit is None else f", a bin at most {self.limit:,}"
         return (
             f"{self.images:,} in {quantity(self.documents, 'document')} · {self.tokens:,} tokens "
             f"({self.share:.0%}) · {self.patches:,} patches, up to {self.most_patches:,} a "
-            f"micro-batch{of_bins}"
+            "micro-batch"
         )
 
 
