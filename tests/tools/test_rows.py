@@ -166,11 +166,9 @@ def test_a_page_of_shared_prefixes_says_who_holds_and_who_trains_a_token():
         words = "".join(data["texts"][i] for i in row["texts"][: row["segments"][0]["stop"]])
         assert (documents[0]["prompt"] + documents[0]["completion"]).startswith(words)
     tokens = sum(len(row["ids"]) for row in data["rows"])
-    assert f"<b>{tokens:,}</b><span>computed, prefixes once" in page
     apart = page_of(shared_run("off"), max_rows=99)  # the negative control
     assert all("segments" not in row for row in data_of(apart)["rows"])
     assert tokens < sum(len(row["ids"]) for row in data_of(apart)["rows"])
-    assert "computed, prefixes once" not in apart
 
 
 # --- documents ------------------------------------------------------------------------------------
@@ -301,7 +299,7 @@ def test_rows_filters_and_tokens_are_explored(tmp_path, width, capsys):
     visible = "[...document.querySelectorAll('.strip')].filter((s) => !s.hidden).length"
     with open_page(path, width=width, dark=width == 390) as page:
         # Title and command are those of the arguments, not of this process, without secrets.
-        assert page.text("h1").startswith(f"Packed rows · {words[3]}")
+        assert page.text("h1").startswith("Packed rows · rows.jsonl")
         assert page.text("section:last-of-type pre").startswith("trl-packing inspect --model ")
         assert "hf_123" not in page.text()
         assert page.evaluate("document.querySelectorAll('#tree g').length") == len(row["segments"])

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import CHOICES, refusals, resolve_attention
+from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden
 from trl_packing.isolation.check import CheckResult, Refusal
 from trl_packing.isolation.guard import check_backend
@@ -53,7 +54,7 @@ def read_devices() -> list[Device]:
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
         return [Device(accelerator.type, accelerator.type.upper())]
     capability = torch.backends.cpu.get_cpu_capability()
-    return [Device("cpu", f"{torch.get_num_threads()} threads, {capability}")]
+    return [Device("cpu", f"{quantity(torch.get_num_threads(), 'thread')}, {capability}")]
 
 
 class Trial(NamedTuple):

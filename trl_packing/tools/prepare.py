@@ -41,15 +41,10 @@ _PACKAGES = ("trl_packing", "trl", "transformers", "tokenizers", "datasets")
 def prepare_run(
     call: TrainerCall, out: Path, *, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write the training and evaluation sets of a trainer into the folder `out`.
+    """Write the sets of a trainer into the folder `out`, which does not exist or is empty.
 
-    Args:
-        call: the arguments of the trainer.
-        out: does not exist, or is empty.
-        options: those of a recipe's command line, which the recipe compares later.
-
-    Returns:
-        The manifest, its folder, and the seconds that it took.
+    Returns the manifest, its folder, and the seconds that it took. `options` are those of a
+    recipe's command line, which the recipe compares later.
 
     Raises:
         ValueError: the data cannot be prepared, or `out` cannot be written.
@@ -97,10 +92,7 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
     if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         raise ValueError("skip_prepare_dataset=True leaves nothing to prepare; leave it out")
     if getattr(args, "assistant_only_loss", False):
-        raise ValueError(
-            "assistant_only_loss=True needs conversations when training starts, and prepared data "
-            "are tokens; set train_on='assistant', which trains the same turns"
-        )
+        raise ValueError("assistant_only_loss=True needs conversations; set train_on='assistant'")
     if not isinstance(evaluated, dict):
         evaluated = {} if evaluated is None else {"eval": evaluated}
     if "train" in evaluated:
@@ -149,9 +141,6 @@ def _write_set(name: str, rows: Dataset, run: PreviewedRun, result: Path) -> dic
     }
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
 def as_text(made: Mapping[str, Any]) -> str:
     """Return the lines to print.
 
@@ -161,17 +150,14 @@ def as_text(made: Mapping[str, Any]) -> str:
     """
     lines = []
     for name, stored in made["sets"].items():
-        share = stored["trained"] / stored["tokens"] if stored["tokens"] else 0
-        numbers = (
-            f"{quantity(stored['rows'], 'row')} → {quantity(stored['documents'], 'document')} · "
-            f"{stored['tokens']:,} tokens · {stored['trained']:,} trained ({share:.0%})"
-        )
-        lines.append((name, numbers))
+        rows, documents = quantity(stored["rows"], "row"), quantity(stored["documents"], "document")
+        tokens, trained = stored["tokens"], stored["trained"]
+        share = f"{trained:,} trained ({trained / max(tokens, 1):.0%})"
+        lines.append((name, f"{rows} → {documents} · {tokens:,} tokens · {share}"))
         if stored["counts"] is not None:
             sentences = str(PreparationCounts.from_json(stored["counts"])).splitlines()
             lines += [("", sentence) for sentence in sentences]
-    where = f"{made['folder']} · {made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
-    lines.append(("written", where))
+    size = f"{made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
     how = f"--dataset_name {made['folder']} and the same settings; others are refused"
-    lines.append(("train with", how))
+    lines += [("written", f"{made['folder']} · {size}"), ("train with", how)]
     return "\n".join(escape_hidden(f"{name:<12} {text}") for name, text in lines)

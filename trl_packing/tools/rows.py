@@ -19,7 +19,6 @@ from trl_packing.data.stop_tokens import ends_in_stop_token
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.prefix_tree import PrefixTree, tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.tools.preview.preview import collator_of
@@ -28,9 +27,8 @@ from trl_packing.training.columns import documents_of
 from trl_packing.vision.documents import ImageTokens, images_of
 
 # Properties of documents that a reader looks for.
-NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES = (
-    *("nothing trained", "no stop token", "cut", "weighted"),
-)
+PROPERTIES = ("nothing trained", "no stop token", "cut", "weighted")
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
 
 
 @dataclass(frozen=True)
@@ -119,17 +117,9 @@ def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
         # The document before goes on with another token, or ends here.
         begins = position > 0 and start == int(tree.starts[first])
         repeats = begins and position < int(tree.depths[first - 1] + own[first - 1])
-        found.append(
-            {
-                "start": start,
-                "stop": stop,
-                "position": position,
-                "parent": parent,
-                "level": 0 if parent is None else found[parent]["level"] + 1,
-                "documents": documents,
-                "repeats": repeats,
-            }
-        )
+        level = 0 if parent is None else found[parent]["level"] + 1
+        place = {"start": start, "stop": stop, "position": position, "parent": parent}
+        found.append(place | {"level": level, "documents": documents, "repeats": repeats})
         deepest.update(dict.fromkeys(documents, number))
     return found
 
@@ -173,17 +163,17 @@ class PackedEpoch:
         collator, eos = collator_of(run), run.preparation.eos
         trains = documents.num_trained() > 0
         of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
-        nothing = ~trains | (of_document == 0)
+        has_weight = of_document > 0
         weighted = (of_document != 1) | (collator.loss_weighting != "token")
         if TOKEN_WEIGHTS in documents.columns:
             weighted[documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights != 1)] = True
-            has_weight = documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights > 0)
-            nothing |= ~np.isin(np.arange(len(documents)), has_weight)
+            some = documents.rows_where(TOKEN_WEIGHTS, lambda weights: weights > 0)
+            has_weight &= np.isin(np.arange(len(documents)), some)
         no_stop = np.zeros(len(documents), bool)
         if eos.stop_ids and "labels" in documents.columns:
             no_stop = trains & ~ends_in_stop_token(documents, eos)
         cut = traced.uncut > documents.lengths()
-        has = dict(zip(PROPERTIES, (nothing, no_stop, cut, weighted), strict=True))
+        has = dict(zip(PROPERTIES, (~trains | ~has_weight, no_stop, cut, weighted), strict=True))
         return cls(run, traced, sampler, documents, collator, has)
 
     @property
@@ -200,14 +190,6 @@ class PackedEpoch:
         """Return the documents of each row of the epoch, in any order."""
         return self.sampler.plan() or self.sampler.micro_batches()
 
-    def computed_tokens(self) -> int | None:
-        """Return the tokens of all rows, prefixes once in each; None if none can be shared."""
-        if not self.collator.shares_prefixes:
-            return None
-        drawn, lengths = self.sampler.drawn(), self.documents.lengths()
-        index, offsets = PrefixIndex.of(self.documents), np.append(0, drawn.ends)
-        return int(index.computed_tokens(lengths, drawn.documents, offsets).sum())
-
     def group_of_documents(self, groups: Iterable[Any]) -> np.ndarray:
         """Return the number of the group of every document, ``(documents,)``; -1 without one."""
         numbers = np.full(len(self.documents), -1)
@@ -215,7 +197,7 @@ class PackedEpoch:
             numbers[documents] = number
         return numbers
 
-    def rows(self, micro_batches: Sequence[int]) -> Iterator[PackedRow]:
+    def rows(self, micro_batches: Iterable[int]) -> Iterator[PackedRow]:
         """Yield the rows of micro-batches of the sampler's epoch, in order."""
         of_epoch, bins = self.sampler.micro_batches(), self.group_of_documents(self.bins())
         for number in micro_batches:

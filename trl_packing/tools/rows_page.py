@@ -42,13 +42,8 @@ def rows_page(
 ) -> HtmlPage:
     """Return the HTML page, which a notebook shows as the value of a cell.
 
-    Args:
-        epoch: the rows of a run, in its first epoch.
-        title: of the page.
-        note: shown beside the title.
-        command: the command line that made it.
-        max_rows: from the start of the epoch.
-        max_tokens: of all rows.
+    `note` stands beside the title. The page shows at most `max_rows` rows from the start of the
+    epoch, with at most `max_tokens` tokens, made by `command`.
     """
     texts: dict[str, int] = {}
     drawn: list[dict[str, Any]] = []
@@ -84,19 +79,16 @@ def _candidates(epoch: PackedEpoch, max_rows: int) -> Iterator[tuple[PackedRow, 
     """Yield the first rows, and rows that hold documents with properties that these lack."""
     found: set[str] = set()
     of_document = epoch.group_of_documents(epoch.sampler.micro_batches())
-    for row in islice(epoch.rows(range(int(of_document.max(initial=-1)) + 1)), max_rows):
+    for row in islice(epoch.rows(range(of_document.max(initial=-1) + 1)), max_rows):
         yield row, ""
         found |= {name for document in row.documents for name in document.properties}
-    examples = {
-        int(document): name
-        for name, has in epoch.with_property.items()
-        if name not in found
-        for document in np.flatnonzero(has & (of_document >= 0))[:_EXAMPLES]
-    }
-    for row in epoch.rows(np.unique(of_document[[*examples]]).tolist() if examples else []):
-        names = {examples[d.number]: None for d in row.documents if d.number in examples}
-        for name in [*names][:1]:
-            yield row, f"shown for a document: {name}"
+    for name, has in epoch.with_property.items():
+        numbers = of_document[has & (of_document >= 0)][: _EXAMPLES * (name not in found)]
+        for row in epoch.rows(np.unique(numbers).tolist()):
+            properties = {each for document in row.documents for each in document.properties}
+            if name in properties:
+                yield row, f"shown for a document: {name}"
+                found |= properties
 
 
 def _figures(epoch: PackedEpoch) -> Iterator[tuple[str, str]]:
@@ -106,17 +98,12 @@ def _figures(epoch: PackedEpoch) -> Iterator[tuple[str, str]]:
     yield f"{documents.num_documents:,}", "documents"
     yield f"{tokens:,}", "tokens"
     yield f"{trained / tokens:.0%}" if tokens else "–", "of them trained"
-    if (computed := epoch.computed_tokens()) is not None:
-        yield f"{computed:,}", "computed, prefixes once"
     yield f"{len(epoch.bins()):,}", "bins" if epoch.capacity else "micro-batches"
     if loads is not None:
         yield f"{loads.images.sum():,}", "images"
         yield f"{loads.tokens.sum() / tokens:.0%}", "of the tokens in images"
     for name in (CUT, NO_STOP_TOKEN):
         yield f"{int(has[name].sum()):,}", name
-
-
-# --- the values that rows.js draws ----------------------------------------------------------------
 
 
 def _row_data(
@@ -181,10 +168,8 @@ def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:
 
 
 def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> dict[str, Any]:
-    labels, ids = (
-        row.apart[name][0, document.start : document.stop].numpy()
-        for name in ("labels", "input_ids")
-    )
+    part = slice(document.start, document.stop)
+    labels, ids = (row.apart[name][0, part].numpy() for name in ("labels", "input_ids"))
     ending = None
     if document.number is not None:
         last = quote(tokenizer.decode(ids[-1:].tolist()))

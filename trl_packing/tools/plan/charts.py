@@ -14,22 +14,17 @@ _LONG_TAIL = 16
 
 
 def histogram(
-    values: np.ndarray,
-    *,
-    label: str,
-    counted: str = "",
-    cut: float | None = None,
-    color: str = "var(--blue)",
+    values: np.ndarray, *, label: str, counted: str = "", cut: float | None = None
 ) -> dict[str, Any]:
     """Return how often values occur, as numbers of a picture.
 
     Args:
         values: finite numbers, at least one.
         label: of the x-axis, which is logarithmic if the largest is far above the median.
-        counted: name of the things that are counted, for the text of a bar: "documents".
+        counted: name of the things that are counted: "documents", whose bars are blue.
         cut: a value marked by a dashed line. Values above it are red.
-        color: of the bars, in CSS.
     """
+    color = "var(--blue)" if counted == "documents" else "var(--green)"
     is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
     edges = _edges(values, is_log)
     low, high = float(edges[0]), float(edges[-1])
@@ -110,7 +105,6 @@ def _round_up(value: float, steps: Sequence[float] = (1, 2, 5, 10)) -> float:
 
 def short(value: float) -> str:
     """Return a number in a few characters: 12k, 1.5M, 0.02."""
-    for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / unit:,.4g}{letter}"
-    return f"{value:,.5g}"
+    if value < 1e4:
+        return f"{value:,.5g}"
+    return f"{value / 1e6:,.4g}M" if value >= 1e6 else f"{value / 1e3:,.4g}k"

@@ -111,10 +111,8 @@ def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
     lengths, note = plan.lengths_before(), ""
     if limit:
-        beyond = int((lengths > limit).sum())
-        note = f"the longest has {lengths.max():,}, and max_length is {limit:,}"
-        if beyond:
-            note = f"{beyond:,} of {len(lengths):,} are longer than max_length={limit:,}"
+        beyond = f"{int((lengths > limit).sum()):,} of {len(lengths):,}"
+        note = f"the longest has {lengths.max():,}; {beyond} are longer than max_length={limit:,}"
     chart = histogram(lengths, label="tokens", counted="documents", cut=limit)
     yield "Length of documents", note, chart
     if not plan.report.bins or plan.report.bins == len(plan.documents):
@@ -133,10 +131,9 @@ def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def _chart(
     title: str, values: np.ndarray, label: str, counted: str
 ) -> tuple[str, str, dict[str, Any]]:
-    color = "var(--blue)" if counted == "documents" else "var(--green)"
     mean = float(values.mean())
     note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{'%' * label.startswith('%')}"
-    return title, note, histogram(values, label=label, counted=counted, color=color)
+    return title, note, histogram(values, label=label, counted=counted)
 
 
 def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:

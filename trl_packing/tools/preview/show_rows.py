@@ -43,16 +43,13 @@ def show_rows(
             ``IPython.display.HTML(show_rows(..., html=True))``.
 
     Raises:
-        ValueError: a row is longer than `capacity`, or a cell or line would have no token.
+        ValueError: a row is longer than `capacity`.
 
     Examples:
         >>> print(show_rows([[3, 2], [4]], capacity=6))
         AAABB·
         CCCC··
     """
-    for name, size in (("tokens_per_cell", tokens_per_cell), ("cells_per_line", cells_per_line)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
     if documents is None:
         ends = np.cumsum([0, *map(len, rows)])
         documents = [range(start, end) for start, end in pairwise(ends.tolist())]
