@@ -11,7 +11,7 @@ JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -239,24 +239,19 @@ def _chart(records: Sequence[RunRecord], title: str, names: list[str]) -> Chart:
 
 
 def values_of_curves(
-    records: Sequence[RunRecord],
-    *,
-    axis: str = "documents",
-    warnings: dict[str, str],
-    marks: Iterable[tuple[str, Sequence[float | None]]] = (),
-    reloads: bool = False,
+    records: Sequence[RunRecord], *, axis: str = "documents", warnings: dict[str, str]
 ) -> dict[str, Any]:
     """Return what curves.html shows of runs, and with it, as `data`, what curves.js draws.
 
     A value that is NaN or infinite leaves a gap, marked on the x-axis. Long curves are thinned.
-
-    Args:
-        records: of one run, or more.
-        axis: the first x-axis shown.
-        warnings: text that is shown for an axis.
-        marks: vertical lines: a label, and the place on each axis as in `Point`.
-        reloads: whether the page loads itself again from time to time, as a run is training.
+    `axis` is the first x-axis shown, and `warnings` are shown for axes.
     """
+    record, *others = records
+    places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
+    marks = [
+        (f"resumed at step {step:,}", (step, at.documents, at.tokens, at.seconds))
+        for step, at in places
+    ]
     charts, main = charts_of(records)
     every = [point for chart in charts for *_, points in chart.curves for point in points]
     axes = [name for name, (_, at) in _AXES.items() if any(p[at] is not None for p in every)]
@@ -273,8 +268,8 @@ def values_of_curves(
         "axis": axis if axis in axes else next(iter(axes), "steps"),
         "labels": {name: words for name, (words, _) in _AXES.items()},
         "warnings": warnings,
-        "marks": list(marks),
-        "reloads": reloads,
+        "marks": [] if others else marks,
+        "reloads": not others and record.status == "running",
         "charts": drawn,
     }
     return {"axes": axes, "main": frames[:main], "rest": frames[main:], "data": data}
@@ -308,16 +303,7 @@ def _gaps(name: str, points: Sequence[Point]) -> str:
 
 def run_page(record: RunRecord) -> HtmlPage:
     """Return the page of a run, the text of a file that opens from disk."""
-    places = [(step, record.totals.get(step, UNKNOWN)) for step in record.resumed]
-    shown = values_of_curves(
-        [record],
-        warnings={"steps": ON_STEPS},
-        marks=[
-            (f"resumed at step {step:,}", (step, at.documents, at.tokens, at.seconds))
-            for step, at in places
-        ],
-        reloads=record.status == "running",
-    )
+    shown = values_of_curves([record], warnings={"steps": ON_STEPS})
     uncounted = [f"{record.path}. Documents are not counted there."]
     return render(
         Path(__file__).with_name("run.html"),

@@ -53,9 +53,7 @@ class RunRecorder(TrainerCallback):
     least_seconds = 5.0  # between writes
 
     def __init__(self, trainer: SFTTrainer, meter: ThroughputMeter, path: Callable[[], str]):
-        self.trainer = trainer
-        self.meter = meter
-        self.path = path
+        self.trainer, self.meter, self.path = trainer, meter, path
         self.record: RunRecord | None = None  # of the run that trains, or trained last
         self._checkpoint: Any = None  # to resume from
         self._before = NOTHING  # trained by the run that is resumed
