@@ -1,7 +1,5 @@
 """The collator that TRL removed: labels by a template, padded or flat, in any trainer."""
 
-import logging
-
 import pytest
 import torch
 from datasets import Dataset
@@ -38,13 +36,6 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
     assert batch.keys() == expected.keys()
     for name, values in expected.items():
         torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
-
-
-def test_padding_in_the_examples_is_taken_out():
-    padded = {"input_ids": [0, 50, 10, 11, 60, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
-    ours, expected = collator_of()([padded]), collator_of()([[50, 10, 11, 60]])
-    for name in ("input_ids", "labels"):
-        assert ours[name].tolist() == expected[name].tolist()
 
 
 @pytest.mark.parametrize(
@@ -203,26 +194,3 @@ def test_labels_are_found_before_documents_are_cut(tmp_path, stream):
     trainer = trainer_of(tmp_path, collator_of(ANSWER), rows, **cut)
     labels = torch.cat([batch["labels"][0] for batch in trainer.get_train_dataloader()])
     assert (labels != -100).sum() == 3 * len(ROWS)  # all but the first token of each
-
-
-def test_evaluation_sees_the_same_labels(tmp_path):
-    ids = tiny_tokenizer()(texts()[:8])["input_ids"]
-    with torch.no_grad():
-        loss = tiny_model("llama")(**old_collate([{"input_ids": each} for each in ids])).loss
-    metrics = trainer_of(tmp_path, collator_of(ANSWER)).evaluate(Dataset.from_list(ROWS[:8]))
-    assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4)
-
-
-def test_documents_without_the_template_are_dropped_with_one_sentence(tmp_path, caplog):
-    def formatted(example):
-        [text] = formatting_prompts_func({name: [value] for name, value in example.items()})
-        return text.replace("Answer", "Reply") if example["output"] == "Lost." else text
-
-    rows = [*ROWS[:15], {"instruction": "Lost?", "output": "Lost."}]
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_of(tmp_path, collator_of(ANSWER), rows, formatting_func=formatted)
-    said = "1 of 16 documents (6.2%) have no response_template ' ### Answer:'"
-    assert [said in record.getMessage() for record in caplog.records].count(True) == 1
-    assert len(trainer.train_dataset) == 15
-    with pytest.raises(ValueError, match=r"32 of 32 .*'### Reply:'.*Question"):
-        trainer_of(tmp_path, collator_of("### Reply:"))

@@ -1,7 +1,7 @@
 """The report says in numbers, and in words to read, what a run keeps, loses and is made of."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 
@@ -71,37 +71,6 @@ def test_the_report_in_words_and_as_json():
     assert PreparationCounts.from_json(read["preparation"]) == CUT
 
 
-@pytest.mark.parametrize(
-    ("stage", "said"),
-    [
-        (Stage(1, "dropped", TokenCounts(1, 1, 0, 1)), "1 document dropped; lost 1 token, 1 stop"),
-        (Stage(2, "cut", TokenCounts(-2, 0, 5)), "2 documents cut; lost 0 tokens, 5 t"),
-        (Stage(2, "split into pieces", TokenCounts(-2)), "2 documents split into pieces"),
-    ],
-)
-def test_a_step_says_what_it_lost(stage, said):
-    assert str(PreparationCounts(stages=(stage,))).startswith(said)
-    assert str(PreparationCounts()) == ""
-
-
-def test_counts_of_two_parts_add_up_step_by_step():
-    more = PreparationCounts(
-        TokenCounts(5, 50, 20, 2),
-        TokenCounts(3, 44, 19, 1),
-        (
-            Stage(1, CUT.stages[0].why, TokenCounts(0, 4, 1, 1), lost_eos=1),
-            Stage(2, "another", TokenCounts(2, 2, 0, 0)),
-        ),
-        ("a note",),
-    )
-    both = CUT + more
-    assert both.before - sum((s.lost for s in both.stages), TokenCounts()) == both.after
-    assert [stage.affected for stage in both.stages] == [31, 50, 2]
-    assert both.stages[0].lost == CUT.stages[0].lost + more.stages[0].lost
-    assert both.notes == CUT.notes, "of the first part that has any"
-    assert (PreparationCounts() + more).notes == more.notes
-
-
 @pytest.mark.parametrize(("lost", "warns"), [(10, False), (11, True)])
 @pytest.mark.parametrize("kind", ["trained tokens are lost", "documents lost a stop token"])
 def test_the_warning_begins_above_one_percent(lost, warns, kind):
@@ -111,12 +80,3 @@ def test_the_warning_begins_above_one_percent(lost, warns, kind):
     counts = PreparationCounts(before, before - cut.lost, (cut,))
     sentence = f"warning: 1.1% of the {kind}; raise max_length"
     assert (sentence in str(counts)) == warns == ("warning" in str(counts))
-
-
-def test_a_stream_is_reported_without_numbers():
-    report = PackingReport(
-        capacity=64, ranks=1, accumulation=1, micro_batch="2 bins", attention="model"
-    )
-    assert "a stream: counted as it is read" in str(report)
-    read = replace(report, preparation=CUT).lines()[0]
-    assert read[1].startswith("a stream: read so far 1,200 documents · 600,000 tokens, 400,000 tr")

@@ -54,21 +54,6 @@ def test_tools_are_a_list_or_nothing_and_json_is_read():
             tools_from_value(wrong)
 
 
-@pytest.mark.parametrize(
-    ("message", "complaint"),
-    [
-        ({"role": "user", "content": None}, "has no content; remove the row"),
-        ({"role": "wizard", "content": "x"}, "role 'wizard', which is none of .* rename"),
-        ({"role": "user", "content": 7}, "int 7 as content; give a string"),
-        ({"role": "user", "content": ["x"]}, "has list .* with a 'type'"),
-        ("Hi", "is str 'Hi', not a dictionary"),
-    ],
-)
-def test_a_bad_message_is_named_with_what_is_wrong(message, complaint):
-    with pytest.raises(ValueError, match=r"message 1 of 'prompt' .*" + complaint):
-        check_messages([USER, message], "", what="prompt")
-
-
 def test_good_messages_pass():
     good = [
         {"role": "assistant", "content": None, "reasoning_content": "hm"},

@@ -50,12 +50,6 @@ def test_texts_and_files_name_columns_in_braces(tmp_path):
     assert prompt_of("Q: {query}", row) == "Q: no"
 
 
-@pytest.mark.parametrize("given", ["alpacca", "long " * 999, "Answer: {{}}", "Q: {q} {}", "Q: {q"])
-def test_what_is_no_template_is_refused(given):
-    with pytest.raises(ValueError, match=r"prompt_template.* no columns in braces, and is no file"):
-        PromptTemplate.from_setting(given)
-
-
 # A width is part of a name: nothing is filled up for hours.
 @pytest.mark.parametrize("given", ["Q: {q}", "alpaca", "{a:>1000000000}"])
 def test_a_missing_column_is_named(given):

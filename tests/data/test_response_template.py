@@ -64,15 +64,6 @@ def test_ids_of_a_document_are_found_in_it_and_their_text_in_texts(make):
     assert text[start:stop].strip() == tokenizer.decode(ids[-3:]).strip()
 
 
-def test_a_text_that_has_other_tokens_inside_of_a_document_is_said_to_need_ids():
-    tokenizer = merging_tokenizer()
-    text = "### Question: Why?\n### Answer: Because."
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
-    template = template_of(ANSWER)
-    assert template.answers(ids) is None
-    assert "pass its token ids inside of a document" in template.not_found("documents", ids)
-
-
 def test_packed_rows_are_labeled_document_by_document():
     row = {"input_ids": [10, 11, 60, 61, 10, 11, 62, 63], "seq_lengths": [3, 1, 4]}
     rows = Dataset.from_list([row | {"labels": row["input_ids"]}])

@@ -30,14 +30,6 @@ def lists(documents) -> list[dict]:
     return [{name: values.tolist() for name, values in d.items()} for d in documents]
 
 
-def test_a_document_is_a_view_of_the_arrow_memory():
-    dataset = Dataset.from_list(ROWS)
-    values = dataset.data.column("input_ids").chunk(0).values.to_numpy()
-    unlabeled = ArrowDocuments(dataset, ["input_ids"])
-    assert np.shares_memory(unlabeled[0]["input_ids"], values)
-    assert unlabeled.num_trained().tolist() == [2, 0, 0, 3], "every token but the first"
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     chunks=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=4),
@@ -93,20 +85,6 @@ def test_columns_are_flat_arrays_and_back_also_of_a_slice_over_chunks(kind):
         [5, 6],
         [],
     ]
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "words"),
-    [
-        ("labels", [[[1]]], "holds list<item: list<item: int64>>, not lists of integers"),
-        ("labels", [[1], None], r"has a null row"),
-        ("loss_weights", [0.5], "holds double, not lists of numbers"),
-    ],
-)
-def test_what_is_no_list_of_numbers_is_refused_by_name(column, values, words):
-    documents = ArrowDocuments(Dataset(pa.table({column: values})), [column])
-    with pytest.raises(ValueError, match=f"column '{column}' {words}"):
-        documents.lengths(column)
 
 
 # --- loss weights ---------------------------------------------------------------------------------

@@ -19,10 +19,8 @@ from helpers.by_hand import (
 from helpers.tiny import tiny_dataset
 from helpers.tiny import tiny_tokenizer as text_tokenizer
 
-from trl_packing import PackedCollator
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.documents.weights import document_weight, document_weights_from_rows, weigh_tokens
-from trl_packing.packing.collator import WeightedPaddedCollator
+from trl_packing.documents.weights import document_weights_from_rows, weigh_tokens
 
 MODES = ("document", "sqrt")
 DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
@@ -75,17 +73,6 @@ def test_weights_are_those_of_each_document_computed_alone(mode):
     np.testing.assert_allclose(found, expected, rtol=TWO_RUNS)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_packed_and_padded_batches_have_the_same_weights(mode):
-    documents = by_document(weighted(tiny_documents((9, 3, 12))))
-    labels = [torch.tensor(d["labels"]) for d in documents]
-    padded = {"labels": torch.nn.utils.rnn.pad_sequence(labels, True, IGNORE_INDEX)}
-    flat = PackedCollator(loss_weighting=mode)(documents)["loss_weights"][0]
-    rows = WeightedPaddedCollator(lambda _: padded, mode)(documents)["loss_weights"]
-    expected = torch.nn.utils.rnn.pad_sequence(flat.split([9, 3, 12]), True)
-    torch.testing.assert_close(rows, expected, rtol=0, atol=0)
-
-
 def dataset_of(*weights):
     return Dataset.from_list([{"input_ids": [1], "loss_weight": w} for w in weights])
 
@@ -94,25 +81,6 @@ def test_weights_are_read_through_select_and_chunks():
     dataset = concatenate_datasets([dataset_of(1, -1), dataset_of(3, 4)])
     weights = document_weights_from_rows(dataset.select([3, 0, 2]), "it")
     assert (weights.dtype, weights.tolist()) == (np.float32, [4.0, 1.0, 3.0]), "wrong ones left out"
-
-
-@pytest.mark.parametrize(
-    ("weights", "words"),
-    [
-        ([1.0, float("nan")], "row 1 of it has loss_weight=nan; give finite"),
-        ([1.0, None], "row 1 of it has loss_weight=None"),
-        (["1", "many"], "row 1 of it has loss_weight='many'"),
-    ],
-)
-def test_an_impossible_weight_of_a_row_is_named(weights, words):
-    with pytest.raises(ValueError, match=words):
-        document_weights_from_rows(dataset_of(*weights), "it")
-
-
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), "many", 1e300])
-def test_an_impossible_weight_of_a_document_is_named(wrong):
-    with pytest.raises(ValueError, match=r"a document has loss_weight=.*give finite"):
-        document_weight({"loss_weight": wrong})
 
 
 # --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
