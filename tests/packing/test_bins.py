@@ -42,40 +42,11 @@ def slow_next_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def log_normal(number: int, *, distinct: bool = False, longest: int = 4096) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(5.4, 0.9, 20 * number if distinct else number).astype(int)
-    lengths = np.clip(lengths, 1, longest)
-    return rng.permutation(np.unique(lengths))[:number] if distinct else lengths
-
-
-def pairs(plan: PackingPlan) -> set[tuple[int, int]]:
-    bins = (sorted(documents.tolist()) for documents in plan)
-    return {(a, b) for documents in bins for i, a in enumerate(documents) for b in documents[:i]}
-
-
-def share_of_repeated_pairs(one: PackingPlan, other: PackingPlan) -> float:
-    return len(pairs(one) & pairs(other)) / len(pairs(one))
-
-
 @given(lengths=LENGTHS, strategy=st.sampled_from(list(STRATEGIES)), seed=SEEDS)
 def test_every_document_lands_in_exactly_one_bin_within_capacity(lengths, strategy, seed):
     plan = pack(lengths, CAPACITY, strategy, seed)
     assert_every_document_once_within_capacity(plan, lengths)
     assert plan.utilization == sum(lengths) / (len(plan) * CAPACITY)
-
-
-@pytest.mark.parametrize(
-    ("indices", "offsets", "tokens"),
-    [
-        ([0, 1, 1], [0, 2, 3], [7, 4]),  # document 2 dropped, document 1 twice
-        ([0, 1, 2], [0, 3, 3], [12, 0]),  # over capacity, and an empty bin
-    ],
-)
-def test_the_check_above_sees_a_broken_plan(indices, offsets, tokens):
-    broken = PackingPlan(np.array(indices), np.array(offsets), np.array(tokens), 10)
-    with pytest.raises(AssertionError):
-        assert_every_document_once_within_capacity(broken, [3, 4, 5])
 
 
 @given(lengths=LENGTHS, seed=SEEDS, unit=st.sampled_from([1, 5000]))
@@ -100,21 +71,9 @@ def test_greedy_fills_bins_from_the_longest_document_to_the_shortest():
     assert [documents.tolist() for documents in plan] == [[1], [2, 3], [0, 4, 5]]
 
 
-@pytest.mark.parametrize(
-    ("number", "distinct", "capacity"), [(1000, True, 4096), (20_000, False, 8192)]
-)
-def test_few_pairs_of_documents_meet_again_under_another_seed(number, distinct, capacity):
-    # Measured 0.4–3 %, which is what bins drawn at random would give; the issue asks for 20 %.
-    lengths = log_normal(number, distinct=distinct)
-    plain, one, other = (pack(lengths, capacity, seed=seed) for seed in (None, (0, 0), (0, 1)))
-    assert len(plain) == len(one) == len(other)
-    assert share_of_repeated_pairs(one, pack(lengths, capacity, seed=(0, 0))) == 1
-    assert share_of_repeated_pairs(one, other) < 0.05
-    assert share_of_repeated_pairs(one, plain) < 0.1
-
-
 def test_seeded_bins_come_in_random_order():
-    lengths = log_normal(5000)
+    drawn = np.random.default_rng(0).lognormal(5.4, 0.9, 5000)
+    lengths = drawn.astype(int).clip(1, 4096)
 
     def contrast(seed):
         means = [lengths[documents].mean() for documents in pack(lengths, 4096, "greedy", seed)]

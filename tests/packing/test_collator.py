@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from trl_packing import PackedCollator
-from trl_packing.packing.collator import WeightedPaddedCollator
 
 TWO = [
     {"input_ids": [11, 12, 13, 14], "completion_mask": [0, 0, 1, 1]},
@@ -78,15 +77,3 @@ def test_arrays_tensors_and_lists_give_the_same_batch(convert):
 def test_what_does_not_match_input_ids_is_refused(row, sentence):
     with pytest.raises(ValueError, match=sentence):
         PackedCollator()([TWO[0], {"input_ids": [1, 2, 3], **row}])
-
-
-def test_padded_rows_have_the_weights_of_their_tokens():
-    def pad(documents):
-        ids = [torch.tensor(d["input_ids"]) for d in documents]
-        labels = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
-        return {"labels": labels}
-
-    assert WeightedPaddedCollator(pad)(TWO).keys() == {"labels"}
-    weighted = TWO[0] | {"loss_weights": [0.5, 0.5, 0.25, 2]}
-    batch = WeightedPaddedCollator(pad)([weighted, TWO[1]])
-    assert batch["loss_weights"].tolist() == [[0, 0.5, 0.25, 2], [0, 1, 1, 0]]

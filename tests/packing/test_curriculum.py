@@ -60,16 +60,6 @@ def test_steps_ascend_or_descend(numbers, mode, descending):
     assert abs(np.corrcoef(others, np.arange(len(others)))[0, 1]) < 0.3
 
 
-def test_no_bin_of_the_next_stage_comes_early_where_steps_exchange_bins():
-    rng = np.random.default_rng(1)
-    for seed in range(40):
-        lengths, numbers = rng.integers(1, 17, 200), rng.integers(0, 9, 200)
-        stages = stages_of(numbers, lengths, capacity=16)
-        made = PackedBatchSampler(lengths, 16, accumulation=3, seed=seed, stages=stages)
-        steps = steps_of(made)
-        assert all(stages[a].max() <= stages[b].min() for a, b in pairwise(steps))
-
-
 def test_documents_with_equal_numbers_are_drawn_from_all_of_the_data_set():
     numbers = np.repeat([0, 1], 1500)
     stages = stages_of(numbers, np.full(3000, 8), capacity=None)

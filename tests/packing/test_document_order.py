@@ -1,6 +1,5 @@
 """`packing=False` trains, step by step, on the documents of TRL's padded run."""
 
-import numpy as np
 import pytest
 import torch
 from helpers.combinations import fast
@@ -15,9 +14,6 @@ from helpers.distributed.same_steps import (
     trained,
 )
 from helpers.tiny import documents_of_lengths
-from transformers.trainer_pt_utils import LengthGroupedSampler
-
-from trl_packing.packing.draw import document_order
 
 LENGTHS = [3 + (i * 7) % 27 for i in range(41)]
 ROWS = documents_of_lengths(LENGTHS)
@@ -94,16 +90,6 @@ def test_a_resumed_run_holds_the_documents_of_the_padded_run(tmp_path, step):
     assert resumed[1]["documents"].keys() == later.keys()
     for s, documents in later.items():
         assert sorted(resumed[1]["documents"][s]) == sorted(documents)
-
-
-def test_the_order_by_length_is_that_of_transformers():
-    """Each epoch of a padded run draws the seed of its workers before its permutation."""
-    torch.manual_seed(5)
-    sampler = LengthGroupedSampler(8, lengths=LENGTHS)
-    for epoch in range(3):
-        torch.empty((), dtype=torch.int64).random_()
-        order = document_order("group_by_length", np.array(LENGTHS), 5, epoch, 8)
-        assert order.tolist() == list(sampler)
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -39,13 +39,6 @@ def test_no_bin_exceeds_a_limit_and_every_document_is_in_one(strategy):
     assert max(patches[documents].sum() for documents in unlimited.plan()) > 5000
 
 
-def test_bins_are_as_few_as_the_larger_shares_of_documents_allow():
-    lengths, patches = photographs()
-    for most in (4800, 8000, 20_000):
-        shares = np.maximum(patches / most, lengths / CAPACITY)
-        assert sampler_of(lengths, patches, most).num_bins <= 1.02 * shares.sum()
-
-
 def test_a_document_beyond_the_limit_shares_its_bin_with_no_other():
     sampler = sampler_of(np.full(6, 2), np.array([9, 4, 4, 1, 0, 0]), 8, capacity=8)
     assert [0] in [documents.tolist() for documents in sampler.plan()]

@@ -43,14 +43,6 @@ def test_a_prompt_of_most_documents_makes_no_group():
     assert max(map(len, sets_of(grouped(documents + others)))) == 8
 
 
-# 60 + 8 * 20 tokens of a prompt, and a token a branch.
-@pytest.mark.parametrize(("capacity", "number"), [(227, 6), (200, 12)])
-def test_a_group_is_cut_by_its_computed_tokens(capacity, number):
-    groups = grouped(answers(6, 8)[0], capacity)
-    assert len(groups.tokens) == number
-    assert groups.tokens.max() <= capacity
-
-
 def test_documents_that_share_only_a_class_meet_at_random():
     """Tool definitions of a third of the documents; their questions begin with few common words."""
     rng = np.random.default_rng(0)

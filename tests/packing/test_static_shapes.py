@@ -90,45 +90,13 @@ def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
     assert (moved - expected).abs().max() > 1e-2
 
 
-# --- every way of keeping documents apart -------------------------------------------------------
-
-WAYS = [
-    *[("llama", way) for way in ("documents", "model", "equal_lengths")],
-    *[("mistral", way) for way in ("mask", "padded")],
-    ("falcon_mamba", "padded"),
-]
-LENGTHS = [9, 1, 20, 13]  # windows are of 8
+LENGTHS = [9, 1, 20, 13]
 
 
 def logits_of(model, batch, num_tokens):
     batch = {name: value for name, value in batch.items() if name != "labels"}
     batch["input_ids"] = batch["input_ids"] % model.config.vocab_size
     return model(**batch).logits[:, :num_tokens]
-
-
-def logits_and_gradients(model, shapes):
-    model.zero_grad()
-    logits = logits_of(model, collated(LENGTHS, shapes), sum(LENGTHS))
-    (logits * torch.linspace(-1, 1, logits.numel()).view(logits.shape)).sum().backward()
-    return {"logits": logits} | {
-        n: p.grad for n, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def assert_same_with_static_shapes(model):
-    plain = {name: value.clone() for name, value in logits_and_gradients(model, None).items()}
-    held = logits_and_gradients(model, SHAPES)
-    assert plain.keys() == held.keys()
-    for name, expected in plain.items():
-        atol = TOLERANCE * (1 + expected.abs().max().item())
-        torch.testing.assert_close(held[name], expected, rtol=0, atol=atol, msg=name)
-
-
-@pytest.mark.parametrize(("name", "way"), WAYS)
-def test_static_shapes_change_neither_logits_nor_gradients(name, way):
-    model = tiny_model(name)
-    install_attention(model, resolve_attention(model, way))
-    assert_same_with_static_shapes(model)
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -139,43 +107,29 @@ ON_TWO_RANKS = {
     "two ranks, one idle": {"lengths": [32, 32, 32]},
     "two ranks, a stream": {"stream": True, "max_steps": 6},
     # Evaluated first, which once left every rank to train by itself, compiled (transformers 5.23).
-    "two ranks, compiled": {"compiles": True},
+    "two ranks, compiled": {},
 }
 COMPILES = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 
-def scenarios(folder, compiles=False, **arguments):
-    """The run without and with static shapes."""
-    arguments = {"lengths": MANY, "eval_lengths": MANY[:7], **arguments}
-    options = {"optim": "sgd", "learning_rate": 0.05}
-    held = options | {"static_shapes": True} | (COMPILES if compiles else {})
-    return [
-        Scenario(str(folder / name), options=of_run, **arguments)
-        for name, of_run in (("plain", options), ("held", held))
-    ]
-
-
-def assert_same_runs(plain, held):
-    assert plain["steps"] == held["steps"] > 1
-    for name in ("losses", "grad_norms", "parameters"):
-        torch.testing.assert_close(held[name], plain[name], rtol=0, atol=TOLERANCE)
-    losses = [result["metrics"]["eval_loss"] for result in (plain, held)]
-    assert losses[0] == pytest.approx(losses[1], rel=TWO_RUNS)
-
-
 @pytest.mark.slow
 def test_two_ranks_with_static_shapes_end_where_they_end_without(tmp_path):
-    made = {
-        f"{name} {held}": scenario
-        for name, arguments in ON_TWO_RANKS.items()
-        for held, scenario in enumerate(scenarios(tmp_path / name, **arguments))
-    }
-    results = run_on_ranks(made, tmp_path / "results")
+    made, plain = {}, {"optim": "sgd", "learning_rate": 0.05}
+    for name, arguments in ON_TWO_RANKS.items():
+        held = plain | {"static_shapes": True} | (COMPILES if "compiled" in name else {})
+        for kind, options in (("plain", plain), ("held", held)):
+            run = {"lengths": MANY, "eval_lengths": MANY[:7], "options": options, **arguments}
+            made[name, kind] = Scenario(str(tmp_path / name / kind), **run)
+    results = run_on_ranks({" ".join(key): run for key, run in made.items()}, tmp_path / "results")
     for name in ON_TWO_RANKS:
-        for plain, held in zip(results[f"{name} 0"], results[f"{name} 1"], strict=True):
-            assert_same_runs(plain, held)
-        held = results[f"{name} 1"]
-        assert len({inputs["input_ids"].shape for rank in held for inputs in rank["inputs"]}) == 1
+        ranks = results[f"{name} held"]
+        assert len({inputs["input_ids"].shape for rank in ranks for inputs in rank["inputs"]}) == 1
+        for held, plain in zip(ranks, results[f"{name} plain"], strict=True):
+            assert plain["steps"] == held["steps"] > 1
+            for key in ("losses", "grad_norms", "parameters"):
+                torch.testing.assert_close(held[key], plain[key], rtol=0, atol=TOLERANCE)
+            losses = [result["metrics"]["eval_loss"] for result in (plain, held)]
+            assert losses[0] == pytest.approx(losses[1], rel=TWO_RUNS)
 
 
 def trainer_for(folder, model="llama", lengths=MANY, **options):
@@ -195,29 +149,6 @@ def test_kernels_launch_blocks_for_the_longest_document_and_not_for_the_capacity
         launched, used = len(found), int((found > 0).sum())  # of one block each
         assert launched <= 4 * used
         assert launched * 4096 // 128 > 10 * used, "the control: with the capacity, most idle"
-
-
-def test_padded_rows_say_that_their_shapes_follow_the_documents(tmp_path, caplog):
-    """The gate finds that falcon_mamba needs them; the dataloader is there by then."""
-    run = trainer_for(tmp_path, "falcon_mamba", max_steps=2)
-    assert run.data_collator.static_shapes is not None
-    run.train()
-    assert run.data_collator.static_shapes is None
-    assert "static_shapes=True does nothing here: FalconMambaForCausalLM runs by" in caplog.text
-    assert run.evaluate()["eval_loss"] > 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"documents_per_step": 4}, "and documents_per_step=4"),
-        ({"attention": "padded"}, "and attention='padded'"),
-        ({"collator": lambda rows: rows}, ".*data_collator is your own"),
-    ],
-)
-def test_what_static_shapes_cannot_serve_is_refused_by_name(options, message, tmp_path):
-    with pytest.raises(ValueError, match=f"static_shapes=True.*{message}"):
-        trainer_for(tmp_path, **options)
 
 
 # --- torch.compile ------------------------------------------------------------------------------

@@ -132,10 +132,6 @@ def test_a_model_that_cannot_be_enabled_is_refused(make, options, says):
         enable_packing(make(), **options)
 
 
-def test_a_model_that_leaks_is_enabled_where_that_is_a_warning():
-    enable_packing(leaking(), attention="documents", isolation_check="warn")
-
-
 class AllOnes(DefaultDataCollator):
     def __call__(self, features, return_tensors=None):
         batch = super().__call__(features, return_tensors)

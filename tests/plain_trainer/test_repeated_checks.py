@@ -10,8 +10,7 @@ from helpers.tiny import documents_of_lengths, tiny_model
 from trl_packing import PackedCollator, enable_packing
 
 
-@pytest.mark.parametrize("is_embedded", [False, True], ids=["ids", "embedded"])
-def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(is_embedded, monkeypatch):
+def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(monkeypatch):
     monkeypatch.setattr("trl_packing.plain_trainer.enable.REACH", 30)
     model = tiny_model("mistral", sliding_window=40)
     enable_packing(model)
@@ -19,8 +18,7 @@ def test_a_document_beyond_a_length_constant_is_checked_when_it_comes(is_embedde
     model.train()(**PackedCollator()(documents_of_lengths([35, 9])))
     assert packing_of(model).reach == 30
     batch = dict(PackedCollator()(documents_of_lengths([60, 9])))
-    if is_embedded:
-        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
     model(**batch)
     assert packing_of(model).reach == 60
 

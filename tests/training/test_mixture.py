@@ -91,15 +91,12 @@ def test_rows_of_every_form_become_the_documents_that_they_are_alone(tmp_path):
     assert not (labels[1][1:] == -100).any(), "running text is trained whole"
 
 
-def test_columns_of_sources_are_widened_and_those_that_the_user_names_have_one_type(tmp_path):
+def test_columns_of_sources_are_widened(tmp_path):
     sets = tokenized({"a": 4}, loss_weight=1) | tokenized({"b": 4}, loss_weight=0.5)
     sets |= {"c": tiny_dataset("language_modeling", 6)}  # the others are tokenized already
     trainer = trainer_of(tmp_path, sets)
     assert trainer.train_dataset["loss_weight"][:8] == [1.0] * 4 + [0.5] * 4
     assert len(trainer.train_dataset) == 14
-    sets = tokenized({"a": 4}, hardness=1) | tokenized({"b": 4}, hardness=0.5)
-    with pytest.raises(ValueError, match=r"Float value 0.5\d* was truncated converting to int64"):
-        trainer_of(tmp_path, sets, curriculum="hardness")
 
 
 # --- shares ---------------------------------------------------------------------------------------

@@ -75,20 +75,6 @@ def test_unusual_documents_train_as_alone(case, sharing, tmp_path):
     assert (step.computed < step.tokens) == shares
 
 
-def test_a_group_that_is_larger_than_a_bin_is_cut_and_trains_as_alone(tmp_path):
-    """Ten answers to a prompt compute 240 tokens; each bin of 128 repeats the prompt of 40."""
-    documents = [row for seed in range(3) for row in answers(10, seed=seed)]
-    groups = {"prefix_sharing": "group", "prefix_group_size": 64, "max_length": CAPACITY}
-    bins = {"gradient_accumulation_steps": 12, "per_device_train_batch_size": 1}
-    model = tiny_model("llama")
-    step = one_shared_step(model, documents, tmp_path, **groups, **bins)
-    assert_exact(step, alone(model, documents))
-    sizes = [row.num_tokens for row in step.rows]
-    assert max(sizes) <= CAPACITY
-    assert len(sizes) >= 9
-    assert 3 * 240 < step.computed == sum(sizes) < 0.7 * step.tokens
-
-
 # --- evaluation -----------------------------------------------------------------------------------
 
 

@@ -180,19 +180,13 @@ def computed_by_collator(documents, batches) -> int:
     return sum(row["input_ids"].shape[1] for row in rows)
 
 
-SAMPLERS = {
-    "bins": {"capacity": 256, "bins_per_batch": 2, "num_ranks": 2, "accumulation": 2},
-}
-
-
 def documents_of(**options) -> ArrowDocuments:
     return ArrowDocuments(Dataset.from_list(answers(**options)), ["input_ids", "labels"])
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_savings_are_those_of_the_collators_rows(name):
-    documents, options = documents_of(), SAMPLERS[name]
-    lengths = documents.lengths()
+def test_the_savings_are_those_of_the_collators_rows():
+    documents = documents_of()
+    lengths, options = documents.lengths(), {"num_ranks": 2, "accumulation": 2, "capacity": 256}
     groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
     apart, sampler = (PackedBatchSampler(lengths, groups=g, **options) for g in (None, groups))
     found = [prefix_savings(documents, s, "group") for s in (apart, sampler)]
@@ -204,17 +198,6 @@ def test_the_savings_are_those_of_the_collators_rows(name):
     # By hand: the groups of which a document is in each step.
     steps = [{groups.numbers[d] for batch in s for d in batch} for s in steps_in(sampler)]
     assert found[1].per_step == np.mean([*map(len, steps)])
-
-
-def test_a_large_data_set_is_estimated_from_a_part(monkeypatch):
-    documents = documents_of(number=600)
-    sampler = PackedBatchSampler(documents.lengths(), 512)
-    whole = prefix_savings(documents, sampler, "bin")
-    monkeypatch.setattr(prefix_sharing, "_MOST_TOKENS", whole.tokens // 3)
-    part = prefix_savings(documents, sampler, "bin")
-    assert 0.2 < part.tokens / whole.tokens < 0.5
-    assert part.saved == pytest.approx(whole.saved, abs=0.05)
-    assert str(part).startswith("about ")
 
 
 def test_the_reports_savings_are_those_of_the_run(tmp_path):
