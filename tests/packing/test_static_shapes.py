@@ -66,8 +66,8 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ((64, 64, 20), StaticShapes(64, 64, 32, 64)),
-        ((2048, 1024), StaticShapes(2048, 1024, 72, 512)),
+        ((64, 64, 20), StaticShapes(64, 64, 27, 64)),
+        ((2048, 1024), StaticShapes(2048, 1024, 66, 512)),
     ],
 )
 def test_the_shape_follows_capacity_bins_and_what_the_model_bears(options, expected):

@@ -40,8 +40,6 @@ from trl_packing.packing.prefix_tree import share_prefixes
 
 Document = Mapping[str, Any]
 
-_DOCUMENTS_MULTIPLE_OF = 8  # the number of documents in a row is rounded up to a multiple of it
-
 
 # --- one shape --------------------------------------------------------------------------------
 
@@ -89,11 +87,10 @@ class StaticShapes:
         # end: a tail longer than the documents would change the former and exceed the latter.
         learned = layer_values(text_config(model), "max_position_embeddings")
         limits = [*rope_thresholds(model), *learned]
-        documents = expected + 2  # one without tokens, and a tail
         return cls(
             num_tokens=num_tokens,
             max_length=longest,
-            num_documents=-(-documents // _DOCUMENTS_MULTIPLE_OF) * _DOCUMENTS_MULTIPLE_OF,
+            num_documents=expected + 2,  # one without tokens, and a tail
             longest_tail=min([longest, *(limit for limit in limits if limit > 0)]),  # xlnet: -1
         )
 

@@ -50,11 +50,6 @@ class EpochPlan:
         return np.diff(running[self.ends], prepend=0)
 
 
-def in_stages(order: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """Return `order` by stage; elements of a stage keep their order."""
-    return order[np.argsort(stages[order], kind="stable")]
-
-
 def padded_batches(number: int, documents_per_batch: int, num_ranks: int) -> np.ndarray:
     """Return the ends of the micro-batches of a padded run, which takes documents in slices.
 

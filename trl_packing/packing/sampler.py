@@ -29,7 +29,6 @@ from trl_packing.packing.draw import MixtureDraw, document_order
 from trl_packing.packing.epoch import (
     EpochPlan,
     equal_cost,
-    in_stages,
     padded_batches,
     split_bins,
 )
@@ -138,16 +137,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
                 "fill one micro-batch of every rank; set it to False"
             )
         self._kept: dict[str, tuple[int, Any]] = {}  # by name: of the epoch drawn last
-        self.num_bins: int | None = None  # of each epoch; None if nothing is packed into bins
+        # Bins of each epoch, and the capacity of a micro-batch; None if micro-batches are not bins.
+        self.num_bins: int | None = None
+        self.tokens_per_batch: int | None = None
         if self.documents_per_step is None:
             self.num_bins = self._most_bins()
-
-    @property
-    def tokens_per_batch(self) -> int | None:
-        """The capacity of a micro-batch in tokens, None if micro-batches are not bins."""
-        if self.documents_per_step is not None or self.capacity is None:
-            return None
-        return self.bins_per_batch * self.capacity
+            self.tokens_per_batch = self.capacity and self.bins_per_batch * self.capacity
 
     def set_epoch(self, epoch: int) -> None:
         """Draw epoch `epoch` on the next iteration."""
@@ -305,7 +300,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
         window = self.balance_window
         if self.stages is not None:  # steps exchange no bins: none of the next stage comes early
-            order, window = in_stages(order, self.stages[bins.indices[bins.offsets[:-1]]]), 1
+            stages = self.stages[bins.indices[bins.offsets[:-1]]]
+            order, window = order[np.argsort(stages[order], kind="stable")], 1
         full, left = np.split(order, [len(order) // size * size])
         if rng is None or not len(full):
             return full.reshape(-1, slots, self.bins_per_batch), left
@@ -319,7 +315,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         order = document_order(self.sampling, lengths, self.seed, self.epoch, per_rank)
         order = order[: self.num_used]
         if self.stages is not None:
-            order = in_stages(order, self.stages)
+            order = order[np.argsort(self.stages[order], kind="stable")]
         if not self.divide_by_cost:
             per_batch = max(per_step // self.slots, 1)
             return order, padded_batches(len(order), per_batch, self.num_ranks)

@@ -16,6 +16,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,7 @@ class PackedDataset(torch.utils.data.Dataset):
         )
 
 
+@dataclass(eq=False)
 class RepackEveryEpoch(TrainerCallback):
     """Draw new rows of a `PackedDataset` before every epoch, the same ones on all ranks.
 
@@ -182,8 +184,7 @@ class RepackEveryEpoch(TrainerCallback):
         dataset: the training set. Persistent loader workers keep the rows of their first epoch.
     """
 
-    def __init__(self, dataset: PackedDataset):
-        self.dataset = dataset
+    dataset: PackedDataset
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # In a resumed run, `state.epoch` is in the middle of the epoch that continues.

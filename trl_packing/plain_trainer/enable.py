@@ -165,10 +165,8 @@ def _check_loss(model: Any, base: Any) -> None:
 def _divides_by_count(base: Any) -> bool:
     """Return whether the native loss of `base` is divided by `num_items_in_batch`."""
     accepts = getattr(base, "accepts_loss_kwargs", None)
-    if accepts is not None:
-        return bool(accepts)
     parameters = inspect.signature(base.forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return any(p.kind is p.VAR_KEYWORD for p in parameters) if accepts is None else bool(accepts)
 
 
 @dataclass(eq=False)

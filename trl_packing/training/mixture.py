@@ -134,15 +134,6 @@ def _documents_an_epoch(
     return counts
 
 
-def check_stream_is_not_mixed(dataset: Any, options: PackingOptions) -> None:
-    """Raise ValueError if a single stream is to be mixed, whose sources are not known."""
-    if isinstance(dataset, IterableDataset) and options.mixture is not None:
-        raise ValueError(
-            "a mixture draws sources, which a stream tells only by being read; pass a dictionary "
-            "of streams"
-        )
-
-
 def join_streams(
     documents: Mapping[str, IterableDataset], options: PackingOptions, seed: int
 ) -> IterableDataset:

@@ -49,7 +49,7 @@ from trl_packing.documents.labels import (
 from trl_packing.packing.draw import packing_seed
 from trl_packing.training.arguments import check_weights_and_sources, reason_for_trl_path
 from trl_packing.training.columns import columns_of
-from trl_packing.training.mixture import check_stream_is_not_mixed, join_streams
+from trl_packing.training.mixture import join_streams
 from trl_packing.training.sampling import Sampling
 
 # Columns of the documents of all sources, and the types in which no value of them changes.
@@ -223,7 +223,11 @@ def source_sets(
         ValueError: they cannot be trained together, or sources of one stream are to be mixed.
     """
     if not isinstance(train_dataset, dict):
-        check_stream_is_not_mixed(train_dataset, PackingOptions.of(args))
+        if isinstance(train_dataset, IterableDataset) and PackingOptions.of(args).mixture:
+            raise ValueError(
+                "a mixture draws sources, which a stream tells only by being read; pass a "
+                "dictionary of streams"
+            )
         return None
     sets, is_named = [*train_dataset.values()], all(isinstance(name, str) for name in train_dataset)
     is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
