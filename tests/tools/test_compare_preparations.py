@@ -81,10 +81,8 @@ def test_each_kind_of_difference_is_found():
     untrained = tokenized([[7, -100, 9]] * 3, loss_weights=[[1.0, 1.0, 1.0]] * 3)
     assert compared(untrained, changed(untrained, 2, "loss_weights", 1, 0.5)) == {}
     assert compared(rows, changed(rows, 1, "labels", 0, -100)) == {}
-    texts, limit = (
-        Dataset.from_dict({"text": ["a " * n for n in (30, 1, 30)]}),
-        ["--max_length", "16"],
-    )
+    texts = Dataset.from_dict({"text": ["a " * n for n in (30, 1, 30)]})
+    limit = ["--max_length", "16"]
     assert compared(texts, texts, [*limit, "--overflow", "drop"], limit) == {"dropped by one": 2}
 
 

@@ -194,21 +194,6 @@ def command(tmp_path, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "sentence"),
-    [
-        ('{"text": "So."}\n{"text": ', [], "data.jsonl: JSON parse error"),
-        ('{"text": "So."}\n', ["--rows", "7"], "row 7 is not among the 1 rows"),
-        ('{"text": "So."}\n', ["--train_on", "me"], "me"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(command, data, options, sentence):
-    status, out, err = command("inspect", data, *options)
-    assert (status, out, len(err.splitlines())) == (2, "", 1), err
-    assert err.startswith("trl-packing: ")
-    assert sentence in err
-
-
 def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
     rows = [chat_row("So."), chat_row("So.") | {"messages": [{"role": "wizard", "content": "!"}]}]
     status, out, _ = command("inspect", rows, "--rows", "0", "1")

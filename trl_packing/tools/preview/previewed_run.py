@@ -91,16 +91,10 @@ class PreviewedRun:
         settings: Sequence[str] = (),
         model: str | None = None,
     ) -> "PreviewedRun":
-        """Return the run that `settings` describe.
+        """Return the run of rows that `settings` describe: ``["--train_on", "assistant"]``.
 
-        Args:
-            dataset: rows in any form that the trainer takes.
-            tokenizer: or a processor; it is copied.
-            settings: options of `PackedSFTConfig`: ``["--train_on", "assistant"]``.
-            model: a name; its generation config lists the tokens that end a generation.
-
-        Raises:
-            ValueError: an option cannot be used, or TRL's code would prepare the data.
+        The tokenizer, or processor, is copied. The generation config of `model`, a name, lists the
+        tokens that end a generation. Raises ValueError as `from_call`.
         """
         return cls.from_call(TrainerCall(model, config_from_settings(settings), dataset, tokenizer))
 
@@ -200,8 +194,6 @@ class PreviewedRun:
         }
         dataset = sets if isinstance(self.dataset, dict) else sets["train"]
         return replace(self, dataset=dataset).with_settings(source_column=ROW)
-
-    # --- documents ----------------------------------------------------------------------------
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the whole data set, and the counts of what was kept and lost.
@@ -316,9 +308,6 @@ def _renumber(message: str, rows: Sequence[int], row: int) -> str:
         message,
     ).replace(f"the {_NAME} dataset", "the data set")
     return message.removeprefix(f"row {row} of the data set: ")
-
-
-# --- the row of each document ---------------------------------------------------------------------
 
 
 class TracedDocuments(NamedTuple):
