@@ -246,18 +246,6 @@ class Run:
     def __getitem__(self, at: int) -> Any:
         return (self.losses[0], self.gradients)[at]
 
-    def documents(self) -> list[list[tuple[int, ...]]]:
-        """Return the documents of each step, as tuples of tokens, where rows are packed."""
-        return [
-            [
-                tuple(part.tolist())
-                for batch in batches
-                for part in batch["input_ids"][0].split(batch["cu_seq_lens_q"].diff().tolist())
-                if len(part)
-            ]
-            for batches in self.batches
-        ]
-
 
 def make_trainer(
     folder: Any,

@@ -98,51 +98,42 @@ FUNCTIONS = {
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": None,
 }
 
-ATTRIBUTES = {
-    "_formatting_func": "trl.SFTTrainer",
-    "_metrics": "trl.SFTTrainer",
-    "_skip_prepare_dataset": "trl.SFTTrainer",
-    "_tokenizer": "trl.SFTTrainer",
-    "_total_train_tokens": "trl.SFTTrainer",
-    "aux_loss_enabled": "trl.SFTTrainer",
-    "router_aux_loss_coef": "trl.SFTTrainer",
-    "completion_only_loss": "trl.SFTTrainer",
-    "chat_template": "trl.SFTTrainer",
-    "padding_free": "trl.SFTTrainer",
-    "_train_batch_size": "transformers.Trainer",
-    "current_gradient_accumulation_steps": "transformers.Trainer",
-    "label_smoother": "transformers.Trainer",
-    "model_accepts_loss_kwargs": "transformers.Trainer",
-    "_get_num_multimodal_tokens": "transformers.LlavaProcessor",
-    "_merge_kwargs": "transformers.ProcessorMixin",
-    "_process_images": "transformers.ProcessorMixin",
-    "_models": "accelerate.Accelerator",
-    "_distributed": "datasets.IterableDataset",
-    "_ex_iterable": "datasets.IterableDataset",
-    "_fingerprint": "datasets.Dataset",
-    "_indices": "datasets.Dataset",
-    "_can_set_attn_implementation": "transformers.PreTrainedModel",
-    "_attn_implementation_internal": "transformers.PreTrainedConfig",
+_BY_CLASS = {
+    "trl.SFTTrainer": (
+        "_formatting_func _metrics _skip_prepare_dataset _tokenizer _total_train_tokens "
+        "aux_loss_enabled router_aux_loss_coef completion_only_loss chat_template padding_free"
+    ),
+    "transformers.Trainer": (
+        "_train_batch_size current_gradient_accumulation_steps label_smoother "
+        "model_accepts_loss_kwargs"
+    ),
+    "transformers.LlavaProcessor": "_get_num_multimodal_tokens",
+    "transformers.ProcessorMixin": "_merge_kwargs _process_images",
+    "accelerate.Accelerator": "_models",
+    "datasets.IterableDataset": "_distributed _ex_iterable",
+    "datasets.Dataset": "_fingerprint _indices",
+    "transformers.PreTrainedModel": "_can_set_attn_implementation",
+    "transformers.PreTrainedConfig": "_attn_implementation_internal",
 }
+ATTRIBUTES = {name: owner for owner, names in _BY_CLASS.items() for name in names.split()}
 
-NAMES = (
-    "accelerate.data_loader.DataLoaderShard",
-    "accelerate.logging.get_logger",
-    "datasets.exceptions.DatasetGenerationError",
-    "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
-    "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
-    "transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "transformers.trainer_pt_utils.BatchRebalanceSampler",
-    "transformers.trainer_utils.PREFIX_CHECKPOINT_DIR",
-    "transformers.utils.ModelOutput",
-    "transformers.utils.import_utils",
-    "transformers.utils.logging",
-    "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
-    "trl.trainer.sft_trainer.DataCollatorForVisionLanguageModeling",
-    "trl.SFTConfig._VALID_DICT_FIELDS",
-    "trl.trainer.utils",
-    "trl.trainer.utils.FusedCausalLMOutput",
-    "trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE",
-    "trl.trainer.utils._ChunkedLogProbFunction",
-)
+_BY_MODULE = {
+    "accelerate.data_loader": "DataLoaderShard",
+    "accelerate.logging": "get_logger",
+    "datasets.exceptions": "DatasetGenerationError",
+    "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
+    "transformers.models.auto.modeling_auto": (
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+    ),
+    "transformers.trainer_pt_utils": "BatchRebalanceSampler",
+    "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
+    "transformers.utils": "ModelOutput import_utils logging",
+    "trl.trainer.sft_trainer": (
+        "DataCollatorForLanguageModeling DataCollatorForVisionLanguageModeling"
+    ),
+    "trl.SFTConfig": "_VALID_DICT_FIELDS",
+    "trl.trainer": "utils",
+    "trl.trainer.utils": "FusedCausalLMOutput _CHUNKED_LOGPROB_CHUNK_SIZE _ChunkedLogProbFunction",
+}
+NAMES = [f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split()]

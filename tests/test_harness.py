@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from harness import alone, assert_exact, run
+from harness import alone, assert_exact
 from helpers.tiny import documents_of_lengths, tiny_model
 
 HERE = Path(__file__).parent
@@ -28,15 +28,6 @@ def test_a_thousandth_is_a_fault_and_rounding_is_none(expected):
             assert_exact(found, expected)
     with pytest.raises(AssertionError, match=r"lm_head.weight has no gradient"):
         assert_exact((loss, {n: g for n, g in gradients.items() if "head" not in n}), expected)
-
-
-def test_a_run_tells_the_documents_of_each_step(tmp_path):
-    rows = documents_of_lengths([30, 9, 20, 4, 26])
-    options = {"max_steps": 2, "per_device_train_batch_size": 1, "max_length": 50}
-    found = run(tiny_model("llama"), rows, tmp_path, **options)
-    assert len(found.losses) == len(found.documents()) == 2
-    told = [document for step in found.documents() for document in step]
-    assert sorted(told) == sorted(tuple(row["input_ids"]) for row in rows)
 
 
 def small_bounds(tree):

@@ -37,13 +37,12 @@ SAME = {
     "a stream": {"stream": True, "max_steps": 4, "packing": False},
     "a model by its name": {"by_name": True},
 }
-ONLY_FSDP2 = {"a head sharded without its norm": {"head_apart": True}}
 
 
 # The graphs of the ranks differ by the leak: recomputing one would gather in another order.
 LEAK = {"isolation_check": "error", "gradient_checkpointing": False}
 OTHERS = {
-    "leak": {"leaks_on_rank": 1, "options": LEAK},
+    "leak": {"leaks_on_rank": "1", "options": LEAK},
     "bf16": BF16,
     "whole": ADAMW,
 }
@@ -66,8 +65,8 @@ def engine(request) -> str:
 @pytest.fixture(scope="module")
 def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp(engine)
-    runs = SAME | OTHERS | (ONLY_FSDP2 if engine == "fsdp2" else {})
-    made = {name: scenario(base, engine, name, runs[name], 1) for name in runs}
+    runs = (SAME | OTHERS).items()
+    made = {name: scenario(base, engine, name, arguments, 1) for name, arguments in runs}
     checkpoint = f"{made['whole'].output_dir}/checkpoint-4"
     made["resumed"] = scenario(base, engine, "resumed", ADAMW | {"resume": checkpoint}, 1)
     return run_on_ranks(made, base / "results")
@@ -99,13 +98,9 @@ def assert_same_training(ranks: list[dict], alone: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SAME, *ONLY_FSDP2])
-def test_an_engine_trains_as_one_rank_with_twice_the_accumulation(
-    name, engine, two_ranks, one_rank
-):
-    if name not in two_ranks:
-        pytest.skip(f"{engine} does not shard the head by groups")
-    alone = one_rank(name, (SAME | ONLY_FSDP2)[name])
+@pytest.mark.parametrize("name", SAME)
+def test_an_engine_trains_as_one_rank_with_twice_the_accumulation(name, two_ranks, one_rank):
+    alone = one_rank(name, SAME[name])
     assert_same_training(two_ranks[name], alone)
     for rank in two_ranks[name]:
         expected = alone["metrics"].get("eval_loss", 0.0)

@@ -149,7 +149,8 @@ RANKS = {
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     base, scenarios = tmp_path_factory.mktemp("ranks"), {}
-    rows = {"eval_lengths": LENGTHS, "document_weights": DOCUMENT_WEIGHTS, "sources": SOURCES}
+    columns = {"loss_weight": DOCUMENT_WEIGHTS, "source": SOURCES}
+    rows = {"eval_lengths": LENGTHS, "columns": columns}
     rows |= {"lengths": [32, 20], "max_steps": 1, "weighted": True}
     for name, (options, others) in RANKS.items():
         given = {"options": options | {"source_column": "source"}, **rows, **others}

@@ -31,8 +31,6 @@ SAME_STEPS = {
     "stream": UNPACKED | {"lengths": MANY},
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
     "the end of a stream": UNPACKED | {"lengths": [32, 32, 32], "max_steps": 4},
-    "a curriculum": {"lengths": MANY, "options": SGD | {"curriculum": "length"}},
-    "a class that ignores loss kwargs": {"lengths": MANY, "ignores_loss_kwargs": True},
     "a recurrent model, on padded rows": {
         "lengths": MANY,
         "model": "falcon_mamba",
@@ -53,7 +51,6 @@ BY_RANK = {
     "two bins a micro-batch, accumulated": SHARDED | {"batch_size": 2, "accumulation": 2},
     "unpacked": SHARDED | {"packing": False, "lengths": UNEVEN[:27]},  # 14 and 13 documents
 }
-LEAKS = {"lengths": MANY, "leaks_on_rank": 1, "options": {"isolation_check": "error"}}
 
 
 def scenarios(base, accumulation: int) -> dict[str, Scenario]:
@@ -64,7 +61,6 @@ def scenarios(base, accumulation: int) -> dict[str, Scenario]:
         made[f"evaluation: {name}"] = {"lengths": LENGTHS, "eval_lengths": MANY[:7], **arguments}
     made |= {f"by rank: {name}": arguments for name, arguments in BY_RANK.items()}
     made["evaluation, then training"] = options | {"lengths": MANY, "eval_lengths": MANY[:3]}
-    made["a leak on one rank"] = LEAKS
     return {
         name: Scenario(str(base / f"{accumulation} {number}"), **arguments)
         for number, (name, arguments) in enumerate(made.items())
@@ -185,10 +181,3 @@ def test_two_ranks_evaluate_to_the_loss_of_one(name, one_rank, two_ranks):
 def test_ranks_stay_in_step_after_an_evaluation_before_training(one_rank, two_ranks):
     """transformers 5.23 marks the model as prepared, and accelerate 1.15 then leaves DDP out."""
     assert_same_training(two_ranks["evaluation, then training"], one_rank)
-
-
-@pytest.mark.slow
-def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
-    ranks = two_ranks["a leak on one rank"]
-    assert [rank["attention"] for rank in ranks] == ["padded", "padded"]
-    assert ranks[0]["losses"] == ranks[1]["losses"]

@@ -137,23 +137,6 @@ def trainer_of(folder, rows=None, **options):
     return make_trainer(folder, rows or documents_of_lengths(LENGTHS), **settings | options)
 
 
-class OverridesBoth(PackedSFTTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        self.accelerator.backward(loss)
-        return loss.detach()
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs).loss
-
-
-def test_a_step_of_a_user_s_own_is_counted(tmp_path):
-    found = trainer_of(tmp_path, cls=OverridesBoth).train().metrics
-    assert (found["train_documents"], found["train_tokens"]) == (len(LENGTHS), sum(LENGTHS))
-
-
 def test_transformers_own_count_is_of_documents_also_where_eos_is_the_padding(tmp_path):
     rows = documents_of_lengths(LENGTHS)
     for row in rows:

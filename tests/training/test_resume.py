@@ -14,11 +14,12 @@ from trl_packing.training.resuming import FILE
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3
 
+WORKERS = {"dataloader_num_workers": 1}
 MODES = {
     "packed": {"batch_size": 2, "accumulation": 2, "model": "gpt2_dropout"},
     "unpacked": {"packing": False, "batch_size": 3, "accumulation": 2},
-    "stream": {"stream": True, "shards": 4, "workers": 1, "batch_size": 2, "max_steps": 18},
-    "workers": {"batch_size": 2, "accumulation": 2, "workers": 1},
+    "stream": {"stream": True, "shards": 4, "options": WORKERS, "batch_size": 2, "max_steps": 18},
+    "workers": {"batch_size": 2, "accumulation": 2, "options": WORKERS},
 }
 
 

@@ -16,7 +16,7 @@ from trl_packing.training.run_page import FILE, NOTHING, UNKNOWN, RunRecord, Tot
 from trl_packing.training.run_recorder import RunRecorder, all_settings, changed_settings
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
-EVALUATED = {"eval_lengths": [7, 9, 4, 12, 8, 6], "sources": ["math", "code"] * 3}
+EVALUATED = {"eval_lengths": [7, 9, 4, 12, 8, 6], "columns": {"source": ["math", "code"] * 3}}
 
 
 def scenario(folder, **changes):

@@ -103,16 +103,6 @@ def test_sources_share_the_positions_of_their_prefixes(weighting, tmp_path):
     assert (off.loss, off.computed) == (step.loss, step.computed)
 
 
-def test_rows_that_are_packed_have_the_source_of_all_their_documents(tmp_path):
-    rows = [
-        {key: [x for d in part for x in d[key]] for key in ("input_ids", "labels")}
-        | {"seq_lengths": [len(d["input_ids"]) for d in part], "source": source}
-        for part, source in ((DOCUMENTS[:4], "a"), (DOCUMENTS[4:], "b"))
-    ]
-    logs = history(tmp_path, rows, source_column="source")[0]
-    assert_reports(logs, by_source(with_sources(DOCUMENTS, "aaaabbbb")))
-
-
 @pytest.mark.parametrize(
     ("column", "said"),
     [

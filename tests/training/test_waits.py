@@ -12,7 +12,6 @@ from harness import make_trainer
 from helpers.combinations import fast
 from helpers.tiny import documents_of_lengths, tiny_model
 from helpers.waits import Waits, counted_waits
-from peft import LoraConfig
 
 import trl_packing
 from trl_packing import PackedSFTTrainer
@@ -24,12 +23,10 @@ RUNS = {
     "documents": {},
     "sinks": {"model": "gpt_oss"},
     "padded rows": {"attention": "padded"},
-    "equal lengths": {"attention": "equal_lengths"},
     "explicit mask, window": {"attention": "mask", "model": "mistral"},
     "padding-free, dft": {"packing": False, "loss_weighting": "sqrt", "loss_type": "dft"},
     "smoothing, weighted": {"label_smoothing_factor": 0.1, "loss_weighting": "document"},
     "stream": {"stream": True, "pad_to_multiple_of": 8},
-    "LoRA": {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
     "experts": {"model": "qwen3_moe", "router_aux_loss_coef": 0.01},
     "TRL's kernels": {"kernels": True, "sources": True},
     "shared prefixes": {"shared": True, "sources": True},
@@ -40,8 +37,7 @@ FAST = ("documents", "padded rows", "explicit mask, window", "experts", "TRL's k
 
 def trained(waits: Waits, folder, *, every=1, control=None, **options):
     """Train `STEPS` steps of two micro-batches, counting the waits of each."""
-    flags = ("shared", "sources", "stream", "peft_config")
-    shared, sources, stream, peft = (options.pop(flag, None) for flag in flags)
+    shared, sources, stream = (options.pop(flag, None) for flag in ("shared", "sources", "stream"))
     model = options.pop("model", "llama")
     model = tiny_model(model) if model in ("llama", "mistral", "gemma2") else architecture(model)
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -83,7 +79,6 @@ def trained(waits: Waits, folder, *, every=1, control=None, **options):
         rows.to_iterable_dataset() if stream else rows,
         model,
         cls=Watched,
-        arguments={"peft_config": peft},
         **settings | {"isolation_check": "off"} | options,
     )
     if shared:  # `Watched` computes the loss of the class above it
@@ -104,7 +99,7 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
     assert site.startswith("wait_for at metrics.py:")
     assert number == STEPS
     assert waits.of("trl_packing") == [1] * STEPS
-    if options.get("attention") not in ("padded", "equal_lengths"):  # masks are read there
+    if options.get("attention") != "padded":  # masks are read there
         others = waits.counts.total() - STEPS  # the loss and the norm of gradients, once a log
         assert others <= 4 * STEPS, waits.counts
     assert not waits.of("autograd")
@@ -124,7 +119,6 @@ def test_a_step_that_is_not_logged_neither_waits_nor_gathers_metrics(tmp_path, m
 CONTROLS = {
     "item": "labels.sum().item()",
     "mask": "labels[labels > 0]",
-    "repeat": "torch.repeat_interleave(labels[0].clamp(0, 2))",
     "blocking copy": "torch.arange(3).to(labels.device)",
     "not on the device": "torch.arange(3).sum().item(), torch.ones(2).tolist()",
 }

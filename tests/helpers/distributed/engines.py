@@ -42,16 +42,11 @@ def options(engine: str | None, model: str) -> dict[str, Any]:
     return {"deepspeed": config}
 
 
-def fsdp_on_cpu(*, head_apart: bool = False) -> None:
-    """Make accelerate shard by FSDP2 on CPUs, for the rest of this process.
-
-    head_apart: it does not find the final norm, as in PEFT and vision-language models.
-    """
+def fsdp_on_cpu() -> None:
+    """Make accelerate shard by FSDP2 on CPUs, for the rest of this process."""
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, fsdp_utils
+    from accelerate.utils import DistributedType
 
-    if head_apart and hasattr(fsdp_utils, "_find_final_norm"):  # accelerate 1.12 looks for none
-        fsdp_utils._find_final_norm = lambda model: None
     if hasattr(AcceleratorState.__init__, "__wrapped__"):
         return
     known = AcceleratorState.__init__

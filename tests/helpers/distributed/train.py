@@ -20,16 +20,13 @@ class Scenario:
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     weighted: documents have the `loss_weights` of `token_weights`.
     prefixes: every document begins as one of so many prompts of up to 64 tokens.
-    document_weights: the `loss_weight` of every document, of the evaluation set too.
-    sources: the `source` of every document of the evaluation set.
+    columns: further ones of the evaluation set.
     sets: documents of each data set of a training set that is a dictionary; empty for a single one.
-    trained_sources: the same of the training set.
     shards: of the stream; two ranks do not divide three, so each reads all of them.
     counted_clock: time passes by a second a micro-batch, a hundred an evaluation and a thousand a
         save, and not otherwise.
     engine: what shards the model (engines.ENGINES); None leaves it to DDP.
     config: of the model; lora: a LoraConfig; by_name: the model is saved and given as a name.
-    head_apart: FSDP2 shards the head without the final norm that runs before it.
     evaluates: "before" training or "after" it; saves: the model, which is then read again.
     """
 
@@ -40,17 +37,14 @@ class Scenario:
     config: dict = field(default_factory=dict)
     lora: dict = field(default_factory=dict)
     by_name: bool = False
-    head_apart: bool = False
     evaluates: str = "before"
     saves: bool = False
-    leaks_on_rank: int | None = None
+    leaks_on_rank: str | None = None
     ignores_loss_kwargs: bool = False
     weighted: bool = False
     prefixes: int = 0
-    document_weights: list[float] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
+    columns: dict[str, list] = field(default_factory=dict)
     sets: dict[str, int] = field(default_factory=dict)
-    trained_sources: list[str] = field(default_factory=list)
     eval_lengths: list[int] = field(default_factory=list)
     prompt: int = 2
     packing: bool = True
@@ -60,7 +54,6 @@ class Scenario:
     max_steps: int = -1
     stream: bool = False
     shards: int = 3
-    workers: int = 0
     save_steps: int = 0
     resume: str | None = None
     forgets_epoch_on_resume: bool = False
@@ -75,7 +68,7 @@ def token_weights(input_ids: list[int]) -> list[float]:
 
 
 def run(scenario: Scenario) -> dict:
-    """Return batches, losses, parameters and evaluation of a run, or the error that ended it.
+    """Return batches, losses, parameters and evaluation of a run.
 
     batches: the `input_ids` of every micro-batch that was trained on this rank.
     inputs: what the model takes of it, as tensors, and the labels.
@@ -85,34 +78,35 @@ def run(scenario: Scenario) -> dict:
     history, totals: what was logged, and the metrics that `train` returned.
     largest_targets: the largest label of every row that `compute_metrics` was given, in order.
     """
-    try:
-        return _run(scenario)
-    except ValueError as error:
-        return {"error": str(error)}
-
-
-def _run(scenario: Scenario) -> dict:
     import torch
     from accelerate import PartialState
-    from datasets import Dataset
-    from harness import QUIET
+    from harness import make_trainer
     from peft import LoraConfig
 
     from helpers.distributed import engines
-    from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
-    from trl_packing import PackedSFTConfig, PackedSFTTrainer
+    from helpers.tiny import tiny_model
+    from trl_packing import PackedSFTTrainer
     from trl_packing.training.metrics import ThroughputMeter
 
     torch.set_num_threads(1)
     if scenario.engine == "fsdp2":
-        engines.fsdp_on_cpu(head_apart=scenario.head_apart)
-    batches: list[list[int]] = []
+        engines.fsdp_on_cpu()
     largest_targets: list[int] = []
     kept: list[dict[str, torch.Tensor]] = []
     trained_in: list[int] = []
     now = [0.0]
 
     class Recorder(PackedSFTTrainer):
+        def __init__(self, model, *args, **kwargs):
+            engines.start(scenario.engine)
+            if scenario.by_name:
+                folder = f"{scenario.output_dir}/model"
+                if rank == "0":
+                    model.save_pretrained(folder)
+                PartialState().wait_for_everyone()
+                model = folder
+            super().__init__(model, *args, **kwargs)
+
         def train(self, *args, **kwargs):
             clock = patch.object(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
             with clock if scenario.counted_clock else nullcontext():
@@ -129,7 +123,6 @@ def _run(scenario: Scenario) -> dict:
         def training_step(self, model, inputs, *args, **kwargs):
             now[0] += 1
             trained_in.append(self.state.global_step)
-            batches.append(inputs["input_ids"].flatten().tolist())
             names = ("input_ids", "position_ids", "labels")
             kept.append({name: inputs[name].clone() for name in names})
             return super().training_step(model, inputs, *args, **kwargs)
@@ -140,71 +133,41 @@ def _run(scenario: Scenario) -> dict:
                 del dataloader.batch_sampler.set_epoch
             return dataloader
 
-    def data(lengths, seed):
-        rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
-        prompts = documents_of_lengths([64] * scenario.prefixes, seed=7)
-        for number, row in enumerate(rows if prompts else []):
-            prompt = prompts[number % len(prompts)]["input_ids"][: 24 + 8 * (number % 6)]
-            labels = [-100] * len(prompt) if number % 4 else prompt
-            row["input_ids"], row["labels"] = prompt + row["input_ids"], labels + row["labels"]
-        sources = scenario.sources if seed else scenario.trained_sources
-        columns = {"loss_weight": scenario.document_weights, "source": sources}
-        if scenario.weighted:
-            columns["loss_weights"] = [token_weights(row["input_ids"]) for row in rows]
-        for name, values in columns.items():  # an evaluation set may be shorter
-            for row, value in zip(rows, values, strict=False):
-                row[name] = value
-        if not (scenario.sets and seed == 0):
-            return streamed(Dataset.from_list(rows))
-        left = iter(rows)
-        return {
-            name: streamed(Dataset.from_list([next(left) for _ in range(number)]))
-            for name, number in scenario.sets.items()
-        }
-
-    def streamed(dataset):
-        return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset
-
     def correct(prediction):
         largest_targets.extend(prediction.label_ids.max(1).tolist())
         chosen = prediction.predictions[:, :-1].argmax(-1)
         targets = prediction.label_ids[:, 1:]
         return {"rows": len(targets), "correct": int((chosen == targets)[targets != -100].sum())}
 
-    size, saves = scenario.batch_size, scenario.save_steps
-    settings = {"max_length": 32, "learning_rate": 0.02, "lr_scheduler_type": "constant"}
-    settings |= {"packing": scenario.packing, "dataloader_num_workers": scenario.workers}
-    settings |= {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
-    settings |= {"gradient_accumulation_steps": scenario.accumulation}
-    settings |= {"num_train_epochs": scenario.epochs, "max_steps": scenario.max_steps}
-    settings |= {"save_strategy": "steps" if saves else "no", "save_steps": saves or 500}
-    settings |= {"logging_steps": 1, "isolation_check": "off"}
-    settings |= engines.options(scenario.engine, scenario.model) | scenario.options
-
     def leak(module, inputs, output):
         counts = torch.arange(1, output.shape[1] + 1)[:, None]
         return output + 0.1 * output.cumsum(1) / counts
 
+    rank, size, saves = os.environ.get("RANK", "0"), scenario.batch_size, scenario.save_steps
+    settings = {"max_length": 32, "learning_rate": 0.02, "lr_scheduler_type": "constant"}
+    settings |= {"packing": scenario.packing, "logging_steps": 1, "isolation_check": "off"}
+    settings |= {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    settings |= {"gradient_accumulation_steps": scenario.accumulation}
+    settings |= {"num_train_epochs": scenario.epochs, "max_steps": scenario.max_steps}
+    settings |= {"save_strategy": "steps" if saves else "no", "save_steps": saves or 500}
+    settings |= engines.options(scenario.engine, scenario.model) | scenario.options
     engines.forget_zero3()
     model = tiny_model(scenario.model, **scenario.config)
     model.accepts_loss_kwargs = not scenario.ignores_loss_kwargs
-    if scenario.leaks_on_rank == int(os.environ.get("RANK", 0)):
+    if scenario.leaks_on_rank == rank:
         model.model.layers[0].mlp.register_forward_hook(leak)
-    config = PackedSFTConfig(scenario.output_dir, **QUIET | settings)
-    engines.start(scenario.engine)
-    if scenario.by_name:
-        if config.process_index == 0:
-            model.save_pretrained(f"{scenario.output_dir}/model")
-        PartialState().wait_for_everyone()
-        model = f"{scenario.output_dir}/model"
-    trainer = Recorder(
+    arguments = {
+        "compute_metrics": correct if scenario.counts_correct else None,
+        "peft_config": LoraConfig(**scenario.lora) if scenario.lora else None,
+    }
+    trainer = make_trainer(
+        scenario.output_dir,
+        training_set(scenario),
         model,
-        config,
-        train_dataset=data(scenario.lengths, seed=0),
-        eval_dataset=data(scenario.eval_lengths, seed=1) if scenario.eval_lengths else None,
-        processing_class=tiny_tokenizer(),
-        compute_metrics=correct if scenario.counts_correct else None,
-        peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
+        cls=Recorder,
+        evaluated=evaluation_set(scenario),
+        arguments=arguments,
+        **settings,
     )
     when = scenario.evaluates if scenario.eval_lengths else None
     metrics = trainer.evaluate() if when == "before" else {}
@@ -213,7 +176,7 @@ def _run(scenario: Scenario) -> dict:
     metrics = trainer.evaluate() if when == "after" else metrics
     history = trainer.state.log_history
     return {
-        "batches": batches,
+        "batches": [inputs["input_ids"].flatten().tolist() for inputs in kept],
         "inputs": kept,
         "steps": trainer.state.global_step,
         "attention": trainer.attention.backend,
@@ -233,6 +196,46 @@ def _run(scenario: Scenario) -> dict:
         ),
         "parameters": engines.whole_parameters(scenario.engine, trainer),
     }
+
+
+def rows_of(scenario: Scenario, lengths: list[int], seed: int) -> list[dict]:
+    from helpers.tiny import documents_of_lengths
+
+    rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
+    prompts = documents_of_lengths([64] * scenario.prefixes, seed=7)
+    for number, row in enumerate(rows if prompts else []):
+        prompt = prompts[number % len(prompts)]["input_ids"][: 24 + 8 * (number % 6)]
+        labels = [-100] * len(prompt) if number % 4 else prompt
+        row["input_ids"], row["labels"] = prompt + row["input_ids"], labels + row["labels"]
+    for row in rows if scenario.weighted else []:
+        row["loss_weights"] = token_weights(row["input_ids"])
+    return rows
+
+
+def data_set(scenario: Scenario, rows: list[dict]):
+    from datasets import Dataset
+
+    dataset = Dataset.from_list(rows)
+    return dataset.to_iterable_dataset(scenario.shards) if scenario.stream else dataset
+
+
+def training_set(scenario: Scenario):
+    rows = rows_of(scenario, scenario.lengths, seed=0)
+    if not scenario.sets:
+        return data_set(scenario, rows)
+    left = iter(rows)
+    return {
+        name: data_set(scenario, [next(left) for _ in range(number)])
+        for name, number in scenario.sets.items()
+    }
+
+
+def evaluation_set(scenario: Scenario):
+    rows = rows_of(scenario, scenario.eval_lengths, seed=1)
+    for name, values in scenario.columns.items():
+        for row, value in zip(rows, values, strict=False):
+            row[name] = value
+    return data_set(scenario, rows) if rows else None
 
 
 def saved(trainer, folder: str) -> dict:
