@@ -74,13 +74,23 @@ def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
         set_current_row(before)
 
 
-class AnnouncedBatches(list[Any]):
-    """Micro-batches of a step, each the current row until the next one is read."""
+class AnnouncedBatches:
+    """Micro-batches of a step or data loader, each the current row until the next one is read."""
+
+    def __init__(self, batches: Any):
+        self._batches = batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
         # No cleanup when the generator is closed: after an error, the garbage collector may close
         # it at any time, even during a later step.
-        for batch in super().__iter__():
+        # Not a list: a loader is read while it is evaluated, and knows when its last batch comes.
+        for batch in self._batches:
             set_current_row(batch)
             yield batch
         set_current_row(None)
