@@ -42,12 +42,6 @@ def test_the_comparison_sees_siblings_that_see_each_other():
         assert_equals_dense(document_attention, tensors, tree=family, keys=chain.keys)
 
 
-def test_rows_need_not_be_in_depth_first_order():
-    """A child may stand behind another subtree."""
-    tree = Tree([3, 2, 4, 2, 1], [-1, 0, -1, 0, 2])
-    assert_equals_dense(document_attention, inputs(num_tokens=12), tree=tree)
-
-
 def test_keys_that_do_not_fit_are_refused():
     row = Tree([3, 2], [-1, 0])
     q, k, v = inputs(num_tokens=5)

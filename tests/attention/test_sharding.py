@@ -13,12 +13,10 @@ from helpers.distributed.train import Scenario, run, run_on_ranks
 TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 MANY = [3 + (i * 11) % 29 for i in range(41)]
-FEW = [5, 9, 30, 22]
 WEIGHTED = {"weighted": True, "options": {"loss_weighting": "document"}}
 ADAMW = {"save_steps": 4, "options": {"optim": "adamw_torch", "learning_rate": 0.01}}
-EVALUATED = {"eval_lengths": FEW, "evaluates": "after"}
+EVALUATED = {"eval_lengths": [5, 9, 30, 22], "evaluates": "after"}
 BF16 = {"options": {"bf16": True}, **EVALUATED}
-UNEQUAL = {"lengths": [32, 2, 31, 3], "packing": False, "prompt": 1}
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
@@ -26,7 +24,6 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 SAME = {
     "packed, evaluated, saved": {"saves": True, **EVALUATED},
     "accumulated": {"accumulation": 2, "options": {"gradient_checkpointing": False}},
-    "very unequal numbers of trained tokens": UNEQUAL,
     "documents weighted": WEIGHTED | EVALUATED,
     "documents weighted, none on a rank": {"lengths": [32, 32, 32], **WEIGHTED},
     "tied embeddings": {"config": {"tie_word_embeddings": True}, "saves": True},
@@ -41,11 +38,7 @@ SAME = {
 
 # The graphs of the ranks differ by the leak: recomputing one would gather in another order.
 LEAK = {"isolation_check": "error", "gradient_checkpointing": False}
-OTHERS = {
-    "leak": {"leaks_on_rank": "1", "options": LEAK},
-    "bf16": BF16,
-    "whole": ADAMW,
-}
+OTHERS = {"leak": {"leaks_on_rank": "1", "options": LEAK}, "bf16": BF16, "whole": ADAMW}
 
 
 def scenario(folder, engine, name, arguments, accumulation) -> Scenario:

@@ -48,14 +48,6 @@ def test_a_way_trains_what_one_document_at_a_time_would(way, tmp_path):
     assert_exact(packed, truth("llama"))
 
 
-@pytest.mark.parametrize(("name", "way"), [("bloom", "padded"), ("falcon", "mask")])
-def test_a_bf16_run_takes_the_same_way(name, way, tmp_path):
-    """accelerate's autocast is around the model by the time that a way is installed."""
-    used, packed = step(name, tmp_path, bf16=True)
-    assert used.backend == way, used.reason
-    assert packed.loss == pytest.approx(truth(name).loss, rel=2**-8)
-
-
 def test_a_mask_without_the_window_fails_the_same_comparison(tmp_path, monkeypatch):
     def without_window(seq_lengths, config, dtype, *_):
         return block_diagonal_mask(torch.from_numpy(seq_lengths)[None], dtype=dtype)

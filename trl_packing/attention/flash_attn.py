@@ -113,5 +113,4 @@ def _gather_again_in_backward(
 
 def gathers_prefix_keys(implementation: str | None) -> bool:
     """Whether the attention function `implementation` gathers the keys of shared prefixes."""
-    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    return getattr(function, "gathers_prefix_keys", False)
+    return getattr(ALL_ATTENTION_FUNCTIONS.get(implementation), "gathers_prefix_keys", False)
