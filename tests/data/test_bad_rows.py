@@ -122,7 +122,7 @@ ONE_SENTENCE = [
     ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
     ({"messages": ["Hi"]}, {}, "message 0 .* is str 'Hi', not a dictionary"),
     ({"messages": [{"role": "user", "content": 7}]}, {}, "has int 7 as content; give a string"),
-    ({"messages": []}, {}, "4 read, 4 of them empty"),
+    ({"messages": []}, {}, "4 read, the longest has 0"),
     ({"input_ids": None}, {}, "'input_ids' has a null row; filter it out"),
     ({"text": "a b", "loss_weight": float("nan")}, {}, "row 0 .* has loss_weight=nan; give finite"),
     ({"text": "a b", "loss_weight": "many"}, {}, "row 0 .* has loss_weight='many'"),

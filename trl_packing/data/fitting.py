@@ -158,15 +158,13 @@ def fit_and_count(
     documents = ArrowDocuments(dataset, token_columns(dataset.column_names))
     where = f"of the {name} dataset"
     pieces, counts = fit(documents, overflow, stop_ids, where=where)
-    if not counts.after.trained:
-        lengths = documents.lengths()
-        raise ValueError(
-            f"no document {where} has a trained token left ({len(lengths)} read, "
-            f"{(lengths == 0).sum()} of them empty, the longest has {lengths.max(initial=0)}, "
-            f"max_length={overflow.capacity}, overflow={overflow.policy!r}); raise max_length, or "
-            "check the completion or assistant masks"
-        )
     lengths = documents.lengths()
+    if not counts.after.trained:
+        raise ValueError(
+            f"no document {where} has a trained token left ({len(lengths)} read, the longest has "
+            f"{lengths.max(initial=0)}, max_length={overflow.capacity}, {overflow.policy!r}); "
+            "raise max_length, or check the completion or assistant masks"
+        )
     if not np.array_equal(pieces.sizes, lengths[pieces.rows]):
         # `map` caches by the function and its arguments, so a second run reads the result.
         dataset = dataset.with_format("arrow").map(

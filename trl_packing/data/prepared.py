@@ -1,9 +1,7 @@
 """Rows from a file, a folder or the hub; or a folder of prepared documents, read as a data set.
 
-    OUT/
-    ├── manifest.json    sets, rules, counts, options, versions
-    ├── train/           columns of training, as `save_to_disk` writes them
-    └── eval/
+    OUT/manifest.json       sets, their settings and counts, versions
+    OUT/train/, OUT/eval/   columns of training, as `save_to_disk` writes them
 
 The data set carries a record of how it was made. Preparation compares the record with the run, and
 then leaves the documents as they are.

@@ -1,15 +1,11 @@
 """A user's data set → documents that fit, with every loss counted.
 
     rows           of any form, tokenized before, or packed before
-        │  check       everything that rows and settings alone rule out
-        │  tokenize    text → tokens and labels, by us or by TRL              (formatting)
-        │  EOS         appended if asked for                                  (stop_tokens)
-        │  fit         cut, split or dropped, and counted                     (fitting)
-        ▼
+        │  check, tokenize (by us or by TRL), append EOS, fit
     documents      each ≤ max_length, each with something to train
 
-A stream passes the same stages; the last two run while it is read. Prepared documents stay as they
-are, if the run has the rules that made them (prepared).
+Of a stream, EOS and fit run while it is read. Prepared documents stay as they are, if the run has
+the rules that made them (prepared).
 """
 
 from collections.abc import Sequence

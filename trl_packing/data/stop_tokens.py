@@ -1,12 +1,9 @@
 """Documents should end in a trained stop token; otherwise a model never learns to stop there.
 
-    tokens     Why  ?  Because  .  <|im_end|>  \\n        ChatML ends so; TRL trains both
-    labels      .   .  Because  .  <|im_end|>  \\n        ends in a trained stop token
-    labels      .   .  Because  .      .       .         untrained stop token: train it
-    tokens     Why  ?  Because  .                        trained to the end: append EOS
-    labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing is appended
-
-Documents that begin with two BOS tokens (a template's and the tokenizer's) are counted, too.
+tokens     Why  ?  Because  .  <|im_end|>  \\n        ChatML ends so; TRL trains both
+labels      .   .  Because  .      .       .         untrained stop token: train it
+tokens     Why  ?  Because  .                        trained to the end: append EOS
+labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing is appended
 """
 
 from collections.abc import Iterable

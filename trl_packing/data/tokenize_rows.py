@@ -2,7 +2,6 @@
 
     rows           text | prompt, completion | messages | fields        (row_format)
         │  render, tokenize    which characters and tokens are trained
-        ▼
     documents      input_ids, labels (and loss_weights, if messages have a weight)
 
 `datasets` caches the result by the tokenizer, the settings and the version of this package.

@@ -1,13 +1,11 @@
 """The parts of a rendered conversation that a model has to write, message by message.
 
-    messages      user "Hi"               assistant "Hello"
     text          <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     span                                                                  [Hello<|im_end|>]
 
-A span starts where the generation prompt ends: the model itself writes what the template puts
-before the content (an empty <think> block, for example). It ends with the stop token. Messages are
-found by a mark in place of their contents. With `train_on="every_turn"`, each turn is a document as
-at inference; docs/every-turn.md has the cases.
+A span starts where the generation prompt ends, and ends with the stop token. Messages are found by
+a mark in place of their contents. With `train_on="every_turn"`, each turn is a document as at
+inference; docs/every-turn.md has the cases.
 """
 
 import re

@@ -3,10 +3,9 @@
     documents    a0 a1 a2 │ a3       rank 0, accumulation 2    step   a0 a1   a2 a3
                  b0 b1               rank 1                           b0 b1   -- --
 
-Before every optimizer step, the ranks agree on whether any of them has documents left. A rank
-without documents continues with empty micro-batches, of which `PackedCollator` makes one masked
-token each. So all ranks end with the same step, which is complete: `Trainer` would add the gradient
-of an incomplete one to the next epoch's first step (transformers 5.23).
+Before every optimizer step, the ranks agree on whether any of them has documents left; one without
+continues with empty micro-batches, a masked token each. So all end with the same step, which is
+complete: `Trainer` would add the gradient of another to the next epoch (transformers 5.23).
 """
 
 import json
