@@ -15,6 +15,7 @@ MANY = [3 + (i * 11) % 29 for i in range(41)]
 SGD = {"optim": "sgd", "learning_rate": 0.05}
 EVALUATED = {"eval_lengths": MANY[:9], "evaluates": "after"}
 
+GROUPS = {"prefix_sharing": "group", "prefix_group_size": 4}
 # Each as one rank with two accumulated micro-batches; two ranks accumulate none.
 SAME_STEPS = {
     "packed, weighted": {
@@ -36,10 +37,9 @@ SAME_STEPS = {
         "batch_size": 3,
         "options": {"train_sampling_strategy": "sequential"},
     },
-    "FSDP2": {"engine": "fsdp2", "batch_size": 2, **EVALUATED},
+    "groups": {"batch_size": 2, "options": GROUPS, **EVALUATED},
+    "FSDP2": {"engine": "fsdp2", "batch_size": 2, **EVALUATED},  # the last one: it stays sharded
 }
-GROUPS = {"prefix_sharing": "group", "prefix_group_size": 4}
-SAME_STEPS["groups"] = {"batch_size": 2, "options": GROUPS, **EVALUATED}
 
 
 def scenario(folder: Path, name: str, accumulation: int, sharing: str) -> Scenario:
