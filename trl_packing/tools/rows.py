@@ -181,11 +181,6 @@ class PackedEpoch:
         """Return the tokens that a bin may hold; None where nothing is packed."""
         return None if self.sampler.documents_per_step else self.sampler.capacity
 
-    @property
-    def unit(self) -> str:
-        """Return the word for a row."""
-        return "micro-batch" if self.sampler.documents_per_step else "bin"
-
     def bins(self) -> Any:
         """Return the documents of each row of the epoch, in any order."""
         return self.sampler.plan() or self.sampler.micro_batches()

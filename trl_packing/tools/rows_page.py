@@ -55,7 +55,8 @@ def rows_page(
         left -= row.stop - row.start
     has_shared = any("segments" in row for row in drawn)
     rows = quantity(len(drawn), "row")
-    shown = f"{rows} of {len(epoch.bins()):,}, each strip a {epoch.unit}"
+    unit = "bin" if epoch.capacity else "micro-batch"
+    shown = f"{rows} of {len(epoch.bins()):,}, each strip a {unit}"
     if has_shared:
         shown = f"{rows}; with shared prefixes, a strip is a micro-batch"
     words = [escape_hidden(text) for text in texts]
@@ -116,7 +117,7 @@ def _row_data(
     tokenizer, short = epoch.run.preparation.eos.tokenizer, f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"
     if row.start or row.stop < row.batch["input_ids"].shape[1]:
-        name, short = f"{name}, {epoch.unit} {row.index + 1}", f"{short}.{row.index + 1}"
+        name, short = f"{name}, bin {row.index + 1}", f"{short}.{row.index + 1}"
     names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
     names |= {"counts": TARGET_COUNTS} if row.segments else {}
     data: dict[str, Any] = {key: row.values(of)[:most].tolist() for key, of in names.items()}

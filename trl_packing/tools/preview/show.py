@@ -9,6 +9,7 @@ document · 422 tokens · 1 image · 13 trained (3%) · ends in '<|im_end|>', tr
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,12 +119,12 @@ def _stretches(
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """Return the text that each token adds to a document, "" for parts of a character."""
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     texts: list[str] = []
     done = 0  # tokens whose text is known
     for end in range(1, len(ids) + 1):
         first = max(done - CONTEXT, 0)
-        before = _decode(ids[first:done], tokenizer)
-        text = _decode(ids[first:end], tokenizer)
+        before, text = decode(list(ids[first:done])), decode(list(ids[first:end]))
         is_last = end == len(ids)
         if text.endswith(_UNFINISHED) and not is_last and end - done < 2 * CONTEXT:
             texts.append("")
@@ -131,7 +132,3 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
         texts.append(text[len(before) :])
         done = end
     return texts
-
-
-def _decode(ids: Sequence[int], tokenizer: Any) -> str:
-    return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) if len(ids) else ""
