@@ -17,6 +17,7 @@ from helpers.packed_models import alone as logits_alone
 from helpers.tiny import tiny_model
 
 from trl_packing import other_rows
+from trl_packing.attention.calls import AnnouncedBatches
 
 
 def trained(call, folder, **options):
@@ -127,3 +128,10 @@ def test_two_ranks_train_documents_apart(tmp_path):
         for found in results.values():
             of_model = {name.removeprefix("module."): g for name, g in found[1].items()}
             assert_same_step((found[0], of_model), expected)
+
+
+def test_a_loader_is_not_read_ahead():
+    """As a list it held a whole evaluation set, and ranks counted the rows that fill its end."""
+    read = []
+    next(iter(AnnouncedBatches(map(read.append, "abc"))))
+    assert read == ["a"]

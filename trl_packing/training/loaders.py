@@ -272,9 +272,8 @@ class PackedLoaders:
                 f"rows of the {name} dataset were packed (they have {SEQ_LENGTHS}), but "
                 "compute_metrics and predict need a row for each document; pass the documents"
             )
-        if is_test and (is_stream or column not in columns_of(dataset)):
-            column = None
-        sources = None if column is None else Sources.of(dataset, column)
+        is_known = not is_test or (not is_stream and column in columns_of(dataset))
+        sources = Sources.of(dataset, column) if column is not None and is_known else None
         collator = self.collators.for_evaluation(padded=padded)
         if is_stream and not padded:
             with temporarily(trainer, data_collator=collator):

@@ -55,8 +55,6 @@ class ThroughputMeter:
             self.trained.take()
             self.is_running = False
 
-    # --- counting -----------------------------------------------------------------------------
-
     def start_run(self) -> None:
         """Start from zero, perhaps again with a smaller batch size."""
         self.trained.take()
@@ -108,8 +106,6 @@ class ThroughputMeter:
             yield
         finally:
             self.start_clock()
-
-    # --- all ranks ----------------------------------------------------------------------------
 
     def share(self) -> None:
         """Add up the counts of all ranks, waiting for the device once; no-op within a step."""
@@ -165,8 +161,6 @@ class ThroughputMeter:
             found |= self._metrics(self._run, seconds, step - self._first_step)
             self._logs = {f"train_{name}": value for name, value in found.items()}
             self._finished, self.is_running = run | {"seconds": seconds}, False
-
-    # --- metrics ------------------------------------------------------------------------------
 
     def so_far(self) -> dict[str, float] | None:
         """Return `COUNTS` of all ranks and the seconds of the run, up to the current step.

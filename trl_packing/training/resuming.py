@@ -149,8 +149,6 @@ class ResumedEpochs:
         places = drawn.places[: drawn.step_ends[:steps].max(initial=0)].astype(np.int64)
         return zlib.crc32(np.sort(places).tobytes())
 
-    # --- numbers that `Trainer` computes ------------------------------------------------------
-
     def schedule(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `Trainer.set_initial_training_values` for a run that continues in an epoch."""
         if self._place is None or self._record is None:
@@ -202,8 +200,6 @@ class ResumedEpochs:
         self._epoch, self._first_step = epoch, self.trainer.state.global_step
         if epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
             self._first_step -= self._num_steps(skipped)
-
-    # --- saving -------------------------------------------------------------------------------
 
     def save(self, checkpoint: Path) -> None:
         """Save which documents of the epoch are trained, or the position in a stream."""

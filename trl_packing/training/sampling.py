@@ -91,8 +91,6 @@ class Sampling:
         multiple = self.args.pad_to_multiple_of or 1
         return -(-self.args.max_length * self.batch_size // multiple) * multiple
 
-    # --- samplers -----------------------------------------------------------------------------
-
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of a training set; packed rows cannot be regrouped (ValueError)."""
         return self.sampler(documents.lengths(), **self.facts(documents))
@@ -223,8 +221,6 @@ class Sampling:
                 f"{most}; raise max_patches, or make images smaller"
             )
         return replace(loads, most_patches=most)
-
-    # --- resuming -----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
