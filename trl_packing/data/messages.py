@@ -153,22 +153,20 @@ def messages_in(row: Row) -> list[Any]:
     return [message for each in lists if isinstance(each, list) for message in each]
 
 
-def flag_of(message: Any) -> str | None:
-    """Return "train" or "weight" if a message has a value there, None if it has neither."""
-    if not isinstance(message, Mapping):
-        return None
-    return next((flag for flag in _FLAGS if message.get(flag) is not None), None)
+def has_flag(message: Any) -> bool:
+    """Whether a message has a value of "train" or "weight"."""
+    return isinstance(message, Mapping) and any(message.get(f) is not None for f in _FLAGS)
 
 
 def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
     """Return whether a message has "train" or "weight"; of a stream, one of its first row."""
     if isinstance(dataset, IterableDataset):
-        return any(map(flag_of, messages_in(first)))
+        return any(map(has_flag, messages_in(first)))
     columns = [name for name in _COLUMNS if name in dataset.column_names]
     if not any(_may_hold_flags(part) for c in columns for part in dataset.data.column(c).chunks):
         return False
     rows = dataset.select_columns(columns).with_format(None)  # without those that are left out
-    return any(flag_of(message) for row in rows for message in messages_in(row))
+    return any(has_flag(message) for row in rows for message in messages_in(row))
 
 
 def _may_hold_flags(values: pa.Array) -> bool:

@@ -123,9 +123,6 @@ class ResponseTemplate:
         )
 
 
-# --- rows that were tokenized before --------------------------------------------------------------
-
-
 def label_tokenized(
     dataset: Dataset | IterableDataset,
     *,
@@ -139,19 +136,12 @@ def label_tokenized(
     if template is None and "labels" in present:
         return dataset
     masks = [column for column in MASK_COLUMNS if column in present]
-    options: dict[str, Any] = {
-        "fn_kwargs": {
-            "columns": present,
-            "masks": [m for m in masks if completion_only or m != "completion_mask"],
-            "template": template,
-        },
-        "batched": True,
-        "with_indices": True,
-        "remove_columns": masks,
-    }
+    applied = [m for m in masks if completion_only or m != "completion_mask"]
+    rules = {"columns": present, "masks": applied, "template": template}
+    options: dict[str, Any] = {"batched": True, "with_indices": True, "remove_columns": masks}
     if isinstance(dataset, Dataset):
         options |= {"num_proc": num_proc, "desc": f"Building labels for {name} dataset"}
-    return dataset.with_format(None).map(_label_batch, **options)
+    return dataset.with_format(None).map(_label_batch, fn_kwargs=rules, **options)
 
 
 def _label_batch(
@@ -173,9 +163,6 @@ def _label_batch(
         documents = np.split(ids, np.cumsum(lengths)[:-1])
         labels.append(np.concatenate([template.labels(document)[0] for document in documents]))
     return {"labels": labels}
-
-
-# --- the collator ---------------------------------------------------------------------------------
 
 
 class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
@@ -240,12 +227,8 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
             batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
             return batch
         rows = [{"input_ids": document["input_ids"].tolist()} for document in documents]
-        batch = self.tokenizer.pad(
-            rows,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        options = {"return_attention_mask": True, "return_tensors": "pt"}
+        batch = self.tokenizer.pad(rows, pad_to_multiple_of=self.pad_to_multiple_of, **options)
         flat = torch.from_numpy(np.concatenate([document["labels"] for document in documents]))
         batch["labels"] = torch.full_like(batch["input_ids"], self.ignore_index)
         batch["labels"][batch["attention_mask"] == 1] = flat

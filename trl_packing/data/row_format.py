@@ -26,7 +26,7 @@ from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conver
 from trl_packing.data.messages import (
     Row,
     check_messages,
-    flag_of,
+    has_flag,
     is_sharegpt,
     messages_from_sharegpt,
     tools_from_value,
@@ -300,7 +300,7 @@ class RowFormat:
         weights: dict[int, float] = {}
         if by_turns := self.train_on in ("assistant", "last_assistant", "every_turn"):
             weights = trained_messages(messages, str(self.train_on), first=len(prompt))
-        elif as_trl and self.flags_decide and any(map(flag_of, messages)):
+        elif as_trl and self.flags_decide and any(map(has_flag, messages)):
             raise ValueError(  # of a stream
                 "a message has 'train' or 'weight', unlike those of the first row; set train_on="
                 "'assistant', where it counts, or 'all'"
