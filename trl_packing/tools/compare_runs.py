@@ -52,7 +52,7 @@ def load_run(given: str) -> RunRecord:
         record = RunRecord.from_json(text) if is_ours else _run_of_state(json.loads(text))
     except (OSError, ValueError, TypeError, KeyError) as problem:
         raise ValueError(f"{file} cannot be read as a run: {problem!r}") from problem
-    return replace(record, name="/".join(path.parts[-2:]))
+    return replace(record, name="/".join(path.absolute().parts[-2:]))
 
 
 def _run_of_state(state: Any) -> RunRecord:
