@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from architectures.__main__ import main as judge
 from architectures.compatibility import Verdict, judge_architecture
 from architectures.shared_step import judge_sharing
 from architectures.tiny_models import tiny_model
@@ -115,14 +114,6 @@ def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
     verdict = judge_architecture(name, attention=attention)
     assert verdict.outcome == "refused"
     assert words in verdict.reason
-
-
-@pytest.mark.slow
-def test_the_command_judges_architectures_and_writes_the_table(tmp_path, capsys):
-    output = tmp_path / "compatibility.md"
-    assert judge(["--only", "llama", "bloom", "--processes", "1", "--output", str(output)]) == 0
-    assert "| `bloom` | padded rows, `padded` |" in output.read_text()
-    assert "| another loss, silently | 0 | 1 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba", *slow(["gptj"])])

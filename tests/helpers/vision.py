@@ -46,21 +46,11 @@ def vision_trainer(
 ) -> Any:
     """Return a packed trainer of one step on `dataset`, by default `image_dataset()`."""
     settings = {"max_length": 320, "packing": True} | ONE_STEP | options
-    names = ("compute_metrics", "peft_config")
-    arguments = {name: settings.pop(name) for name in names if name in settings}
-    rows, evaluated = (
-        image_dataset() if dataset is None else dataset,
-        settings.pop("eval_dataset", None),
-    )
-    return make_trainer(
-        folder,
-        rows,
-        copy.deepcopy(model),
-        tokenizer=processor,
-        evaluated=evaluated,
-        arguments=arguments,
-        **settings,
-    )
+    names = {"compute_metrics", "peft_config", "eval_dataset"} & settings.keys()
+    given = {"tokenizer": processor, "arguments": {name: settings.pop(name) for name in names}}
+    given["evaluated"] = given["arguments"].pop("eval_dataset", None)
+    rows = image_dataset() if dataset is None else dataset
+    return make_trainer(folder, rows, copy.deepcopy(model), **given, **settings)
 
 
 def noise(height: int, width: int, seed: int) -> Image.Image:

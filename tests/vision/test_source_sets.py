@@ -91,7 +91,7 @@ def test_answers_alone_are_trained_with_images_and_without(processor, trainer_of
 
 
 def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, monkeypatch):
-    refusal = "train_dataset is a dictionary, which only packed runs train, but "
+    refusal = "only packed runs train a dictionary of data sets, but "
     with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
         trainer_of(sets(), packing_strategy="wrapped")
     monkeypatch.setattr(support, "FAMILIES", ())
