@@ -198,7 +198,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.json:
         of_model = {"model": name, "class": kind, "dtype": dtype, "device": model.device.type}
         found = {"exact": exact, "backends": [verifying.as_json(*result) for result in results]}
-        of_prefixes = shared and verifying.as_json("prefixes", shared)
+        of_prefixes = None if shared is None else verifying.as_json("prefixes", shared)
         print_json(of_model | found | {"prefixes": of_prefixes})
     return 0 if exact and (shared is None or shared) else 1
 
