@@ -74,6 +74,7 @@ samples: $(READY)  ## the sample pages of the docs, about 3 minutes
 bench: $(READY)  ## the tables of benchmarks/results, about 20 minutes on an idle machine
 	$(BIN)/python benchmarks/pack.py --output benchmarks/results/pack.md
 	$(BIN)/python benchmarks/balance.py --output benchmarks/results/balance.md
+	$(BIN)/python benchmarks/fair_steps.py --output benchmarks/results/fair_steps.md
 	$(BIN)/python benchmarks/step.py --output benchmarks/results/step.md
 	$(BIN)/python benchmarks/dataloader.py --output benchmarks/results/dataloader.md
 	$(BIN)/python benchmarks/compile.py --output benchmarks/results/compile.md

@@ -169,7 +169,7 @@ def test_what_can_get_no_stop_token_is_refused(tmp_path):
     for data in (rows, Dataset.from_list(rows).to_iterable_dataset()):
         with pytest.raises(ValueError, match="append_eos=True, but the tokenizer has no eos_token"):
             make_trainer(tmp_path, data, **options).train()
-    with pytest.raises(ValueError, match="append_eos=True, but the rows of the train dataset are"):
+    with pytest.raises(ValueError, match="the train dataset is packed already"):
         make_trainer(tmp_path, tiny_rows("packed"), append_eos=True)
 
 

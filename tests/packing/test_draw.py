@@ -1,4 +1,4 @@
-"""Each document as often as the share of its source says, on any ranks."""
+"""Each document as often as the share of its source says, on any ranks, in fair steps."""
 
 import numpy as np
 import pytest

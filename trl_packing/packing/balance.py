@@ -1,4 +1,4 @@
-"""Assign bins to optimizer steps so that ranks rarely wait.
+"""Assign bins to optimizer steps so that ranks rarely wait, and steps of a mixture are fair.
 
 A slot lasts as long as its costliest micro-batch, and with many ranks nearly every random step has
 one with a long document. So in windows of a random epoch, a share of each step is gathered by cost:
@@ -11,10 +11,16 @@ import math
 
 import numpy as np
 
-_EVEN = 1.05  # max / mean cost of micro-batches, averaged over steps, that is good enough
-_FAIR = 1.15  # limit on the variation of document length between steps, ÷ that of random steps
-_SHARES = tuple(i / 16 for i in range(2, 16))  # share of a step's bins that is gathered by cost
-_COSTLY_FROM = 1.01  # a bin is costly from this multiple of its window's median cost
+EVEN = 1.05  # max / mean cost of micro-batches, averaged over steps, that is good enough
+FAIR = 1.15  # limit on the variation of document length between steps, ÷ that of random steps
+SHARES = tuple(i / 16 for i in range(2, 16))  # share of a step's bins that is gathered by cost
+COSTLY_FROM = 1.01  # a bin is costly from this multiple of its window's median cost
+
+_ROUNDS = 48  # in each, a step exchanges at most once
+_CANDIDATES = 8  # bins of a step that are compared in a round
+_PAIRS_AT_ONCE = 1024  # their comparisons stay in the processor's cache
+_MOST_SOURCES = 8  # beside them, all smaller ones count as one source
+_MOST_NUMBERS = 1 << 25  # of sources × documents, 256 MiB; above, fewer sources
 
 
 def balanced_order(
@@ -42,7 +48,7 @@ def balanced_order(
     """
     size = slots * bins_per_batch
     random_steps = np.arange(len(costs) // size * size).reshape(-1, size)
-    best = _arranged(random_steps, costs, slots)
+    best = arranged(random_steps, costs, slots)
     if min(window, slots, len(random_steps)) < 2:
         return best
     # Steps with equal sums of it have equal mean document lengths; integers add up exactly.
@@ -57,12 +63,12 @@ def balanced_order(
             bins = half.reshape(number, -1, size)
             places = np.tile(np.arange(bins.shape[1]), (number, 1))
             windows.append((*_by_cost(bins, costs, excess), rng.permuted(places, axis=1)))
-    lowest, limit = _unevenness(best, costs), _FAIR * _variation(best, tokens, documents)
-    for num_costly in sorted({round(share * size) for share in _SHARES} - {0}):
-        if lowest <= _EVEN:
+    lowest, limit = _unevenness(best, costs), FAIR * _variation(best, tokens, documents)
+    for num_costly in sorted({round(share * size) for share in SHARES} - {0}):
+        if lowest <= EVEN:
             break
         steps = np.concatenate([_dealt(*bins, num_costly, excess) for bins in windows])
-        order = _arranged(steps, costs, slots)
+        order = arranged(steps, costs, slots)
         unevenness = _unevenness(order, costs)
         if unevenness < lowest and _variation(order, tokens, documents) <= limit:
             best, lowest = order, unevenness
@@ -80,7 +86,7 @@ def _by_cost(
     bins = windows.reshape(len(windows), -1)
     cost = costs[bins]
     median = np.partition(cost, cost.shape[1] // 2, axis=1)[:, cost.shape[1] // 2, None]
-    keys = np.maximum(cost, _COSTLY_FROM * median)
+    keys = np.maximum(cost, COSTLY_FROM * median)
     order = np.argsort(-keys, axis=1, kind="stable")
     bins, keys = np.take_along_axis(bins, order, 1), np.take_along_axis(keys, order, 1)
     fill_order = np.lexsort((excess[bins] * (keys == keys[:, -1:]), keys), axis=1)
@@ -117,7 +123,7 @@ def _dealt(
     return np.take_along_axis(dealt, positions[..., None], 1).reshape(-1, size)
 
 
-def _arranged(steps: np.ndarray, costs: np.ndarray, slots: int) -> np.ndarray:
+def arranged(steps: np.ndarray, costs: np.ndarray, slots: int) -> np.ndarray:
     """Return micro-batches of about equal cost, the costliest first, (steps, slots, bins in each).
 
     Of each layer of bins, the costliest goes to the micro-batch that is the cheapest so far.
@@ -152,3 +158,94 @@ def _variation(order: np.ndarray, tokens: np.ndarray, documents: np.ndarray) -> 
     """Return the standard deviation, over steps, of the mean document length of a step."""
     lengths = tokens[order].sum(axis=(1, 2)) / documents[order].sum(axis=(1, 2))
     return math.sqrt(math.fsum((lengths - math.fsum(lengths) / len(lengths)) ** 2) / len(lengths))
+
+
+# --- fair steps --------------------------------------------------------------------------------
+
+
+def excess_of_parts(
+    sources: np.ndarray, lengths: np.ndarray, part_of: np.ndarray, number: int
+) -> np.ndarray:
+    """Return how far each part, a bin or a document, is from a fair one; 0 for a fair step.
+
+    In the first row are the tokens beyond those of as many documents of mean length; in the others,
+    the tokens of sources beyond their share of the part, ÷ √share: a small source varies as much as
+    a large one at random. The largest source is left out; of many, the smallest are one.
+
+    Args:
+        sources: source of each document, ``(documents,)`` integers from 0.
+        lengths: tokens of each, ``(documents,)`` integers.
+        part_of: part of each, ``(documents,)`` integers from 0.
+        number: of parts.
+
+    Returns:
+        Whole numbers, (sources, parts) float64, none with a single source.
+
+    Examples:
+        >>> sources, lengths = np.array([0, 0, 0, 1]), np.array([4, 1, 4, 3])
+        >>> excess_of_parts(sources, lengths, np.array([0, 1, 2, 1]), 3).tolist()
+        [[1.0, -2.0, 1.0], [-2.0, 4.0, -2.0]]
+    """
+    by_size = np.argsort(-np.bincount(sources, lengths), kind="stable")
+    most = min(_MOST_SOURCES, max(_MOST_NUMBERS // number, 1))
+    group = np.minimum(np.argsort(by_size), most)[sources]
+    num_groups = int(group.max()) + 1
+    tokens = np.bincount(group * number + part_of, lengths, num_groups * number)
+    tokens = tokens.reshape(num_groups, number)
+    total, of_parts = lengths.sum(dtype=np.int64), tokens.sum(0)
+    shares = np.bincount(group, lengths)[:, None] / total
+    of_sources = (tokens - shares * of_parts) / np.sqrt(shares)
+    of_documents = of_parts - total // len(lengths) * np.bincount(part_of, minlength=number)
+    return np.rint([of_documents, *of_sources[1:]])[: None if num_groups > 1 else 0]
+
+
+def exchange_between_steps(
+    order: np.ndarray, size: int, *, excess: np.ndarray, keys: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Return `order` with elements exchanged until steps are as fair as they can be made.
+
+    Those of a step are then in the order of their keys. O(rounds × candidates² × steps).
+
+    Args:
+        order: bins or documents in the order of training, ``(N,)`` integers.
+        size: of them in a step; the last step may have fewer.
+        excess: of all bins or documents, as `excess_of_parts` returns it.
+        keys: integers; only two of equal keys change places, so ranks wait no longer.
+        rng: draws the steps and elements that are compared.
+    """
+    num_steps, nobody = -(-len(order) // size), len(keys)
+    if min(num_steps, size) < 2 or not len(excess):
+        return order
+    # The last step may be shorter; the places that it lacks are filled, and never exchanged.
+    steps = np.full(num_steps * size, nobody, order.dtype)
+    steps[: len(order)] = order
+    steps = steps.reshape(num_steps, size)
+    excess = np.pad(excess, ((0, 0), (0, 1)))
+    keys = np.append(keys, keys.max() + 1)
+    steps = np.take_along_axis(steps, np.argsort(keys[steps], axis=1, kind="stable"), 1)
+    sums, half = excess[:, steps].sum(2), num_steps // 2
+    for turn in range(_ROUNDS):
+        # Steps with too little of a source exchange with those that have too much.
+        by_sum = np.argsort(sums[turn % len(sums)], kind="stable")
+        pairs = np.stack([rng.permutation(by_sum[:half]), rng.permutation(by_sum[-half:])])
+        columns = rng.permutation(size)[:_CANDIDATES]
+        for at in range(0, half, _PAIRS_AT_ONCE):
+            one, other = pairs[:, at : at + _PAIRS_AT_ONCE]
+            mine, yours = steps[one][:, columns, None], steps[other][:, None, columns]
+            # Of Σ excess² of both steps, ÷ 2: (pairs, columns, columns).
+            change = np.zeros((len(one), len(columns), len(columns)))
+            for values, of_steps in zip(excess, sums, strict=True):
+                moved = values[yours] - values[mine]
+                change += moved * (moved + (of_steps[one] - of_steps[other])[:, None, None])
+            change[keys[yours] != keys[mine]] = 0
+            changes = change.reshape(len(one), -1)
+            best = changes.argmin(1)
+            better = np.flatnonzero(changes[np.arange(len(one)), best] < 0)
+            one, other, best = one[better], other[better], best[better]
+            at_one, at_other = columns[best // len(columns)], columns[best % len(columns)]
+            given, taken = steps[one, at_one], steps[other, at_other]
+            steps[one, at_one], steps[other, at_other] = taken, given
+            moved = excess[:, taken] - excess[:, given]
+            sums[:, one] += moved
+            sums[:, other] -= moved
+    return steps.ravel()[: len(order)]

@@ -12,12 +12,19 @@ part of it. An epoch of a mixture has places: a document that it draws twice has
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from trl_packing.packing.balance import balanced_order
+from trl_packing.packing.balance import (
+    COSTLY_FROM,
+    arranged,
+    balanced_order,
+    excess_of_parts,
+    exchange_between_steps,
+)
 from trl_packing.packing.bins import (
     PackingPlan,
     find_strategy,
@@ -298,15 +305,40 @@ class PackedBatchSampler(BatchRebalanceSampler):
         slots, documents = self.slots, np.diff(bins.offsets)
         size = slots * self.bins_per_batch
         order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
-        window = self.balance_window
-        if self.stages is not None:  # steps exchange no bins: none of the next stage comes early
-            stages = self.stages[bins.indices[bins.offsets[:-1]]]
-            order, window = order[np.argsort(stages[order], kind="stable")], 1
-        full, left = np.split(order, [len(order) // size * size])
+        num_full = len(order) - len(order) % size
+        cuts = [0, len(order)]
+        if self.stages is not None:
+            stages = self.stages[bins.indices[bins.offsets[:-1]]]  # of each bin
+            order = order[np.argsort(stages[order], kind="stable")]
+            # A step with bins of two stages exchanges none: no bin of the next stage comes early.
+            steps = stages[order[:num_full]].reshape(-1, size)
+            is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
+            cuts = [0, *((np.flatnonzero(is_other) + 1) * size).tolist(), num_full]
+        full, left = order[:num_full].reshape(-1, slots, self.bins_per_batch), order[num_full:]
         if rng is None or not len(full):
-            return full.reshape(-1, slots, self.bins_per_batch), left
-        of_bins = costs[order], bins.tokens[order], documents[order]
-        return order[balanced_order(*of_bins, slots, self.bins_per_batch, window, rng)], left
+            return full, left
+        parts = []
+        for part in (order[start:stop] for start, stop in pairwise(cuts)):
+            of_bins = costs[part], bins.tokens[part], documents[part]
+            window = slots, self.bins_per_batch, self.balance_window
+            parts.append(part[balanced_order(*of_bins, *window, rng)])
+        full = np.concatenate(parts)
+        if self.draw is None:
+            return full, left
+        # Bins of ordinary cost change places, and costly ones within 1 % of the median.
+        median = int(np.median(costs))
+        ordinary = int(COSTLY_FROM * median)
+        bin_of = np.repeat(np.arange(len(bins)), documents)
+        numbers = self.draw.source_ids, self.lengths
+        sources, lengths = (self.at_places(values)[bins.indices] for values in numbers)
+        order = exchange_between_steps(
+            np.concatenate([full.ravel(), left]),
+            size,
+            excess=excess_of_parts(sources, lengths, bin_of, len(bins)),
+            keys=np.maximum(costs, ordinary) // max(ordinary - median, 1),
+            rng=rng,
+        )
+        return arranged(order[:num_full].reshape(-1, size), costs, slots), order[num_full:]
 
     def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
