@@ -1,23 +1,20 @@
 """The documentation: links lead somewhere, messages and settings exist, numbers are those measured.
 
-The strict build of mkdocs checks pages; what it does not see is checked here: README and other
-files, files and tests that a page names, and everything quoted from the sources.
+The strict build of mkdocs (tests/test_site.py) checks pages; what it does not see is checked here:
+README and other files, files and tests that a page names, and everything quoted from the sources.
 """
 
 import ast
 import dataclasses
 import importlib.util
 import inspect
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import yaml
 from helpers import messages
 
 import trl_packing
@@ -95,25 +92,6 @@ def missing_file(name: str) -> Iterator[str]:
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_and_named_files_exist(path):
     assert list(broken_links(path)) == []
-
-
-def pages_in(navigation: object) -> set[str]:
-    if isinstance(navigation, str):
-        return {navigation}
-    inner = navigation.values() if isinstance(navigation, dict) else navigation
-    return set().union(*map(pages_in, inner))  # type: ignore[arg-type]
-
-
-def test_every_page_is_in_the_navigation_or_linked():
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    named = pages_in(config["nav"])
-    written = {p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md")}
-    hidden = {line[1:] for line in config["not_in_nav"].split() if line.endswith(".md")}
-    assert named == written - hidden | {"recipes/README.md"}
-    assert hidden <= written
-    assert len(named) <= 30
-    text = "".join((DOCS / name).read_text() for name in named & written)
-    assert [name for name in hidden if f"{name.rpartition('/')[2]})" not in text] == []
 
 
 # --- what is quoted from the sources --------------------------------------------------------------
@@ -341,18 +319,3 @@ def test_the_way_of_a_row_names_at_most_50_functions_that_exist():
     named = re.findall(r"(\w+) +(\w+)", drawn.partition("──\n")[2].partition("```")[0])
     assert 40 < len(named) <= 50
     assert [n for n in named if not re.search(rf"(def|class) {n[1]}\b", files[n[0]])] == []
-
-
-# --- the strict build -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_strict_build_passes(tmp_path):
-    if importlib.util.find_spec("mkdocs") is None:
-        pytest.skip("needs mkdocs: pip install '.[docs]', or `make docs`")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml"]
-    command += ["--site-dir", str(tmp_path / "site")]
-    run = {"capture_output": True, "text": True, "env": os.environ | {"NO_MKDOCS_2_WARNING": "1"}}
-    done = subprocess.run(command, cwd=ROOT, **run)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Return a plan in which every document" in (tmp_path / "site" / "api.html").read_text()

@@ -105,12 +105,6 @@ def test_rows_name_only_folders_above_them(room):
     assert all(order.index(other) < order.index(room) for other in TABLE[room][0].split())
 
 
-def test_the_check_sees_a_forbidden_import(tmp_path):
-    path = tmp_path / "bad.py"
-    path.write_text("from trl_packing.trainer import PackedSFTTrainer\nimport torch\n")
-    assert imports_of(path) == ({"trainer"}, {"torch"})
-
-
 def test_importing_the_package_and_packing_needs_neither_torch_nor_trl():
     code = (
         "import sys, trl_packing\n"

@@ -76,13 +76,6 @@ def test_an_attribute_that_is_read_is_still_set(name):
     assert sets(owner, name), f"{ATTRIBUTES[name]} no longer has {name}"
 
 
-def test_the_check_names_a_seam_that_moved():
-    """The negative control: a method that is gone, other parameters, an attribute nobody sets."""
-    assert moved("trl.SFTTrainer._pack_rows", "self") == "trl.SFTTrainer._pack_rows is gone"
-    assert "takes (self, model, trial)" in moved("trl.SFTTrainer._save_checkpoint", "self, trial")
-    assert not sets(SFTTrainer, "_packed_rows")
-
-
 # --- the table is complete ------------------------------------------------------------------------
 
 

@@ -61,3 +61,4 @@ def test_every_page_fits_its_window_and_needs_no_other_host(site, width):
                 wrong[str(path.relative_to(site))] = found
     assert len(pages(site)) > 40
     assert wrong == {}
+    assert "Return a plan in which every document" in (site / "api.html").read_text()

@@ -7,7 +7,6 @@ import pytest
 from helpers.attacks import harmful
 
 from trl_packing.cli import main
-from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import uses_color
 
 HEAVY = ("torch", "transformers", "trl", "datasets")
@@ -39,17 +38,6 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
     said = [line for line in done.stdout.splitlines() if line.startswith("loaded")]
     assert said == [f"loaded [] by {words}" for words in commands], done.stderr
-
-
-@pytest.mark.parametrize("command", [run.__name__ for run in COMMANDS])
-def test_help_has_examples_exit_statuses_and_fits_a_terminal(command, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    assert f"\n  trl-packing {command} " in out.partition("\nexamples:\n")[2]
-    assert "\n  2  " in out.partition("\nexit status:\n")[2]
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import types
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import DatasetDict
 from helpers.drop_in import PackedSFTTrainer, both_modes, config, packed_only, trainer_for
-from helpers.tiny import tiny_dataset, tiny_iterable, tiny_tokenizer
+from helpers.tiny import tiny_dataset, tiny_iterable
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packing.training.arguments import check_arguments
@@ -56,28 +56,3 @@ def test_one_process_has_no_batches_to_cut(tmp_path, name, packing):
     args = types.SimpleNamespace(accelerator_config=asked.args.accelerator_config, world_size=2)
     with pytest.raises(ValueError, match=name):
         check_arguments(args, tiny_dataset("language_modeling"))
-
-
-LONG = [{"prompt": "a long prompt " * 9, "completion": "x"}]
-OURS = {
-    "no documents": ([], {}, "empty|no documents|no rows"),
-    "an empty document": ([{"input_ids": []}], {}, "empty|no document|trained token"),
-    "all dropped": (LONG, {"max_length": 4}, "max_length"),
-    "no eos": ([{"text": "a"}], {}, "(?i)eos"),
-}
-
-
-@packed_only
-@both_modes
-@pytest.mark.parametrize("mistake", OURS)
-def test_a_mistake_is_named_and_leaves_nothing_behind(tmp_path, mistake, packing):
-    rows, changes, text = OURS[mistake]
-    dataset, tokenizer = Dataset.from_list(rows) if rows else tiny_dataset(rows=0), tiny_tokenizer()
-    if mistake == "an empty document":  # whose ids are integers, though there are none
-        dataset = dataset.cast(Features({"input_ids": List(Value("int64"))}))
-    if mistake == "no eos":
-        tokenizer.eos_token = None
-    options = {"processing_class": tokenizer, "packing": packing, **changes}
-    with pytest.raises((ValueError, TypeError), match=text):
-        trainer_for(tmp_path / "out", dataset, **options).train()
-    assert not list((tmp_path / "out").glob("*"))

@@ -4,7 +4,6 @@ It trains two steps, with its YAML file unchanged. Stand-ins are the model, a ti
 which serves rows of the same columns.
 """
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -129,14 +128,3 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch, caps
         assert any(label != -100 for _, labels in shown for label in labels)
         rows = trained[0].train_dataset
         assert isinstance(rows, IterableDataset) or shown == tokens_of(rows)
-
-
-def test_another_recipe_would_show_other_rows(models, tmp_path):
-    """The negative control: the recipe decides, so the comparison above can fail."""
-    rows = "".join(json.dumps(row) + "\n" for row in pairs("prompt", "completion"))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    words = ["--model_name_or_path", models["text"], "--dataset_name", str(tmp_path / "rows.jsonl")]
-    plain, chat = (tokens_of(previewed(name, words)) for name in ("resuming", "sft_packed"))
-    assert plain != chat
-    assert tokens_of(previewed(None, words)) == chat
-    assert tokens_of(previewed(None, [*words, "--chat", "false"])) == plain

@@ -81,13 +81,6 @@ def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path
     assert f"the {row.split()[0]}" in train[0]["prompt"]
 
 
-def test_a_template_makes_the_prompt_of_several_columns(tmp_path):
-    name = write(tmp_path / "data.jsonl", ROWS)
-    template = r"{n}. {question} {{brief}}\nAnswer: "  # as a shell passes it: \ and n
-    train, _ = load(name, prompt_template=template, completion_column="answer")
-    assert train[2]["prompt"] == "2. What is 2? {brief}\nAnswer: "
-
-
 def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_path, capsys):
     name = write(tmp_path / "data.jsonl", ROWS)
     train, _ = load(name, chat_template="any", **NAMED)

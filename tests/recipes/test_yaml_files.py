@@ -6,8 +6,6 @@ import pytest
 import yaml
 from helpers.recipes import FOLDER, RECIPES, YAMLS, commands_of, module, parse
 
-from trl_packing.tools.options import exits_in_one_line
-
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_a_yaml_file_parses_with_the_recipe_that_it_names(name):
@@ -57,15 +55,3 @@ def test_a_refusal_of_a_recipe_is_one_line_without_a_traceback(recipe, tmp_path)
         assert said.startswith(f"{recipe}.py: ")
         assert "\n" not in said
         assert sentence in said
-
-
-def test_an_unexpected_error_says_its_type():
-    @exits_in_one_line
-    def main():
-        return {}["no key"]
-
-    with pytest.raises(SystemExit) as refusal:
-        main()
-    assert refusal.value.code == (
-        "test_yaml_files.py: KeyError: 'no key' (TRL_PACKING_TRACEBACK=1 shows where)"
-    )

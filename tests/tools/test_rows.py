@@ -119,25 +119,6 @@ def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
     assert any(3 in ids for ids in expected)
 
 
-def test_other_settings_give_another_page():
-    """The negative control of the comparison with the data loader."""
-    options = ([], ["--seed", "7"], ["--train_on", "assistant"])
-    runs = [run_of(chats(), "--max_length", "64", *more) for more in options]
-    first, seed, labels = (data_of(page_of(run, max_rows=99))["rows"] for run in runs)
-    assert joined(first, "ids") != joined(seed, "ids")
-    assert joined(first, "ids") == joined(labels, "ids")
-    assert joined(first, "labels") != joined(labels, "labels")
-
-
-def test_rows_that_no_epoch_draws_are_refused():
-    packed = Dataset.from_dict(
-        {"input_ids": [[7, 8, 9]], "labels": [[7, 8, 9]], "seq_lengths": [[2, 1]]}
-    )
-    for rows in (packed, chats().to_iterable_dataset()):
-        with pytest.raises(ValueError, match="that an epoch packs once"):
-            page_of(run_of(rows, "--max_length", "40"))
-
-
 # --- shared prefixes ------------------------------------------------------------------------------
 
 

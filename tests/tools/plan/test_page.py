@@ -192,15 +192,6 @@ def test_the_numbers_of_the_page_are_those_of_the_report():
     assert str(report) in html.unescape(page)
 
 
-@pytest.mark.parametrize("name", ["truncate", "drop", "split"])
-def test_the_page_of_a_policy_shows_what_is_cut(name):
-    page = plan_page(plan_run(previewed(completions(), *SETTINGS[name])))
-    assert "<mark>" in page
-    lost = re.findall(r"Too long: .*? (\d+) tokens? lost", page)
-    assert len(lost) == 3
-    assert any(map(int, lost)) == ("<del>" in page)
-
-
 def test_rows_that_stay_as_they_are_and_a_run_without_limit_have_a_page():
     packed = Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}] * 6)
     plan = plan_run(previewed(packed))

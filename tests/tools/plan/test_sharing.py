@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.tiny import documents_of_lengths, tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
 
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.plan.page import plan_page
@@ -66,11 +66,3 @@ def test_the_page_shows_the_ways_and_strips_of_whole_documents(sharing):
     assert ("also where it shares tokens" in page) == is_group == ('class="free"' not in page)
     widths = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)
     assert all(float(left) + float(width) <= 100.01 for left, width in widths)
-
-
-def test_where_nothing_can_be_shared_there_is_no_section():
-    packed = [{"input_ids": list(range(6, 46)) * 2, "seq_lengths": [40, 40]}] * 8
-    for rows in (documents_of_lengths([12, 9, 14] * 9), packed):
-        plan = plan_run(previewed(rows))
-        assert plan.sharing == ()
-        assert "Shared prefixes" not in plan_page(plan)

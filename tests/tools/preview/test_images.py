@@ -63,16 +63,6 @@ def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_
     assert preview_epoch(run).bins == report.bins
 
 
-def test_other_sizes_of_images_make_other_documents(model, processor):
-    """The negative control: tokens follow from the images, so the comparison above can fail."""
-    rows = list(image_dataset())
-    rows[0]["images"] = [noise(60, 60, 0)]
-    run = run_of(model, processor)
-    other = run_of(model, processor, Dataset.from_list(rows))
-    assert columns(run.documents_of_row(0)[0][0]) != columns(other.documents_of_row(0)[0][0])
-    assert columns(run.documents_of_row(1)[0][0]) == columns(other.documents_of_row(1)[0][0])
-
-
 def test_images_are_named_with_their_size_and_tokens(model, processor):
     run = run_of(model, processor)
     one, two, none = (preview.texts[0] for preview in preview_rows(run))

@@ -88,13 +88,6 @@ def chat_model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def template_file(tmp_path_factory):
-    file = tmp_path_factory.mktemp("template") / "mine.jinja"
-    file.write_text(TEMPLATE)
-    return str(file)
-
-
 def template_folder(folder) -> str:
     """Save a tokenizer with another template and an additional token, to be cloned."""
     tokenizer = tiny_tokenizer(chat=True)
@@ -108,14 +101,16 @@ def template_folder(folder) -> str:
 @pytest.mark.parametrize(
     "name", ["template file", "template of a tokenizer", "eos", "append_eos", "skip"]
 )
-def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, template_file, name):
+def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, name):
+    file = tmp_path / "mine.jinja"
+    file.write_text(TEMPLATE)
     texts = Dataset.from_list([{"text": "So."}, {"text": "Not so."}])
     chats = Dataset.from_list([chat_row("So."), chat_row("Not so.")])
     tokens = tiny_tokenizer()("So.<|other|>")["input_ids"]
     cloned = {"chat_template_path": template_folder(tmp_path / "cloned"), "train_on": "assistant"}
     skips = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 3, "packing": False}
     rows, options = {
-        "template file": (chats, {"chat_template_path": template_file}),
+        "template file": (chats, {"chat_template_path": str(file)}),
         "template of a tokenizer": (chats, cloned),
         "eos": (texts, {"eos_token": "<|other|>"}),
         # The document ends where generation stops, so nothing is appended.
@@ -177,37 +172,18 @@ def test_a_setting_that_cannot_be_is_refused_in_the_preview_too(settings, senten
 # --- the command ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(tmp_path, capsys, monkeypatch):
-    """Return a function that runs the command on rows: exit status, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
-
-    def run(name: str, data: str | list[dict], *options: str) -> tuple[int, str, str]:
-        file = tmp_path / "data.jsonl"
-        if isinstance(data, list):
-            data = "".join(json.dumps(row) + "\n" for row in data)
-        file.write_text(data)
-        status = main([name, "--model", "model", "--data", str(file), *options])
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def test_the_status_says_that_a_row_is_not_trained_and_the_message_names_the_row(command):
-    rows = [chat_row("So."), chat_row("So.") | {"messages": [{"role": "wizard", "content": "!"}]}]
-    status, out, _ = command("inspect", rows, "--rows", "0", "1")
-    assert (status, "⟦" in out) == (1, True)
-    assert "row 1 · not trained: message 0 of 'messages' has the role 'wizard'" in out
-    assert command("inspect", rows, "--rows", "0")[0] == 0
-
-
-def test_nothing_of_the_data_reaches_the_terminal(command):
+def test_the_status_and_a_sentence_say_that_a_row_is_not_trained(tmp_path, capsys):
+    """And nothing of the data acts on the terminal."""
     text = "".join(ATTACKS[name] for name in sorted(ATTACKS.keys() - {"lone surrogate"}))
     rows = [chat_row(f"So {text}."), chat_row("So.")]
     rows[1]["messages"][0]["role"] = f"wizard{text}"
-    for options in ([], ["--all"]):
-        _, out, err = command("inspect", rows, "--train_on", "assistant", *options)
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
+    words = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
+    for options, status in ((["--rows", "0"], 0), (["--rows", "0", "1"], 1), (["--all"], 2)):
+        assert main(["inspect", *words, "--train_on", "assistant", *options]) == status
+        out, err = capsys.readouterr()
         assert not harmful(out + err)
         assert out.count("⟧") == out.count("⟦") == 1
-        assert "wizard" in out + err
+        if status == 1:
+            assert "row 1 · not trained: message 0 of 'messages' has the role 'wizard" in out
