@@ -45,13 +45,6 @@ def test_versions_agree():
     assert {"title", "authors", "message", "cff-version"} <= citation.keys()
 
 
-def test_the_tests_that_run_on_the_oldest_versions_exist():
-    listed = (ROOT / "Makefile").read_text().partition("addsuffix .py,")[2].partition(")")[0]
-    names = re.findall(r"[\w/]*test_\w+", listed)
-    assert len(names) > 8
-    assert [name for name in names if not (ROOT / "tests" / f"{name}.py").exists()] == []
-
-
 # --- PEP 723 --------------------------------------------------------------------------------------
 
 

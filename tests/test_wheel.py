@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers.repository import ROOT, copy_repository, files_of_repository
+from helpers.repository import copy_repository, files_of_repository
 
 import trl_packing
 
@@ -35,17 +35,6 @@ trainer = PackedSFTTrainer(
 )
 print("loss", trainer.train().training_loss, trl_packing.__file__)
 """
-
-
-def recipes() -> set[str]:
-    """Return the files of recipes/ that are committed, or can be."""
-    return {name.removeprefix("recipes/") for name in files_of_repository("recipes")}
-
-
-def package_files() -> set[str]:
-    """Return the files of the package, those that are not Python too."""
-    found = (p for p in (ROOT / "trl_packing").rglob("*") if p.is_file())
-    return {p.relative_to(ROOT).as_posix() for p in found if "__pycache__" not in p.parts}
 
 
 # --- built and installed --------------------------------------------------------------------------
@@ -103,10 +92,10 @@ def test_the_wheel_holds_the_package_and_the_recipes_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     inside = re.compile(r"trl_packing(-[\d.]+\.dist-info)?/(?!.*(^|/)(tests?_|__pycache__))")
     assert [name for name in names if not inside.match(name)] == []
-    assert package_files() <= set(names), "style sheets and scripts of pages among them"
+    assert {*files_of_repository("trl_packing")} <= {*names}, "style sheets and scripts too"
     assert any(n.endswith("licenses/LICENSE") for n in names)
-    carried = {n.removeprefix("trl_packing/recipes/") for n in names if "/recipes/" in n}
-    assert carried == recipes() | {"__init__.py"}
+    carried = {n.removeprefix("trl_packing/") for n in names if "/recipes/" in n}
+    assert carried == {*files_of_repository("recipes"), "recipes/__init__.py"}
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Mistakes raise an error that names them, before anything is written."""
+"""Mistakes raise an error that names them."""
 
 import types
 
