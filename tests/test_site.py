@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.browser import Page, open_page
+from helpers.browser import open_page
 
 pytestmark = pytest.mark.slow
 
@@ -42,22 +42,13 @@ def pages(site: Path) -> list[Path]:
     return [p for p in found if p.name != "404.html" and not p.name.endswith(".yaml.html")]
 
 
-def faults(page: Page, site: Path) -> list[str]:
-    """Return all that is wrong with a page as it is shown."""
-    found = [f"error: {error}" for error in page.errors]
-    found += [f"request: {r}" for r in page.requests if not r.startswith(site.as_uri())]
-    wide, window = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    if wide > window:
-        found.append(f"the page is {wide} pixels wide in a window of {window}")
-    return found + page.evaluate(CUT)
-
-
 @pytest.mark.parametrize("width", [390, 1280])
 def test_every_page_fits_its_window_and_needs_no_other_host(site, width):
-    wrong = {}
+    wrong, own_file = {}, f"request: {site.as_uri()}"
     for path in pages(site):
         with open_page(path, width=width) as page:
-            if found := faults(page, site):
+            found = [p for p in page.problems() if not p.startswith(own_file)]
+            if found := found + page.evaluate(CUT):
                 wrong[str(path.relative_to(site))] = found
     assert len(pages(site)) > 40
     assert wrong == {}
