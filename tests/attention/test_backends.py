@@ -3,10 +3,10 @@
 import pytest
 import torch
 from architectures.tiny_models import tiny_model as any_model
+from helpers.flash_attn_double import pretend_cuda
 from helpers.tiny import tiny_model
 
 from trl_packing import resolve_attention
-from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import AttentionChoice
 
 
@@ -26,10 +26,7 @@ def choose(monkeypatch):
     """Return the choice on a GPU with flash-attn, as `resolve_attention` sees it."""
 
     def choose(name="llama", attention="auto", *, capability=(9, 0), installed=(), **overrides):
-        monkeypatch.setattr(flash_attn, "installed", lambda: list(installed))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Testla T4")
+        pretend_cuda(monkeypatch, installed, capability)
         dtype = overrides.pop("dtype", torch.bfloat16)
         model = tiny_model(name, **overrides)
         return resolve_attention(model, attention, device="cuda", dtype=dtype)
@@ -74,9 +71,8 @@ def test_a_named_kernel_that_would_not_be_exact_is_refused(name, attention, opti
 
 def test_a_named_backend_is_taken_and_an_unknown_one_refused():
     model = tiny_model("llama")
-    for name, implementation in {"documents": "packed_documents", "model": None}.items():
-        choice = AttentionChoice(name, implementation, f"attention={name!r}")
-        assert resolve_attention(model, name) == choice
+    choice = AttentionChoice("documents", "packed_documents", "attention='documents'")
+    assert resolve_attention(model, "documents") == choice
     for name, says in {"varlen": "the device is cpu", "flash": "unknown.*one of auto"}.items():
         with pytest.raises(ValueError, match=says):
             resolve_attention(model, name)

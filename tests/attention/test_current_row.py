@@ -46,7 +46,6 @@ def causal(x):
 
 REFUSED = {
     "two halves": lambda x: {"input_ids": x[:, : x.shape[1] // 2 * 2].reshape(2, -1)},
-    "without the last token": lambda x: {"input_ids": x[:, :-1]},
     "a copy of a part": lambda x: {"input_ids": x[:, :50].clone()},
     # Masks under which documents see each other.
     "a mask": lambda x: {"input_ids": x, "attention_mask": (x.cumsum(1) > x[0, 0]).long()},

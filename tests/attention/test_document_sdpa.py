@@ -9,6 +9,7 @@ from helpers.dense import (
     boundaries,
     inputs,
 )
+from helpers.trees import Tree
 
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention.document_sdpa import document_attention
@@ -62,7 +63,13 @@ def test_the_comparison_sees_a_missing_boundary():
         assert_equals_dense(without_boundaries, inputs())
 
 
-def test_the_op_keeps_the_contract_of_custom_ops():
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_op_keeps_the_contract_of_custom_ops(shared):
+    """It is compiled too, with sizes that vary."""
     sinks = torch.randn(4, requires_grad=True)
-    arguments = (*inputs(), boundaries(), None, None, sinks, [0.4, 4.0, 2.0])
+    tensors, row, keys = inputs(), boundaries(), (None, None)
+    if shared:
+        tree = Tree([3, 2, 2], [-1, 0, 0])
+        tensors, row, keys = inputs(num_tokens=7), tree.cu_seqlens, tree.keys[:2]
+    arguments = (*tensors, row, *keys, sinks, [0.4, 4.0, 2.0])
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)

@@ -16,7 +16,6 @@ from transformers import modeling_flash_attention_utils as flash_utils
 
 import trl_packing.isolation.guard
 from trl_packing import resolve_attention
-from trl_packing.attention import flash_attn
 
 DOCUMENTS = documents_of_lengths([3, 20, 1, 9, 31, 12, 5, 17, 2, 26], prompt=2)
 MODELS = {"llama": None, "mistral": WINDOW}
@@ -62,9 +61,7 @@ def gpu(monkeypatch):
     def pretend(version, backward=""):
         def resolve(model, attention, **_):
             with monkeypatch.context() as patch:
-                patch.setattr(flash_attn, "installed", lambda: [f"flash_attention_{version}"])
-                patch.setattr(torch.cuda, "is_available", lambda: True)
-                patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+                flash_attn_double.pretend_cuda(patch, [f"flash_attention_{version}"])
                 return resolve_attention(model, attention, device="cuda", dtype=torch.bfloat16)
 
         monkeypatch.setattr(trl_packing.isolation.guard, "resolve_attention", resolve)

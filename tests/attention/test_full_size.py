@@ -8,8 +8,8 @@ import pytest
 import torch
 from architectures.tiny_models import NotBuilt, full_size_model, names
 from architectures.tiny_tables import VARIANTS
+from helpers.flash_attn_double import pretend_cuda
 
-from trl_packing.attention import flash_attn
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.model_facts import (
     layer_values,
@@ -31,14 +31,6 @@ BY_HAND = {
     "llama4_text": ("model", [8192]),
     "mimo_v2_flash": ("varlen", [129]),  # keys of 192, values of 128; sinks
 }
-
-
-def pretend_cuda(monkeypatch):
-    """A GPU of sm90 without flash-attn, as `resolve_attention` sees it."""
-    monkeypatch.setattr(flash_attn, "installed", tuple)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Testla H100")
 
 
 SLOW = sorted(set(names()) - VARIANTS.keys() - BY_HAND.keys())

@@ -10,7 +10,7 @@ import torch
 from architectures.tiny_models import tiny_model as any_model
 from harness import alone, assert_exact, run
 from helpers import flash_attn_double, varlen_double
-from helpers.dense import assert_equals_dense, inputs
+from helpers.dense import inputs
 from helpers.shared_prefixes import forked_documents
 from helpers.tiny import tiny_model
 from helpers.trees import random_tree
@@ -36,20 +36,6 @@ def shared_row():
     batch = PackedCollator(shares_prefixes=True)(documents)
     assert batch["input_ids"].shape[1] < sum(len(d["input_ids"]) for d in documents)
     return {k: v for k, v in batch.items() if k not in ("labels", "loss_weights", "target_counts")}
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 2.0, 0.0])], ids=["", "sinks"])
-@pytest.mark.parametrize("window", [None, 4])
-def test_varlen_attention_over_paths_equals_dense_attention(window, sinks, kv_heads, monkeypatch):
-    calls = varlen_double.install(monkeypatch)
-    tree = random_tree(np.random.default_rng(3), 9)
-    tensors = inputs(kv_heads, num_tokens=tree.starts[-1])
-    assert_equals_dense(varlen_attention, tensors, tree=tree, sinks=sinks, window=window)
-    (cu_q, cu_k, longest_q, longest_k, left, is_causal) = calls[0]
-    assert (cu_q, cu_k) == (tree.cu_seqlens.tolist(), tree.keys.cu_seqlens_k.tolist())
-    assert (longest_q, longest_k) == (max(tree.lengths), tree.keys.max_length)
-    assert (left, is_causal) == (-1 if window is None else window - 1, window is None)
 
 
 def test_gathered_keys_are_not_kept_until_the_backward(monkeypatch):

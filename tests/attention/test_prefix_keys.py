@@ -10,7 +10,7 @@ from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention import prefix_keys
 from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
-from trl_packing.attention.prefix_keys import PrefixKeys, gather_keys
+from trl_packing.attention.prefix_keys import gather_keys
 
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
 OPTIONS = {
@@ -51,22 +51,6 @@ def test_keys_that_do_not_fit_are_refused():
     for keys in (swapped, short):
         with pytest.raises(ValueError, match="segment"):
             document_attention(q, k, v, row.cu_seqlens, KernelOptions(0.4), keys=keys)
-
-
-def test_compiled_once_for_any_tree():
-    options = KernelOptions(0.4)
-    compiled = torch.compile(
-        lambda q, k, v, cu, cu_k, index: document_attention(
-            q, k, v, cu, options, keys=PrefixKeys(cu_k, index)
-        ),
-        backend="aot_eager",
-        fullgraph=True,
-    )
-    for tree in (Tree([3, 2, 2], [-1, 0, 0]), Tree([3, 2, 2], [-1, 0, 1])):
-        tensors = inputs(num_tokens=7)
-        expected = document_attention(*tensors, tree.cu_seqlens, options, keys=tree.keys)
-        got = compiled(*tensors, tree.cu_seqlens, *tree.keys[:2])
-        assert torch.equal(got, expected)
 
 
 def test_gradients_of_gathered_keys_are_summed_in_float32(monkeypatch):

@@ -1,9 +1,11 @@
 """PyTorch's varlen attention gets the right arguments; doubles stand in for its kernels."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import varlen_double
 from helpers.dense import assert_equals_dense, boundaries, inputs
+from helpers.trees import random_tree
 
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.varlen import varlen_attention
@@ -11,14 +13,21 @@ from trl_packing.attention.varlen import varlen_attention
 OPTIONS = [{}, {"window": 1}, {"window": 64}, {"window": 4, "sinks": torch.arange(4.0) - 1}]
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["documents", "shared prefixes"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_varlen_attention_equals_dense_attention(options, kv_heads, monkeypatch):
-    calls = varlen_double.install(monkeypatch)
-    assert_equals_dense(varlen_attention, inputs(kv_heads=kv_heads), **options)
+def test_varlen_attention_equals_dense_attention(options, kv_heads, is_tree, monkeypatch):
+    calls, tree = varlen_double.install(monkeypatch), None
+    ends, tensors = boundaries().tolist(), inputs(kv_heads)
+    expected = (ends, ends, 30, 30)
+    if is_tree:
+        tree = random_tree(np.random.default_rng(3), 9)
+        ends, keys = tree.cu_seqlens.tolist(), tree.keys
+        expected = (ends, keys.cu_seqlens_k.tolist(), max(tree.lengths), keys.max_length)
+        tensors = inputs(kv_heads, num_tokens=ends[-1])
+    assert_equals_dense(varlen_attention, tensors, tree=tree, **options)
     left = options.get("window", 0) - 1
-    b = boundaries().tolist()
-    assert calls == [(b, b, 30, 30, left, left < 0)]
+    assert calls == [(*expected, left, left < 0)]
 
 
 def test_varlen_attention_refuses_what_the_kernel_lacks():

@@ -3,19 +3,11 @@
 import unicodedata
 
 ATTACKS = {
-    "title": "\x1b]0;owned\x07",
-    "clear screen": "\x1b[2J\x1b[H",
-    "one-byte escape": "\x9b2J",
-    "carriage return": "seen\rhidden",
-    "backspace": "no\b\byes",
-    "delete": "a\x7fb",
-    "next line": "a\x85b",
-    "right to left": "a\u202eb\u2066c\u200f",
+    "escapes": "\x1b]0;owned\x07 \x1b[2J\x1b[H \x9b2J",
+    "controls": "seen\rhidden no\b\byes a\x7fb a\x85b",
+    "formats": "a\u202eb\u2066c\u200f a\u200bb\ufeffc\u200d a\U000e0041\U000e0042",
     "line separator": "a\u2028b",
-    "zero width": "a\u200bb\ufeffc\u200d",
-    "tags": "a\U000e0041\U000e0042",
-    "variation selectors": "a\ufe0f\U000e0100",
-    "fillers": "a\u3164\u115f\uffa0",
+    "variation selectors and fillers": "a\ufe0f\U000e0100 a\u3164\u115f\uffa0",
     "lone surrogate": "a\ud800b\udfff",
     "marks": "⟧ not trained ⟦",
 }

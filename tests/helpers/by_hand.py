@@ -29,14 +29,12 @@ LOSSES = {
 }
 # Micro-batches of unequal weight: 8 documents of 3 to 60 tokens, bins of 80.
 LAYOUTS = {
-    "one micro-batch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     "three of a bin": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3},
     "three of 3, 3 and 2 documents": {
         "per_device_train_batch_size": 3,
         "gradient_accumulation_steps": 3,
         "packing": False,
     },
-    "TRL's way of truncation": {"max_length": None, "packing": False},
 }
 
 

@@ -12,6 +12,15 @@ from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash_utils
 
 from helpers.dense import probabilities, visible, weighted_sum
+from trl_packing.attention import flash_attn
+
+
+def pretend_cuda(monkeypatch, installed=(), capability=(9, 0)) -> None:
+    """Show a GPU with these versions of flash-attn to `resolve_attention`."""
+    monkeypatch.setattr(flash_attn, "installed", lambda: list(installed))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Testla T4")
 
 
 class _BrokenBackward(torch.autograd.Function):

@@ -25,6 +25,7 @@ def leak_in_long_rows(model):
         return output + 0.1 * output.mean() if output.shape[1] > 17 else output
 
     model.model.embed_tokens.register_forward_hook(leak)
+    return model
 
 
 def packed(documents=DOCUMENTS, **options) -> PackedDataset:

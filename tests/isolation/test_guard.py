@@ -25,11 +25,6 @@ def trainer_for(model, folder, *, documents=None, collator=None, **options):
     return make_trainer(folder, rows, model, evaluated=rows, collator=collator, **settings)
 
 
-def longrope():
-    """Return a model that is exact below 32 tokens and leaks beyond."""
-    return tiny_model("phi3+longrope")
-
-
 @pytest.fixture
 def out_of_memory(monkeypatch):
     """Return a function that makes the n-th isolation check from now on run out of memory."""
@@ -70,7 +65,8 @@ def test_whatever_was_refused_is_refused_again(case, calls, tmp_path):
 def test_a_leak_of_long_documents_is_not_known_to_be_none_by_the_mode_that_refused(tmp_path):
     """A check that passed in one mode spares the other mode the long documents."""
     documents = tiny_documents((5, 12, 20, 70))
-    run = trainer_for(longrope(), tmp_path, documents=documents, attention="documents")
+    model = tiny_model("phi3+longrope")  # exact below 32 tokens
+    run = trainer_for(model, tmp_path, documents=documents, attention="documents")
     for call in (run.evaluate, run.train, run.evaluate):
         with pytest.raises(RuntimeError, match=f"{LEAKS}.*one side of the model's length thresh"):
             call()

@@ -25,7 +25,6 @@ def test_the_report_has_the_numbers_of_the_check(tmp_path, capsys):
     def line():
         return dict(line for line in run.packing_report.lines() if line[0])["checked"]
 
-    assert line() == "nothing (train() checks before its first step)"
     run.train()
     before, _, after = capsys.readouterr().out.partition("checking that no document of a packed")
     assert line() not in " ".join(before.split())
@@ -37,24 +36,29 @@ def test_the_report_has_the_numbers_of_the_check(tmp_path, capsys):
     assert json.loads(run.packing_report.to_json())["checked"]["evidence"]["leak"] == evidence.leak
 
 
-def test_rows_that_came_packed_are_probed_by_their_documents(tmp_path):
-    """The rows pass the threshold; only a document that does may leak."""
-    for lengths, leaks in (((40, 40), False), ((10, 100), True)):
-        first, second = documents_of_lengths(lengths)
-        row = {key: first[key] + second[key] for key in ("input_ids", "labels")}
-        run = trainer(longrope(), tmp_path)
-        run.train_dataset = Dataset.from_list([row | {"seq_lengths": list(lengths)}] * 2)
-        with pytest.raises(RuntimeError, match="after 100 tokens") if leaks else nullcontext():
-            run.train()
+def packed_rows(lengths):
+    first, second = documents_of_lengths(lengths)
+    row = {key: first[key] + second[key] for key in ("input_ids", "labels")}
+    return Dataset.from_list([row | {"seq_lengths": lengths}] * 2)
 
 
-def test_a_stream_is_probed_to_where_max_length_lets_it_reach(tmp_path):
-    stream = Dataset.from_list(documents_of_lengths([20] * 8)).to_iterable_dataset()
-    for max_length, leaks in ((60, False), (256, True)):
-        run = trainer(longrope(), tmp_path, max_length=max_length)
-        run.train_dataset = stream
-        with pytest.raises(RuntimeError, match="after 65 tokens") if leaks else nullcontext():
-            run.train()
+STREAM = Dataset.from_list(documents_of_lengths([20] * 8)).to_iterable_dataset()
+# Rows that came packed are probed by their documents, and a stream to where it may reach.
+REACH = {
+    "rows beyond the threshold": (packed_rows([40, 40]), 256, None),
+    "a document beyond it": (packed_rows([10, 100]), 256, "after 100 tokens"),
+    "a stream of less": (STREAM, 60, None),
+    "a stream of more": (STREAM, 256, "after 65 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REACH)
+def test_probes_reach_as_far_as_documents_may(name, tmp_path):
+    rows, max_length, says = REACH[name]
+    run = trainer(longrope(), tmp_path, max_length=max_length)
+    run.train_dataset = rows
+    with pytest.raises(RuntimeError, match=says) if says else nullcontext():
+        run.train()
 
 
 def test_a_warning_lets_training_go_on(tmp_path, caplog):

@@ -46,21 +46,11 @@ def test_every_document_is_drawn_as_often_as_its_share_says(sources, epochs, see
     assert_as_often_as_its_share(times_drawn(draw, range(epochs)), draw, epochs)
 
 
-def test_documents_drawn_independently_are_not_as_often_as_their_share():
-    """Control: the same numbers with replacement, as a weighted sampler draws them."""
-    draw = draw_of([(50, 50), (40, 20)])
-    rng = np.random.default_rng(0)
-    drawn = np.concatenate([rng.integers(0, 50, 50), rng.integers(50, 90, 20)])
-    with pytest.raises(AssertionError):
-        assert_as_often_as_its_share(np.bincount(drawn, minlength=90), draw, 1)
-
-
 # --- in the sampler -------------------------------------------------------------------------------
 
 LAYOUTS = {
     "packed": {"capacity": CAPACITY},
     "next_fit": {"capacity": CAPACITY, "strategy": "next_fit"},
-    "greedy": {"capacity": CAPACITY, "strategy": "greedy"},
     "documents": {"documents_per_step": 12},
 }
 

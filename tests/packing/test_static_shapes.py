@@ -63,17 +63,6 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
         torch.testing.assert_close(batch[name], plain[name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ((64, 64, 20), StaticShapes(64, 64, 27, 64)),
-        ((2048, 1024), StaticShapes(2048, 1024, 66, 512)),
-    ],
-)
-def test_the_shape_follows_capacity_bins_and_what_the_model_bears(options, expected):
-    assert StaticShapes.for_model(tiny_model("llama"), *options) == expected
-
-
 def test_a_tail_beyond_the_rope_threshold_would_move_the_documents():
     """Longrope looks at the longest position of the row: 32 is where it changes."""
     model = architectures.tiny_model("phi3+longrope")

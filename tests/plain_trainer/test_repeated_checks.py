@@ -3,7 +3,6 @@
 import contextlib
 
 import pytest
-from architectures import tiny_models as architectures
 from helpers.plain_runs import leak_in_long_rows, packing_of
 from helpers.tiny import documents_of_lengths, tiny_model
 
@@ -40,12 +39,6 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
         assert model(**flattened()).loss.item() == expected == 1.0
     enable_packing(model, isolation_check="off")
     assert model(**flattened()).loss.item() > 2, "the control: enabled, the loss is ours"
-
-
-def test_a_model_that_cannot_run_packed_documents_is_refused_under_warn_too():
-    """A warning would only come before the same error in the first step."""
-    with pytest.raises(RuntimeError, match="BloomForCausalLM cannot run packed documents"):
-        enable_packing(architectures.tiny_model("bloom"), attention="mask", isolation_check="warn")
 
 
 @pytest.mark.parametrize("leaks", [False, True])

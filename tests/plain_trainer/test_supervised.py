@@ -6,7 +6,7 @@ import pytest
 from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
-from trl_packing import PackedDataset, enable_packing, make_supervised_dset
+from trl_packing import enable_packing, make_supervised_dset
 
 TOKENIZER = tiny_tokenizer()
 MATH = [{"q": f"What is {i} + {i}?", "a": f"It is {2 * i}."} for i in range(12)]
@@ -36,7 +36,6 @@ def text_of(documents):
 
 def test_queries_and_responses_become_packed_rows(math_file):
     dataset = read(math_file, prompt_template="qa")
-    assert isinstance(dataset, PackedDataset)
     assert text_of(dataset) == sorted(
         (f"Question: {row['q']}\nAnswer:\n{row['a']}<eos>", f"{row['a']}<eos>") for row in MATH
     )
