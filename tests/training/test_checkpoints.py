@@ -131,4 +131,3 @@ def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["same_weights"], result
     assert (result["kills"], result["half_written"] >= 3) == (10, True), result
-    assert max(result["epochs"]) >= 1, result

@@ -13,27 +13,24 @@ import torch.nn.functional as F
 from architectures.tiny_models import DOCUMENT_IDS
 from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
-from harness import alone, assert_exact, bound_of, in_dtype, losses_of_tokens, make_trainer
+from harness import (
+    alone,
+    assert_exact,
+    bound_of,
+    in_dtype,
+    losses_of_tokens,
+    make_trainer,
+    relative_error,
+)
 from helpers.by_hand import LOSSES
 from helpers.combinations import fast
 from helpers.one_step import ONE_STEP
-from helpers.shared_prefixes import (
-    forked_documents,
-    one_shared_step,
-    relative_error,
-)
+from helpers.shared_prefixes import forked_documents, one_shared_step
 from helpers.tiny import tiny_model
 
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.packing import prefix_tree
 from trl_packing.training.prefix_sharing import PrefixSharing
-
-
-def assert_is_one_at_a_time(step, expected, *, shares=1.5):
-    """The loss and gradients of the documents, in rows that computed fewer tokens."""
-    assert step.computed * shares < step.tokens, "too little was shared to show anything"
-    assert_exact(step, expected)
-
 
 # --- rows at the edges ----------------------------------------------------------------------------
 
@@ -210,21 +207,19 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
     monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
     unchecked = one_shared_step(model, documents, tmp_path / "unchecked")
     assert relative_error(unchecked.gradients, expected[1]) > 0.1
+    assert unchecked.computed * 1.5 < unchecked.tokens, "too little was shared to show anything"
     with pytest.raises(AssertionError):
-        assert_is_one_at_a_time(unchecked, expected)
-
-
-def once(make):
-    def spoiled(*args):
-        batch, host = make(*args)
-        weights = batch["loss_weights"]
-        return batch | {"loss_weights": (weights > 0).to(weights.dtype)}, host
-
-    return spoiled
+        assert_exact(unchecked, expected)
 
 
 def test_weights_that_count_once_fail_the_same_comparison(tmp_path, monkeypatch):
-    spoiled = once(prefix_tree.share_prefixes)
+    share = prefix_tree.share_prefixes
+
+    def spoiled(*args):
+        batch, host = share(*args)
+        weights = batch["loss_weights"]
+        return batch | {"loss_weights": (weights > 0).to(weights.dtype)}, host
+
     monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", spoiled)
     model, documents = tiny_model("llama"), forked_documents()
     step = one_shared_step(model, documents, tmp_path)

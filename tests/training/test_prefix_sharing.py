@@ -90,16 +90,10 @@ class OwnStep(PackedSFTTrainer):
 
 
 class OwnRows(PackedCollator):
-    """A class of a user, with its own constructor, that masks a token of the last document."""
-
-    def __init__(self, masked=1):
-        super().__init__()
-        self.masked = masked
+    """A class of a user, which could mask a token of the last document."""
 
     def __call__(self, documents):
-        batch = super().__call__(documents)
-        batch["labels"][:, -self.masked :] = -100
-        return batch
+        return super().__call__(documents)
 
 
 def of_bloom():
@@ -174,18 +168,9 @@ def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_pat
 # --- savings --------------------------------------------------------------------------------------
 
 
-def computed_by_collator(documents, batches) -> int:
-    collate = PackedCollator(shares_prefixes=True)
-    rows = [collate(documents.__getitems__(batch)) for batch in batches if len(batch)]
-    return sum(row["input_ids"].shape[1] for row in rows)
-
-
-def documents_of(**options) -> ArrowDocuments:
-    return ArrowDocuments(Dataset.from_list(answers(**options)), ["input_ids", "labels"])
-
-
 def test_the_savings_are_those_of_the_collators_rows():
-    documents = documents_of()
+    documents = ArrowDocuments(Dataset.from_list(answers()), ["input_ids", "labels"])
+    collate = PackedCollator(shares_prefixes=True)
     lengths, options = documents.lengths(), {"num_ranks": 2, "accumulation": 2, "capacity": 256}
     groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
     apart, sampler = (PackedBatchSampler(lengths, groups=g, **options) for g in (None, groups))
@@ -193,7 +178,8 @@ def test_the_savings_are_those_of_the_collators_rows():
     for savings, drawn in zip(found, (apart, sampler), strict=True):
         assert savings.is_whole
         assert savings.tokens == lengths.sum()
-        assert savings.computed == computed_by_collator(documents, drawn.micro_batches())
+        batches = [documents.__getitems__(batch) for batch in drawn.micro_batches() if len(batch)]
+        assert savings.computed == sum(collate(batch)["input_ids"].shape[1] for batch in batches)
     assert found[1].computed < found[0].computed < 0.9 * lengths.sum()
     # By hand: the groups of which a document is in each step.
     steps = [{groups.numbers[d] for batch in s for d in batch} for s in steps_in(sampler)]

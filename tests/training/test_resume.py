@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.combinations import fast
-from helpers.distributed.train import Scenario, run, run_on_ranks
+from helpers.distributed.train import Scenario, assert_continues, run, run_on_ranks
 
 from trl_packing.training.resuming import FILE
 
@@ -29,16 +28,6 @@ def checkpoint_within_epoch(folder: Path, steps: int, epoch: int) -> str:
     saved = sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
     inside = [step for step in saved if epoch * per_epoch < step < (epoch + 1) * per_epoch]
     return str(folder / f"checkpoint-{inside[0]}")
-
-
-def assert_continues(resumed, uninterrupted):
-    """The same batches to the end, and the same parameters to the last bit."""
-    count = len(resumed["batches"])
-    assert 0 < count < len(uninterrupted["batches"])
-    assert resumed["batches"] == uninterrupted["batches"][-count:]
-    assert resumed["steps"] == uninterrupted["steps"]
-    for name, parameter in uninterrupted["parameters"].items():
-        assert torch.equal(resumed["parameters"][name], parameter), name
 
 
 @pytest.mark.parametrize("mode", fast(MODES, ("unpacked", "stream")))

@@ -135,7 +135,6 @@ REFUSED = {  # settings then, settings now, words of the refusal
     "accumulation": ({}, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
     "by length": ({"packing": False}, BY_LENGTH, "group_by_length instead of random"),
     "seed": ({}, {"seed": 7}, "seed=7 instead of 42"),
-    "shorter": ({}, {"documents": rows()[:50]}, "60 documents then, 50 others now"),
     "as long": (
         {},
         {"documents": documents_of_lengths(LENGTHS, seed=1)},

@@ -123,13 +123,9 @@ def test_thinned_curves_keep_order_ends_and_extremes(values):
 # --- the page -------------------------------------------------------------------------------------
 
 
-def page_of(made):
-    return run_page(made)
-
-
 def written(folder, made):
     path = folder / "run.html"
-    path.write_text(page_of(made))
+    path.write_text(run_page(made))
     return path
 
 
@@ -151,7 +147,7 @@ def test_the_page_shows_figures_report_settings_and_versions(tmp_path):
 
 def test_values_in_the_page_are_those_of_the_log():
     values = (6.123456789, math.nan, -math.inf, 1e-9)
-    page = page_of(record(log=[{"loss": x, "step": 10 * i} for i, x in enumerate(values, 1)]))
+    page = run_page(record(log=[{"loss": x, "step": 10 * i} for i, x in enumerate(values, 1)]))
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     drawn = data["charts"][0]["curves"][0]["points"]
     assert [point[4] for point in drawn] == [6.123457, None, None, 1e-9]  # a value, no bound

@@ -7,7 +7,6 @@ so all steps of an interval have the parameters of the reference.
 import itertools
 
 import pytest
-import torch
 from datasets import Dataset
 from harness import alone, run
 from helpers.by_hand import LOSSES, TOLERANCE, weighted
@@ -81,13 +80,6 @@ def test_an_interval_is_a_mean_over_all_its_tokens(tmp_path):
     found = history(tmp_path, DOCUMENTS, evaluated=Dataset.from_list(DOCUMENTS[:3]), **options)
     (logs,) = (entry for entry in found if "num_tokens_web" in entry)
     assert_reports(logs, by_source(DOCUMENTS))
-
-
-def test_losses_and_gradients_keep_every_bit(tmp_path):
-    model = tiny_model("llama")
-    apart, plain = (run(model, DOCUMENTS, tmp_path, source_column=s) for s in ("source", None))
-    assert apart[0] == plain[0]
-    assert all(torch.equal(gradient, plain[1][name]) for name, gradient in apart[1].items())
 
 
 @pytest.mark.parametrize("weighting", ["token", "document"])

@@ -13,20 +13,16 @@ SHUFFLE = {"seed": 5, "buffer_size": 10}
 ACCUMULATED = {"gradient_accumulation_steps": 2}
 
 
-def with_untrained(rows: list[dict]) -> list[dict]:
-    """Every fifth has no label: TRL drops it, and what is behind it moves up."""
-    labels = [
-        [-100] * len(r["input_ids"]) if i % 5 == 4 else r["input_ids"] for i, r in enumerate(rows)
-    ]
-    return [row | {"labels": label} for row, label in zip(rows, labels, strict=True)]
-
+# Every fifth has no label: TRL drops it, and what is behind it moves up.
+MASKED = [row | {"labels": [-100] * len(row["labels"])} for row in ROWS]
+UNTRAINED = [MASKED[i] if i % 5 == 4 else row for i, row in enumerate(ROWS)]
 
 # Twelve steps an epoch, unless accumulated.
 SAME = {
     "in its order": {"shards": 1, "settings": {"max_steps": 6}},
     "accumulated, two epochs": {"shards": 3, "settings": {"max_steps": 9} | ACCUMULATED},
     "shuffled by the trainer": {
-        "rows": with_untrained(ROWS),
+        "rows": UNTRAINED,
         "shards": 3,
         "settings": {"max_steps": 14, "shuffle_dataset": True},
     },

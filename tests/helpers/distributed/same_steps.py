@@ -18,10 +18,8 @@ class Run:
     rows: of the data set, tokenized.
     settings: of TRL's `SFTConfig`, and of ours where `trainer` is.
     resume: from the checkpoint of this step, in `output_dir`.
-    seeded_before_training: with what torch is seeded between constructor and `train`.
     shards: of an `IterableDataset` of the rows; None for a `Dataset`.
     shuffle: arguments of its `shuffle`.
-    chat_template: of the tokenizer, for rows of messages.
     """
 
     output_dir: str
@@ -29,10 +27,8 @@ class Run:
     rows: list[dict]
     settings: dict = field(default_factory=dict)
     resume: int | None = None
-    seeded_before_training: int | None = None
     shards: int | None = None
     shuffle: dict | None = None
-    chat_template: str | None = None
 
 
 def trained(run: Run) -> dict:
@@ -46,7 +42,6 @@ def trained(run: Run) -> dict:
     from harness import make_trainer
     from trl import SFTTrainer
 
-    from helpers.tiny import tiny_tokenizer
     from trl_packing import PackedSFTTrainer
 
     torch.set_num_threads(1)
@@ -61,15 +56,10 @@ def trained(run: Run) -> dict:
 
     settings = {"packing": False, "max_length": 32, "learning_rate": 1e-3, "logging_steps": 1}
     settings |= {"per_device_train_batch_size": 4} | run.settings
-    tokenizer = tiny_tokenizer(chat=run.chat_template is not None)
-    if run.chat_template is not None:
-        tokenizer.chat_template = run.chat_template
     rows = Dataset.from_list(run.rows)
     rows = rows if run.shards is None else rows.to_iterable_dataset(run.shards)
     rows = rows if run.shuffle is None else rows.shuffle(**run.shuffle)
-    trainer = make_trainer(run.output_dir, rows, cls=Recorder, tokenizer=tokenizer, **settings)
-    if run.seeded_before_training is not None:
-        torch.manual_seed(run.seeded_before_training)
+    trainer = make_trainer(run.output_dir, rows, cls=Recorder, **settings)
     checkpoint = f"{run.output_dir}/checkpoint-{run.resume}" if run.resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -46,7 +46,6 @@ class Scenario:
     columns: dict[str, list] = field(default_factory=dict)
     sets: dict[str, int] = field(default_factory=dict)
     eval_lengths: list[int] = field(default_factory=list)
-    prompt: int = 2
     packing: bool = True
     batch_size: int = 1
     accumulation: int = 1
@@ -201,7 +200,7 @@ def run(scenario: Scenario) -> dict:
 def rows_of(scenario: Scenario, lengths: list[int], seed: int) -> list[dict]:
     from helpers.tiny import documents_of_lengths
 
-    rows = documents_of_lengths(lengths, prompt=scenario.prompt, seed=seed)
+    rows = documents_of_lengths(lengths, prompt=2, seed=seed)
     prompts = documents_of_lengths([64] * scenario.prefixes, seed=7)
     for number, row in enumerate(rows if prompts else []):
         prompt = prompts[number % len(prompts)]["input_ids"][: 24 + 8 * (number % 6)]
@@ -245,6 +244,18 @@ def saved(trainer, folder: str) -> dict:
     trainer.save_model(f"{folder}/final")
     trainer.accelerator.wait_for_everyone()
     return load_file(f"{folder}/final/model.safetensors")
+
+
+def assert_continues(resumed: dict, whole: dict) -> None:
+    """The same batches to the end, and the same parameters to the last bit."""
+    import torch
+
+    count = len(resumed["batches"])
+    assert 0 < count < len(whole["batches"])
+    assert resumed["batches"] == whole["batches"][-count:]
+    assert resumed["steps"] == whole["steps"]
+    for name, parameter in whole["parameters"].items():
+        assert torch.equal(resumed["parameters"][name], parameter), name
 
 
 run_on_ranks = partial(on_ranks, run)
