@@ -114,10 +114,7 @@ APART_BECAUSE = {
     "the model's attention": (lambda: {"attention": "model"}, "attention='model'"),
     "a loss": (lambda: {"cls": OwnLoss}, "the loss is your own"),
     "noise": (lambda: {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 draws noise"),
-    "rows": (
-        lambda: {"collator": OwnRows(), "isolation_check": "off"},
-        "data_collator is your own",
-    ),
+    "rows": (lambda: {"collator": OwnRows()}, "data_collator is your own"),
     "dropout": (lambda: {"model": with_dropout()}, "lora_dropout=0.25 draws for each document"),
 }
 

@@ -18,6 +18,7 @@ class Run:
     rows: of the data set, tokenized.
     settings: of TRL's `SFTConfig`, and of ours where `trainer` is.
     resume: from the checkpoint of this step, in `output_dir`.
+    seeded_before_training: with what torch is seeded between constructor and `train`.
     shards: of an `IterableDataset` of the rows; None for a `Dataset`.
     shuffle: arguments of its `shuffle`.
     """
@@ -27,6 +28,7 @@ class Run:
     rows: list[dict]
     settings: dict = field(default_factory=dict)
     resume: int | None = None
+    seeded_before_training: int | None = None
     shards: int | None = None
     shuffle: dict | None = None
 
@@ -60,6 +62,8 @@ def trained(run: Run) -> dict:
     rows = rows if run.shards is None else rows.to_iterable_dataset(run.shards)
     rows = rows if run.shuffle is None else rows.shuffle(**run.shuffle)
     trainer = make_trainer(run.output_dir, rows, cls=Recorder, **settings)
+    if run.seeded_before_training is not None:
+        torch.manual_seed(run.seeded_before_training)
     checkpoint = f"{run.output_dir}/checkpoint-{run.resume}" if run.resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
