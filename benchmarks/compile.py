@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from architectures.tiny_step import tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
 
 CAPACITY = 1024
 VOCABULARY = 1024

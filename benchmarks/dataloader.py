@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 from trl_packing import PackedSFTTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from architectures.tiny_step import tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
 
 NUM_TOKENS, ROWS = 4096, 1000
 

@@ -45,7 +45,7 @@ from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from architectures.tiny_step import tiny_tokenizer
+from helpers.tiny import tiny_tokenizer
 
 _ROUNDING = 8  # times the error of plain attention in the same dtype, against float64
 

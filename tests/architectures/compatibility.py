@@ -7,7 +7,6 @@ that rounding explains are allowed (`rounding_tolerance`). `page.py` writes the 
 """
 
 import contextlib
-import copy
 import io
 import multiprocessing
 import tempfile
@@ -104,7 +103,7 @@ def _judge_text(name: str, shares: bool, options: dict[str, Any]) -> Verdict:
     by_trl = packed_by_trl(model, documents, reference)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            choice, packed = packed_step(copy.deepcopy(model), documents, folder, **options)
+            choice, packed = packed_step(model, documents, folder, **options)
         except REFUSALS as refusal:
             reason = str(refusal).splitlines()[0]
             return Verdict(name, "refused", reason=reason, by_trl=by_trl)

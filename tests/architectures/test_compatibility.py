@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.combinations import fast
 
 from architectures.compatibility import Verdict, judge_architecture
 from architectures.shared_step import judge_sharing
@@ -42,10 +43,6 @@ SOME = {
 }
 
 
-def slow(names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_an_architecture_is_exact_with_its_backend(name):
     backend, by_trl, _ = SOME[name]
@@ -56,7 +53,7 @@ def test_an_architecture_is_exact_with_its_backend(name):
     assert max(errors) <= verdict.tolerance <= 1e-3
 
 
-@pytest.mark.parametrize("name", ["mistral", *slow(sorted(SOME.keys() - {"mistral"}))])
+@pytest.mark.parametrize("name", fast(SOME, {"mistral"}))
 def test_an_architecture_shares_prefixes_exactly_or_says_why_not(name):
     sharing, shares = judge_sharing(tiny_model(name)), SOME[name][2]
     assert sharing.outcome == ("exact" if shares else "apart"), sharing
@@ -116,7 +113,7 @@ def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
     assert words in verdict.reason
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba", *slow(["gptj"])])
+@pytest.mark.parametrize("name", fast(("llama", "mamba", "gptj"), {"llama", "mamba"}))
 def test_verify_judges_a_model_and_its_shared_prefixes(name, tmp_path, capsys):
     backend, _, shares = SOME[name]
     tiny_model(name).save_pretrained(tmp_path)

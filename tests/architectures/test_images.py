@@ -9,30 +9,21 @@ pytest.importorskip("PIL")
 pytest.importorskip("transformers", "5.23")  # processors before it have other methods
 
 
+from helpers.combinations import fast
 from helpers.vision import images_of_others
 
 from architectures import image_step
 from architectures.compatibility import Verdict
 from architectures.image_step import judge_images
-from architectures.tiny_processors import NAMES, tiny_processor
+from architectures.tiny_processors import tiny_processor
 from architectures.tiny_vision import image_names, tiny_vision_model
 from trl_packing.vision.support import FAMILIES
 
 # GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
-_FAST = {"llava", "qwen3_vl"}
 
-
-def slow(names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def test_every_packed_type_is_built_here():
-    assert set(FAMILIES) <= set(NAMES) <= set(image_names())
-
-
-@pytest.mark.parametrize("name", [*sorted(_FAST), *slow(sorted(set(FAMILIES) - _FAST))])
+@pytest.mark.parametrize("name", fast(FAMILIES, {"llava", "qwen3_vl"}))
 def test_a_packed_type_is_exact_with_images(name):
     found = judge_images(name)
     assert found.outcome == "exact", found
@@ -53,15 +44,6 @@ def test_images_in_another_order_are_a_silent_difference():
     assert found.outcome == "differs"
     assert found.error > 100 * found.tolerance
     assert Verdict("llava", "exact", "documents", images=found).is_silent_difference
-
-
-def test_a_tower_without_gradient_is_not_called_exact():
-    processor = tiny_processor("llava")
-    model = tiny_vision_model("llava", processor)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = "vision" not in name and "projector" not in name
-    with pytest.raises(RuntimeError, match="no gradient reaches a part"):
-        image_step.compare_with_images(model, processor)
 
 
 @pytest.mark.slow

@@ -19,11 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from harness import as_batch, make_trainer
-from helpers.one_step import ONE_STEP, Keep
-from tokenizers import Tokenizer, models, pre_tokenizers
+from harness import Run, as_batch, run
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
@@ -32,7 +29,6 @@ from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.check import NOISE_FACTOR, round_differently
 from trl_packing.loss.next_token import score_targets
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.trainer import PackedSFTTrainer
 
 # Tokens of each document: on both sides of every length constant of the tiny models (8 to 32).
 LENGTHS = (47, 5, 23, 38, 12, 60, 3, 29)
@@ -111,13 +107,6 @@ def tiny_documents(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]
     return made
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer without words: the trainer needs only its padding and EOS tokens."""
-    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 2, "<unk>": 1}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-
-
 # --- the reference --------------------------------------------------------------------------------
 
 
@@ -179,7 +168,7 @@ def judge_one_row(
         documents: in one micro-batch.
         collate: of a document alone.
         parts: names of parameters whose gradients are compared apart.
-        options: options of `PackedSFTConfig` and `processing_class`.
+        options: of `harness.run`.
 
     Returns:
         The trainer (None where the run is refused) and the result.
@@ -196,18 +185,16 @@ def judge_one_row(
     one_row = {"per_device_train_batch_size": len(documents), "gradient_accumulation_steps": 1}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            trainer, loss, gradients = train_step(
-                copy.deepcopy(model), documents, folder, **{**one_row, **options}
-            )
+            found = train_step(model, documents, folder, **one_row | options)
         except REFUSALS as refusal:
             first_line, *_ = str(refusal).splitlines() or [type(refusal).__name__]
             return None, Part("refused", tolerance=tolerance, reason=first_line)
-    if reason := trainer._trl_path:
-        return trainer, Part("trl", reason=reason)
-    error = max(distance(StepResult(torch.empty(0), loss, gradients), reference))
+    if reason := found.trainer._trl_path:
+        return found.trainer, Part("trl", reason=reason)
+    error = max(distance(StepResult(torch.empty(0), *found), reference))
     outcome = "exact" if error <= tolerance else "differs"
-    choice = trainer.attention
-    return trainer, Part(outcome, error, tolerance, choice.reason, choice.backend)
+    choice = found.trainer.attention
+    return found.trainer, Part(outcome, error, tolerance, choice.reason, choice.backend)
 
 
 # --- packed ---------------------------------------------------------------------------------------
@@ -216,33 +203,22 @@ def judge_one_row(
 def packed_step(
     model: Any, documents: Documents, folder: str, **options: Any
 ) -> tuple[Any, StepResult]:
-    """Return the attention backend and the step of `documents`, on which `model` is trained."""
-    trainer, loss, gradients = train_step(model, documents, folder, **options)
+    """Return the attention backend and the step of `documents` on a copy of `model`."""
+    found = train_step(model, documents, folder, **options)
     batch = PackedCollator()(documents)
     batch.pop("labels")
     with torch.no_grad():
-        logits = trainer.model.train()(**batch).logits[0].float()
-    return trainer.attention, StepResult(logits, loss, gradients)
+        logits = found.trainer.model.train()(**batch).logits[0].float()
+    return found.trainer.attention, StepResult(logits, *found)
 
 
-def train_step(
-    model: Any,
-    documents: Documents | Dataset,
-    folder: str,
-    *,
-    processing_class: Any = None,
-    **options: Any,
-) -> tuple[PackedSFTTrainer, float, dict[str, Tensor]]:
-    """Return a trainer that has taken a step of packed micro-batches, its loss and gradients."""
-    kept = Keep()
-    settings = {"max_length": MAX_LENGTH, "router_aux_loss_coef": None, **ONE_STEP}
+def train_step(model: Any, documents: Documents | Dataset, folder: str, **options: Any) -> Run:
+    """Return a step of packed micro-batches on a copy of `model`."""
+    settings = {"max_length": MAX_LENGTH, "router_aux_loss_coef": None}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **options}
+    settings["tokenizer"] = settings.pop("processing_class", None)
     rows = documents if isinstance(documents, Dataset) else list(documents)
-    tokenizer = processing_class or tiny_tokenizer()
-    trainer = make_trainer(folder, rows, model, tokenizer=tokenizer, callbacks=[kept], **settings)
-    trainer.train()
-    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    return trainer, loss, kept.gradients
+    return run(model, rows, folder, **settings)
 
 
 def packed_by_trl(model: Any, documents: Documents, reference: StepResult) -> str:

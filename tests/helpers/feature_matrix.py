@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from harness import make_trainer  # noqa: E402
 
+from helpers.padded import Padded  # noqa: E402
 from helpers.tiny import tiny_dataset, tiny_tokenizer  # noqa: E402
 from trl_packing import PackedSFTTrainer  # noqa: E402
 
@@ -54,20 +55,6 @@ class Feature:
     model: str | None = None
     resumes: bool = False
     instead_of: tuple[str, ...] = ()
-
-
-def _user_collator() -> Any:
-    from transformers import DataCollatorForSeq2Seq
-
-    class UserCollator(DataCollatorForSeq2Seq):
-        def __call__(self, features: Any, return_tensors: Any = None) -> Any:
-            kept = ("input_ids", "attention_mask", "labels")
-            rows = [{k: f[k] for k in kept if k in f} for f in features]
-            for row in rows:
-                row.setdefault("labels", list(row["input_ids"]))
-            return super().__call__(rows, return_tensors)
-
-    return UserCollator(_tokenizer())
 
 
 def _user_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -155,7 +142,7 @@ FEATURES = (
     Feature("NEFTune", {"neftune_noise_alpha": 5.0}),
     Feature("balance of experts", {"router_aux_loss_coef": 0.1}, model="qwen3_moe"),
     Feature("compute_loss_func", arguments=lambda: {"compute_loss_func": _user_loss}),
-    Feature("your own collator", arguments=lambda: {"data_collator": _user_collator()}),
+    Feature("your own collator", arguments=lambda: {"data_collator": Padded()}),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
 

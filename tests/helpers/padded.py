@@ -10,5 +10,5 @@ class Padded(DataCollatorForSeq2Seq):
         super().__init__(tiny_tokenizer())
 
     def __call__(self, features, return_tensors=None):
-        rows = [{**f, "labels": list(f["input_ids"])} for f in features]
+        rows = [{"input_ids": f["input_ids"], "labels": list(f["input_ids"])} for f in features]
         return super().__call__(rows, return_tensors)

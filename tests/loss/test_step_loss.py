@@ -46,17 +46,6 @@ def test_virtual_tokens_shift_no_weight(kind, virtual, loss, tmp_path):
         assert_exact(found, alone(model, unweighted(documents), loss))
 
 
-@pytest.mark.parametrize(
-    ("loss", "layout"), combined(LOSSES, ["three of a bin", "three of 3, 3 and 2 documents"])
-)
-def test_weights_of_one_change_no_bit(loss, layout, tmp_path):
-    ones = [d | {"loss_weights": [1.0] * len(d["input_ids"])} for d in DOCUMENTS]
-    options = {**LAYOUTS[layout], **LOSSES[loss]}
-    found, plain = (run(tiny_model("llama"), d, tmp_path, **options) for d in (ones, DOCUMENTS))
-    assert found[0] == plain[0]
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in plain[1].items())
-
-
 class OwnSteps(PackedSFTTrainer):
     """Reads the micro-batches of a step itself, and counts nothing."""
 
@@ -90,12 +79,6 @@ def test_a_class_behind_ours_computes_its_loss_and_takes_no_weights(tmp_path):
     assert loss == pytest.approx(2 * alone(model, DOCUMENTS)[0], rel=TOLERANCE)
     with pytest.raises(ValueError, match=r"loss without them, .*; put PackedSFTTrainer"):
         run(model, weighted(DOCUMENTS), tmp_path, cls=mixed)
-
-
-def test_a_loss_function_of_ones_own_is_refused_at_once(tmp_path):
-    own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}
-    with pytest.raises(ValueError, match=r"compute_loss_func .*remove_columns\('loss_weights'\)"):
-        make_trainer(tmp_path, weighted(DOCUMENTS), arguments=own)
 
 
 def test_weights_stay_float32_where_deepspeed_has_floats_cast(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures.tiny_models import DOCUMENT_IDS
-from architectures.tiny_step import tiny_tokenizer
 from datasets import Dataset
 from harness import (
     alone,
@@ -118,7 +117,6 @@ def evaluate(model, folder, documents, stream=False, **options):
         folder,
         dataset,
         model,
-        tokenizer=tiny_tokenizer(),
         evaluated=dataset.to_iterable_dataset() if stream else dataset,
         **ONE_STEP | {"prefix_sharing": "bin"} | settings | options,
     )
