@@ -14,7 +14,6 @@ from helpers.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing import PackedDataset, enable_packing
-from trl_packing.data.limits import ModelLimits
 
 
 def user(text):
@@ -121,11 +120,9 @@ ONE_SENTENCE = [
     ({**TOKENS, "loss_weights": ["a", "b", "c"]}, {}, "'loss_weights' holds .*lists of numbers"),
     ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
     ({"messages": ["Hi"]}, {}, "message 0 .* is str 'Hi', not a dictionary"),
-    ({"messages": [{"role": "user", "content": 7}]}, {}, "has int 7 as content; give a string"),
     ({"messages": []}, {}, "4 read, the longest has 0"),
     ({"input_ids": None}, {}, "'input_ids' has a null row; filter it out"),
     ({"text": "a b", "loss_weight": float("nan")}, {}, "row 0 .* has loss_weight=nan; give finite"),
-    ({"text": "a b", "loss_weight": "many"}, {}, "row 0 .* has loss_weight='many'"),
     ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32"),
     ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
     ({"conversations": [{"from": "alien", "value": "Hi"}]}, {}, "from 'alien'; rename it"),
@@ -134,11 +131,8 @@ ONE_SENTENCE = [
     (chat(said("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
     ({"text": "a"}, {"train_on": "all", "response_template": "#"}, "exclude each other"),
     (LABELLED, {"response_template": "#"}, "has 'labels' and response_template='#' is set"),
-    (PAIR, {"response_template": "#"}, "it holds prompt; leave response_template out"),
     ({"text": "a"}, {"train_on": "assistant"}, "train_on='assistant' is about messages, but"),
-    ({"query": "a"}, ALPACA, "no value in the column 'response'"),
     ({"query": "a", "output": "b", "answer": "c"}, ALPACA, r"\['output', 'answer'\]; rename it"),
-    ({"text": "a"}, {"prompt_template": "nothing"}, "no columns in braces, and is no file"),
     ({**TOKENS, "seq_lengths": [3]}, {"max_length": 2}, "packed .* 3 tokens.*raise max_"),
     ({"text": "a", "loss_weights": [1.0]}, {}, "'loss_weight', .*tokenized rows"),
     (chat(said("a")), {"template": None}, "no chat template; set chat_template_path"),
@@ -175,16 +169,12 @@ def test_a_bad_row_is_found_in_its_batch(tmp_path):
     assert len(rendered) < 5000
 
 
-def test_half_a_character_and_a_template_that_asks_for_too_much_name_their_row(tmp_path):
+def test_half_a_character_names_its_row(tmp_path):
     texts = [{"text": "Hi" if i != 4 else "H\ud800i"} for i in range(10)]
     with pytest.raises(
         ValueError, match=r"row 4 of the train dataset.*'.ud800' .*surrogates not allowed"
     ):
         trainer_for(tmp_path, stream_of(texts)).train()
-    tokenizer = tiny_tokenizer(chat=True)
-    tokenizer.chat_template = "{% for i in range(1000000) %}a{% endfor %}"
-    with pytest.raises(ValueError, match=r"row 0 .*cannot render it: Range too big"):
-        trainer_for(tmp_path, [chat(said("Yes?"))] * 30, tokenizer=tokenizer)
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -310,10 +300,3 @@ def test_limits_are_those_of_the_embeddings():
         enable_packing(rotary, [np.array([7, 8]), np.array([7, VOCAB_SIZE + 8])])
     with pytest.raises(ValueError, match="document 0 has 40 tokens"):
         enable_packing(tiny_model("gpt2", n_positions=32), [np.full(40, 7)])
-
-
-def test_packed_rows_are_measured_by_their_documents():
-    rows = Dataset.from_list([{"input_ids": [7] * 8, "labels": [7] * 8, "seq_lengths": [3, 5]}])
-    ModelLimits(positions=5).check(rows, "train")
-    with pytest.raises(ValueError, match="has 5 tokens"):
-        ModelLimits(positions=4).check(rows, "train")

@@ -78,7 +78,7 @@ def test_a_stop_that_is_no_token_of_the_tokenizer_is_trained_as_the_words_that_i
 # --- which turns ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *MARKED])
 def test_messages_say_whether_they_are_trained_and_how_much(name):
     chat = ChatTemplate(tokenizer_for(name))
     [every], [last] = trained(chat, [THREE]), trained(chat, [THREE], "last_assistant")
@@ -121,20 +121,6 @@ def assert_marked_as_by_trl(tokenizer, messages):
         expected[n] |= expected[n - 1] and start < last == end
     assert row["input_ids"].tolist() == theirs["input_ids"]
     assert (row["labels"] != -100).tolist() == expected
-
-
-@pytest.mark.parametrize("name", MARKED)
-def test_marked_turns_are_told_apart(name):
-    chat = ChatTemplate(tokenizer_for(name))
-    [every] = trained(chat, [THREE])
-    [last] = trained(chat, [THREE], "last_assistant")
-    assert "".join(every).endswith("".join(last))
-    assert [f"say {n}" in "".join(last) for n in "123"] == [False, False, True]
-    weighted = [{**m, "weight": float(n)} if n % 2 else m for n, m in enumerate(THREE)]
-    [row] = prepared(chat, [weighted])
-    for number in (1, 3, 5):
-        heavy = chat.tokenizer.decode(row["input_ids"][row["loss_weights"] == number])
-        assert [f"say {n}" in heavy for n in (1, 2, 3)] == [n == number for n in (1, 3, 5)]
 
 
 # --- tools ----------------------------------------------------------------------------------------
@@ -224,11 +210,17 @@ def growing_prefixes(chat, conversation, weights):
     return chat.render(conversation), spans
 
 
+def shifted(chat, conversation, weights):
+    text, spans = trained_spans(chat, conversation, weights)
+    return text, [(start + 1, stop + 1, weight) for start, stop, weight in spans]
+
+
+@pytest.mark.parametrize("wrong", [shifted, growing_prefixes])
 @pytest.mark.parametrize("name", ["qwen3", "glm4moe", "gptoss", "phi3", "chatml"])
-def test_other_spans_are_noticed(name, monkeypatch):
+def test_other_spans_are_noticed(name, wrong, monkeypatch):
     chat = ChatTemplate(tokenizer_for(name))
     assert_turns(name, chat, [THREE])
-    monkeypatch.setattr(row_format, "trained_spans", growing_prefixes)
+    monkeypatch.setattr(row_format, "trained_spans", wrong)
     with pytest.raises(AssertionError):
         assert_turns(name, chat, [THREE])
 
@@ -262,9 +254,7 @@ def test_plain_texts_render_as_apply_chat_template_does(template):
 
 
 def test_a_template_that_would_not_end_is_refused(tmp_path):
-    rows = [{"messages": SENTENCES}]
-    for source in ("{{ 'x' * 10**10 }}", "{{ 'x' * 10000000000 }}"):
-        tokenizer = tiny_tokenizer(chat=True)
-        tokenizer.chat_template += source
-        with pytest.raises(ValueError, match="a power, or a number above"):
-            make_trainer(tmp_path, rows, tokenizer=tokenizer)
+    tokenizer = tiny_tokenizer(chat=True)
+    tokenizer.chat_template += "{{ 'x' * 10**10 }}"
+    with pytest.raises(ValueError, match="a power, or a number above"):
+        make_trainer(tmp_path, [{"messages": SENTENCES}], tokenizer=tokenizer)

@@ -42,9 +42,7 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
     ("options", "error", "sentence"),
     [
         ({"mlm": True}, ValueError, "mlm=True"),
-        ({"return_tensors": "np"}, ValueError, "return_tensors"),
         ({"response": ""}, ValueError, "response_template is empty"),
-        ({"instruction": []}, ValueError, "instruction_template is empty"),
         ({"mlm_probabilty": 0.1}, TypeError, "mlm_probabilty"),
         ({"tokenizer": tiny_tokenizer(pad=None)}, ValueError, "padding token"),
     ],
@@ -52,16 +50,6 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
 def test_what_it_cannot_do_is_refused(options, error, sentence):
     with pytest.raises(error, match=sentence):
         collator_of(**options)(TWO)
-
-
-def test_documents_without_the_template_are_warned_about_once(caplog):
-    collate = collator_of("### Answer:")
-    lost, found = tiny_tokenizer()(["Nothing of the kind.", "### Answer: x"])["input_ids"]
-    collate([found])
-    for _ in range(2):
-        assert (collate([lost, found])["labels"][0] == -100).all()
-    [record] = caplog.records
-    assert record.getMessage().startswith("documents have no response_template '### Answer:', so")
 
 
 # --- with transformers' own Trainer ---------------------------------------------------------------

@@ -247,16 +247,6 @@ def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
 # --- templates that cannot ------------------------------------------------------------------------
 
 
-def test_a_template_that_raises_at_a_prefix_names_the_row_and_the_message():
-    source = (
-        "{{ raise_exception('no end') if messages[-1].role == 'user' and messages | length > 2 }}"
-    )
-    tokenizer = with_template(source + tokenizer_for("chatml").chat_template)
-    assert "cannot render the conversation before message 3" in refusal(tokenizer, *THREE)
-    messages = [*THREE[:3], {**THREE[3], "train": False}]
-    assert turns_of(tokenizer, messages) == ["say 1<|im_end|>"]
-
-
 # --- tokens that merge ----------------------------------------------------------------------------
 
 

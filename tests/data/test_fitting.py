@@ -141,24 +141,6 @@ def test_documents_that_fit_are_neither_copied_nor_changed():
         assert counts == PreparationCounts(whole, whole)
 
 
-def test_documents_without_a_trained_token_go_after_the_policy_and_are_counted():
-    rows = [
-        document(10, 3),
-        document(20, 3, prompt=3),  # nothing marked
-        document(30, 1),  # a first token is never a target
-        document(40, 0),  # empty
-        document(50, 8, prompt=6),  # truncated to its prompt
-    ]
-    documents, counts = fit(rows, "truncate")
-    assert documents == [FIRST]
-    assert [(stage.affected, stage.why, stage.lost) for stage in counts.stages] == [
-        (1, "longer than max_length=4: cut at the end", TokenCounts(0, 4, 2)),
-        (3, "without a trained token: dropped", TokenCounts(3, 4)),
-        (1, LEFT, TokenCounts(1, 4)),
-    ]
-    assert fit(rows, "split")[0] == [FIRST, ("54 55 56 57", ". . 56 57")]
-
-
 def laid_in_rows(rows, capacity):
     """Documents end to end, cut at every multiple of `capacity`; pieces without a target go."""
     place, pieces = 0, []

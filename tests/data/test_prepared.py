@@ -9,7 +9,6 @@ from datasets import Dataset, concatenate_datasets
 from helpers.prepared import call_for, chats
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from transformers import TrainingArguments
-from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
 from trl_packing.data.prepared import is_prepared, records_of
@@ -104,17 +103,6 @@ def test_packing_may_change_where_it_changes_no_document(tmp_path):
             documents_of(call_for(prepared, packing=not packing))
 
 
-def test_flags_of_messages_train_the_assistant_with_our_settings_and_not_with_trls(tmp_path):
-    prepared = made(tmp_path / "out", call_for(chats(weights=True)))
-    assert documents_of(call_for(prepared, train_on="assistant"))[0] is prepared
-    args = SFTConfig("unused", max_length=64, packing=True, use_cpu=True, bf16=False)
-    call = TrainerCall(None, args, prepared, tiny_tokenizer(chat=True))
-    with pytest.raises(ValueError, match=r"run: train_on='assistant' there and None here; use"):
-        documents_of(call)
-    plain = made(tmp_path / "plain", call_for(chats()))
-    documents_of(TrainerCall(None, args, plain, tiny_tokenizer(chat=True)))
-
-
 def test_another_tokenizer_or_template_is_refused_where_it_makes_other_documents(tmp_path):
     texts = made(tmp_path / "texts", call_for(tiny_dataset("language_modeling")))
     conversations = made(tmp_path / "chats", call_for(chats()))
@@ -167,7 +155,7 @@ def test_every_setting_is_compared_or_known_to_change_no_document(tmp_path):
 # --- parts of prepared data -----------------------------------------------------------------------
 
 
-def test_a_selection_is_checked_and_cut_and_counted_anew(tmp_path):
+def test_a_selection_is_checked_and_counted_anew(tmp_path):
     prepared = made(tmp_path / "out", call_for(chats()))
     part = prepared.select(range(3, 9))
     documents, counts = documents_of(call_for(part))
@@ -175,10 +163,6 @@ def test_a_selection_is_checked_and_cut_and_counted_anew(tmp_path):
     assert documents["input_ids"][:] == prepared["input_ids"][3:9]
     with pytest.raises(ValueError, match="max_length=64 there and 32 here"):
         documents_of(call_for(part, max_length=32))
-    longer = part.map(lambda row: {name: row[name] * 9 for name in ("input_ids", "labels")})
-    documents, counts = documents_of(call_for(longer))
-    assert max(map(len, documents["input_ids"])) == 64
-    assert "longer than max_length=64" in str(counts)
 
 
 # --- the folder -----------------------------------------------------------------------------------
@@ -206,9 +190,6 @@ def test_a_damaged_folder_is_refused(tmp_path):
     half = sink.getvalue().to_pybytes()[:-8]  # without the mark of its end
     shard.write_bytes(half + bytes(len(content) - len(half)))
     with pytest.raises(ValueError, match=r"train cannot be read \(20 rows instead of 24\); copy"):
-        load_prepared(tmp_path / "out")
-    shard.unlink()
-    with pytest.raises(ValueError, match=r"train cannot be read \(.*\); copy"):
         load_prepared(tmp_path / "out")
     with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
         load_prepared(tmp_path)

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 from datasets import Dataset, IterableDataset
-from harness import make_trainer
-from helpers.tiny import tiny_dataset, tiny_tokenizer
+from harness import alone, assert_exact, make_trainer, run
+from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
@@ -13,10 +13,9 @@ from trl_packing import PackedSFTTrainer
 ANSWER = "### Answer:"
 
 
-def trainer_for(folder, rows, *, tokenizer=None, cls=PackedSFTTrainer, **settings):
-    defaults = {"max_length": 128, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
-    tokenizer = tokenizer or tiny_tokenizer(chat=True)
-    return make_trainer(folder, rows, cls=cls, tokenizer=tokenizer, **defaults | settings)
+def trainer_for(folder, rows, **options):
+    options = {"tokenizer": tiny_tokenizer(chat=True), "max_length": 128, **options}
+    return make_trainer(folder, rows, **options)
 
 
 def trained_texts(trainer) -> list[str]:
@@ -26,9 +25,45 @@ def trained_texts(trainer) -> list[str]:
     ]
 
 
+def stream_of(rows: list[dict]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
 def chat(*answers: tuple[str, dict]) -> dict:
     said = [{"role": "assistant", "content": text, **flags} for text, flags in answers]
     return {"messages": [{"role": "user", "content": "Why?"}, *said]}
+
+
+# --- weights of messages --------------------------------------------------------------------------
+
+WEIGHED = [
+    chat(("So.", {"weight": 0.5}), ("Because.", {"weight": 1})),
+    chat(("Never, ever.", {"weight": 0}), ("Two and two are four.", {"weight": 2})),
+    chat(("Yes.", {})),
+]
+
+
+def by_hand(row: dict, weighs: bool = True) -> dict:
+    """The tokens of ChatML, part by part: an answer and its end have the weight of the message."""
+    tokenizer, ids, weights = tiny_tokenizer(chat=True), [], []
+    for message in row["messages"]:
+        weight = message.get("weight", 1) if weighs else 1
+        said = weight if message["role"] == "assistant" else 0
+        opening, content = f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>"
+        for text, weight in ((opening, 0), (content, said), ("\n", 0)):
+            tokens = tokenizer(text)["input_ids"]
+            ids, weights = ids + tokens, weights + [float(weight)] * len(tokens)
+    labels = [token if weight else -100 for token, weight in zip(ids, weights, strict=True)]
+    return {"input_ids": ids, "labels": labels, "loss_weights": weights}
+
+
+@pytest.mark.parametrize("given", [Dataset.from_list, stream_of], ids=["data set", "stream"])
+def test_weights_of_messages_train_as_documents_with_weights_alone(tmp_path, given):
+    model = tiny_model("llama")
+    found = run(model, given(WEIGHED), tmp_path, tokenizer=tiny_tokenizer(chat=True))
+    assert_exact(found, alone(model, map(by_hand, WEIGHED)))
+    with pytest.raises(AssertionError):  # the control
+        assert_exact(found, alone(model, (by_hand(row, weighs=False) for row in WEIGHED)))
 
 
 # --- response templates, hints, columns -----------------------------------------------------------
@@ -88,19 +123,11 @@ def test_shuffling_the_data_set_gives_the_order_of_trl(tmp_path):
     assert sorted(order) != order
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_column_of_packed_rows_goes_where_rows_are_texts(tmp_path, packing):
-    rows = Dataset.from_list([{"text": "Because.", "seq_lengths": [1]}] * 8)
-    trainer = trainer_for(tmp_path, rows, packing=packing)
-    assert "seq_lengths" not in trainer.train_dataset.column_names
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_rows_that_were_padded_are_refused_by_their_number(tmp_path, streamed):
     def trained(masks):
         rows = [{"input_ids": [7, 8, 9, 10], "attention_mask": mask} for mask in masks]
-        given = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
-        trainer_for(tmp_path, given, max_steps=1).train()
+        trainer_for(tmp_path, stream_of(rows) if streamed else rows, max_steps=1).train()
 
     trained([[1, 1, 1, 1]] * 3)
     for mask in ([1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 2, 2]):

@@ -1,7 +1,7 @@
 """Documents end in a trained stop token, or are counted, or get one; two BOS tokens are counted."""
 
 import pytest
-from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from harness import make_trainer
 from helpers.tiny import CHATML, tiny_rows, tiny_tokenizer
 from transformers import GenerationConfig
@@ -10,7 +10,6 @@ from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.stop_tokens import (
     EosRule,
     append_eos,
-    append_eos_to_table,
     note_missing_eos,
     stop_token_ids,
 )
@@ -125,13 +124,6 @@ def test_a_document_that_is_trained_to_its_end_gets_a_stop_token():
     fitted, _ = fit_and_count(appended(ALL_IN), cut)
     assert list(fit_stream(stream, cut, RULE)) == list(fitted)
     assert list(fit_stream(stream, cut)) != list(fitted), "the control"
-
-
-def test_the_types_of_a_table_stay():
-    features = Features(input_ids=List(Value("uint16")), labels=LargeList(Value("int64")))
-    table = Dataset.from_list(ALL_IN, features=features).data.table
-    out = append_eos_to_table(table, **RULE.ids())
-    assert (out.to_pylist(), out.schema.types) == (ALL_OUT, table.schema.types)
 
 
 def test_what_is_trained_now_has_the_weight_1():

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from helpers.merging import merging_tokenizer, sentence_tokenizer
+from helpers.tiny import byte_level_bpe
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -35,12 +36,9 @@ SENTENCES = [
 ] * 3
 
 
-def trained(model, trainer, pre_tokenizer, **parts) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizer
+def wrapped(backend: Tokenizer, **parts) -> PreTrainedTokenizerFast:
     for name, part in parts.items():
         setattr(backend, name, part)
-    backend.train_from_iterator(SENTENCES, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>"
     )
@@ -54,27 +52,24 @@ _LLAMA = (
 
 
 def byte_level(llama: bool) -> PreTrainedTokenizerFast:
-    trainer = trainers.BpeTrainer(
-        vocab_size=360,
-        special_tokens=SPECIAL,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     bos = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     trim = processors.ByteLevel(trim_offsets=llama)
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not llama)
     if llama:
         words = pre_tokenizers.Split(Regex(_LLAMA), "isolated")
         split, trim = pre_tokenizers.Sequence([words, split]), processors.Sequence([trim, bos])
-    return trained(models.BPE(), trainer, split, decoder=decoders.ByteLevel(), post_processor=trim)
+    return wrapped(byte_level_bpe(SENTENCES, 360, SPECIAL, split), post_processor=trim)
 
 
-def unigram(**parts) -> PreTrainedTokenizerFast:
+def unigram(normalizer, **parts) -> PreTrainedTokenizerFast:
     trainer = trainers.UnigramTrainer(
         vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
-    pre_tokenizer, decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return trained(models.Unigram(), trainer, pre_tokenizer, decoder=decoder, **parts)
+    backend = Tokenizer(models.Unigram())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.normalizer = normalizer
+    backend.train_from_iterator(SENTENCES, trainer)
+    return wrapped(backend, **parts)
 
 
 def normalizing() -> PreTrainedTokenizerFast:

@@ -265,10 +265,3 @@ def test_a_second_run_reads_the_cache(tmp_path):
         for settings in ({}, {}, {"response_template": "a"})
     )
     assert first == second != other
-
-
-def test_other_columns_stay_where_they_are_kept(tmp_path):
-    rows, chat = data_set("text").add_column("source", range(len(PAIRS))), tokenizer("qwen2_5")
-    columns = ["text", "source", "input_ids", "labels"]
-    assert prepared(rows, chat, tmp_path).column_names == columns
-    assert prepared(rows, chat, tmp_path, packing=True, max_length=64).column_names == columns[2:]

@@ -3,14 +3,13 @@
 import pickle
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
+from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.weights import check_token_weights
 from trl_packing.packing.collator import PackedCollator
 
@@ -73,18 +72,6 @@ def test_workers_of_a_loader_read_the_same_documents_and_carry_no_copy_of_what_w
     ]
     expected = [[[31, 32, 33, 34, 11, 12, 13]], [[21, 31, 32, 33, 34]]]
     assert [ids.tolist() for ids in found] == expected
-
-
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int64())])
-def test_columns_are_flat_arrays_and_back_also_of_a_slice_over_chunks(kind):
-    column = pa.chunked_array([pa.array([[5, 6], [], [7, 8, 9]], kind)] * 2)
-    values, offsets = flat_lists("labels", column.slice(2, 3))
-    assert (values.tolist(), offsets.tolist()) == ([7, 8, 9, 5, 6], [0, 3, 5, 5])
-    assert list_column(values, offsets, pa.field("labels", kind)).to_pylist() == [
-        [7, 8, 9],
-        [5, 6],
-        [],
-    ]
 
 
 # --- loss weights ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset, concatenate_datasets
-from harness import TWO_RUNS, make_trainer
+from harness import make_trainer
 from helpers.by_hand import (
     LAYOUTS,
     assert_same_step,
@@ -20,9 +20,8 @@ from helpers.tiny import tiny_dataset
 from helpers.tiny import tiny_tokenizer as text_tokenizer
 
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.documents.weights import document_weights_from_rows, weigh_tokens
+from trl_packing.documents.weights import document_weights_from_rows
 
-MODES = ("document", "sqrt")
 DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
 
 
@@ -41,36 +40,6 @@ def by_document(documents):
 
 
 # --- the weights of a document --------------------------------------------------------------------
-
-
-def weights_by_hand(own, labels, loss_weight, mode):
-    """Return the weights of one document, token by token."""
-    trained = [
-        w if t > 0 and label != -100 else 0.0
-        for t, (w, label) in enumerate(zip(own, labels, strict=True))
-    ]
-    n = sum(trained)
-    divisor = {"token": 1, "document": n, "sqrt": n**0.5}[mode]
-    return [loss_weight * w / divisor if w else 0.0 for w in trained]
-
-
-@pytest.mark.parametrize("mode", ["token", *MODES])
-def test_weights_are_those_of_each_document_computed_alone(mode):
-    rng = np.random.default_rng(0)
-    lengths, factors = [5, 1, 7, 3, 4], [1.0, 2.0, 0.5, 0.0, 3.0]
-    labels = [np.where(rng.random(n) < 0.4, -100, 7) for n in lengths]
-    labels[3][:] = -100
-    own = [rng.integers(0, 5, n) / 4 for n in lengths]
-    expected = [
-        w
-        for o, row, factor in zip(own, labels, factors, strict=True)
-        for w in weights_by_hand(o, row, factor, mode)
-    ]
-    flat = np.concatenate(labels)
-    flat[np.cumsum([0, *lengths[:-1]])] = -100
-    found = weigh_tokens(np.concatenate(own), flat, lengths, factors, mode)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=TWO_RUNS)
 
 
 def dataset_of(*weights):

@@ -15,9 +15,10 @@ from typing import Any
 import trl
 from datasets import Dataset
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from helpers.tiny import byte_level_bpe
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize_rows import documents_from_rows
@@ -116,16 +117,7 @@ _SPECIAL = re.compile(
 @cache
 def _words() -> str:
     """A byte-level BPE that knows some words; no token of it holds two line breaks."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the assistant answers the user system naïve 東京"] * 3, trainer)
-    return tokenizer.to_str()
+    return byte_level_bpe(["the assistant answers the user system naïve 東京"] * 3, 340).to_str()
 
 
 def source_of(name: str) -> str:

@@ -9,6 +9,8 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from helpers.tiny import byte_level_bpe
+
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 SENTENCES = [
     "### Question: Why?\n ### Answer: Because.",
@@ -20,17 +22,8 @@ SENTENCES = [
 
 @cache
 def _merging_json() -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=SPECIAL,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SENTENCES * 2, trainer)
-    return tokenizer.to_str()
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return byte_level_bpe(SENTENCES * 2, 320, SPECIAL, whole).to_str()
 
 
 @cache

@@ -76,22 +76,28 @@ CHATML_GENERATION = _TEMPLATE.replace(
 )
 
 
+def byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, special: Iterable[str] = (), split: Any = None
+) -> Tokenizer:
+    """Return a byte-level BPE trained on `texts`, which `split` cuts into words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = split or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 @cache
 def _tokenizer_json() -> str:
-    """A byte-level BPE with 60 or so merges, trained on the sentences above."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        [text for pair in QUESTIONS_AND_ANSWERS for text in pair],
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=SPECIAL_TOKENS,
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
-    )
-    return tokenizer.to_str()
+    """60 or so merges, of the sentences above."""
+    texts = [text for pair in QUESTIONS_AND_ANSWERS for text in pair]
+    return byte_level_bpe(texts, VOCAB_SIZE, SPECIAL_TOKENS).to_str()
 
 
 def tiny_tokenizer(
