@@ -42,7 +42,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "trainer": (
         "attention config data documents loss packing training versions vision",
-        "accelerate datasets transformers trl",
+        "accelerate datasets torch transformers trl",
     ),
     "tools": (
         "attention config data documents isolation packing trainer training versions vision",

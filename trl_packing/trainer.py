@@ -12,7 +12,9 @@ from contextlib import nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers import (
     EvalPrediction,
@@ -42,6 +44,7 @@ from trl_packing.config import PackingOptions
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
+from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
@@ -301,7 +304,9 @@ class PackedSFTTrainer(SFTTrainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
         forget_evaluation_wrapper(self)
-        self._sampling.agree_on_seed(self)
+        # accelerate draws the order of documents from torch's seed: that of rank 0.
+        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
+        self._sampling.torch_seed = broadcast_object_list([seed])[0]
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         load_renamed(self, checkpoint)
         with (
@@ -388,7 +393,8 @@ class PackedSFTTrainer(SFTTrainer):
         prepared = prepared if row is None else PackedBatch(prepared, row)
         # With a cache, another model would not read the positions.
         prepared.update({} if prepared.get("cu_seq_lens_q") is None else {"use_cache": False})
-        self._step_loss.keep_weights(inputs, prepared)
+        for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():  # DeepSpeed casts them
+            prepared[name] = inputs[name].to(self.args.device, non_blocking=True)
         replace_current_row(prepared)
         return prepared
 

@@ -17,7 +17,7 @@ from architectures.tiny_models import NotBuilt
 from architectures.tiny_processors import NAMES, tiny_processor
 from architectures.tiny_step import Part, judge_one_row
 from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
-from trl_packing.vision.support import why_no_family
+from trl_packing.vision.support import FAMILIES
 
 
 def judge_images(name: str, **options: Any) -> Part:
@@ -29,7 +29,8 @@ def judge_images(name: str, **options: Any) -> Part:
     """
     if name not in image_names():
         return Part()
-    if reason := why_no_family(name):
+    if name not in FAMILIES:
+        reason = f"the data set has images, which are not packed for {name} models"
         return Part("trl", reason=reason)
     if name not in NAMES:
         return Part("not built", reason=f"{name} has no tiny processor")

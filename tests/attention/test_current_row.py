@@ -73,6 +73,8 @@ def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
     def call(trainer, model, inputs):
         with other_rows():
             seen.append(model(input_ids=ids).logits.detach())
+            with pytest.raises(ValueError, match="key_index"):  # the keys of another row
+                model(input_ids=ids, key_index=torch.arange(11))
         seen.append(trainer.accelerator.unwrap_model(model).generate(ids, **options))
         return ids_only(trainer, model, inputs)
 

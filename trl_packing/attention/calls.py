@@ -160,8 +160,10 @@ def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     """
     if call.get("cu_seq_lens_q") is None:
         row = None if _allows_other_rows else _find_row(model, call)
-        if row is None:
+        if row is None and call.get("key_index") is None:
             return call
+        if row is None:  # attention would gather keys, and read the row as one document
+            raise ValueError("a call has key_index, but no boundaries; call model(**inputs)")
         call = call | row | {"position_ids": _valid_positions(model, call, row["position_ids"])}
     return _as_packed(model, call)
 

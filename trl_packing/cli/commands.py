@@ -11,6 +11,7 @@ Its docstring is the help. It imports libraries inside, so that `--help` is quic
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = _previewed_run(arguments)
     if reads_all:
-        run = run.with_all_images()
+        run = replace(run, dataset=run.images.take(run.dataset, "train"))  # read headers once
     from trl_packing.tools.preview.preview import preview_losses, preview_rows
     from trl_packing.tools.rows import PackedEpoch
     from trl_packing.tools.rows_page import rows_page
@@ -70,9 +71,11 @@ def _compare_preparations(arguments: argparse.Namespace) -> int:
     """Print the differences of two preparations; return 1 if there are any."""
     from trl_packing.tools import compare_preparations as preparations
 
-    preparations.check_against(arguments.against)
+    against = arguments.against
+    if against != "trl" and not (against.endswith((".yaml", ".yml")) and Path(against).is_file()):
+        raise ValueError(f"--against {against} is neither trl nor a .yaml file; name one")
     run = _previewed_run(arguments)
-    other = preparations.other_side(arguments.against, run, arguments.words)
+    other = preparations.other_side(against, run, arguments.words)
     found = preparations.compare(preparations.Side("this run", run), other)
     arguments.say(preparations.comparison_text(found))
     if arguments.json:

@@ -7,7 +7,6 @@ set is checked before a model runs on it: in one pass over the Arrow table, or a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import datasets
@@ -20,8 +19,6 @@ from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_COLUMN
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
-
-_OF_STREAM = 100  # documents of a stream that are read before training
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,6 @@ class ModelLimits:
         present = [c for c in (*TOKEN_COLUMNS, SEQ_LENGTHS) if c in dataset.column_names]
         if "input_ids" in present:
             self.check_documents(ArrowDocuments(dataset, present), f"of the {name} dataset")
-
-    def check_first(self, stream: datasets.IterableDataset, name: str) -> None:
-        """Raise ValueError if one of the first documents of a stream exceeds a limit."""
-        for number, document in enumerate(islice(stream, _OF_STREAM)):
-            if "input_ids" in document:
-                self.check_document(document, f"document {number} of the {name} dataset")
 
     def check_documents(
         self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None

@@ -7,7 +7,7 @@ write_metrics a whole evaluation set: the same mean, from `LossSums`
 
 import math
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,11 +95,6 @@ class StepLoss:
                 f"training_step of {type(self.trainer).__name__} counts the tokens of shared "
                 "prefixes once; set prefix_sharing='off', or take the loss from compute_loss"
             )
-
-    def keep_weights(self, inputs: Mapping[str, Any], prepared: MutableMapping[str, Any]) -> None:
-        """Move the weights of a batch as they are: DeepSpeed casts them to another dtype."""
-        for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():
-            prepared[name] = inputs[name].to(self.trainer.args.device, non_blocking=True)
 
     def compute(
         self,

@@ -86,12 +86,6 @@ def _weighted(document: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": document["input_ids"], "labels": labels, TOKEN_WEIGHTS: weights}
 
 
-def check_against(against: str) -> None:
-    """Raise ValueError if `against` is neither ``"trl"`` nor a .yaml file."""
-    if against != "trl" and not (against.endswith((".yaml", ".yml")) and Path(against).is_file()):
-        raise ValueError(f"--against {against} is neither trl nor a .yaml file; name one")
-
-
 def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
     """Return the preparation that `against` names, compared with `run` of the command `words`."""
     if against == "trl":

@@ -96,7 +96,8 @@ class RunIsolation:
         collator = self.collators.for_probes()
         guard.ensure(documents, training=training, wrapped=model, collator=collator)
         self.collators.drop_shapes_of_padded_rows()
-        pays = self.report.sharing_pays or not training
+        prefixes = self.report.prefixes
+        pays = prefixes is None or prefixes.pays or not training
         self.sharing.decide(model, documents, training=training, pays=pays)
         # Bins of groups would hold more tokens than was planned.
         must_share = training and planned and self._trains_groups
@@ -143,7 +144,8 @@ class RunIsolation:
             self.guard.forget_checks()  # the model will be wrapped before the first step
             self.sharing.check_again()
         self._trains_groups = sampling.draws_groups(True)
-        is_other = self.report.plans_groups != self._trains_groups
+        plans_groups = getattr(self.report.prefixes, "per_step", None) is not None
+        is_other = plans_groups != self._trains_groups
         if is_other and isinstance(trainer.train_dataset, Dataset):
             self.report.plan()
 

@@ -393,14 +393,9 @@ class RunReport(TrainerCallback):
         )
 
     @property
-    def sharing_pays(self) -> bool:
-        """Whether the training set has common prefixes, as far as is known."""
-        return self._planned.prefixes is None or self._planned.prefixes.pays
-
-    @property
-    def plans_groups(self) -> bool:
-        """Whether the planned epoch holds groups of documents with a common prefix."""
-        return getattr(self._planned.prefixes, "per_step", None) is not None
+    def prefixes(self) -> Any:
+        """What the plan knows of the common prefixes of the training set; None without a plan."""
+        return self._planned.prefixes
 
     def plan(self, sampler: Any = None) -> None:
         """Plan the first epoch anew; with the sampler of a subclass once that can be called."""

@@ -11,6 +11,7 @@ Rows of different forms have no common columns, but their documents have. Nothin
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,10 @@ class RunData:
         """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
         for name, dataset in self.evaluated().items():
             limits.check(dataset, name)
-            if isinstance(dataset, IterableDataset):
-                limits.check_first(dataset, name)
+            first = islice(dataset, 100) if isinstance(dataset, IterableDataset) else ()
+            for number, document in enumerate(first):
+                if "input_ids" in document:
+                    limits.check_document(document, f"document {number} of the {name} dataset")
 
     def prepare(
         self,

@@ -130,7 +130,11 @@ class RunRecord:
             if found.pop("format") != _FORMAT:
                 raise ValueError("written by another version of trl_packing")
             found["totals"] = {int(s): Totals(*t) for s, t in found["totals"].items()}
-            found["log"] = [{n: _restored(v) for n, v in entry.items()} for entry in found["log"]]
+            texts = ("NaN", "Infinity", "-Infinity")
+            found["log"] = [
+                {n: float(v) if v in texts else v for n, v in entry.items()}
+                for entry in found["log"]
+            ]
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"not the record of a run ({problem!r})") from problem
@@ -149,10 +153,6 @@ def is_number(value: Any) -> TypeGuard[float]:
 def storable(value: Any) -> Any:
     """Return `value` as JSON; numbers that JSON lacks, and other objects, become texts."""
     return json.loads(json.dumps(value, default=str, skipkeys=True), parse_constant=str)
-
-
-def _restored(value: Any) -> Any:
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 # Notes beside charts, and those behind the losses.

@@ -15,8 +15,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from trl import SFTTrainer
 
@@ -61,11 +59,6 @@ class Sampling:
         if trainer.model is not None:
             sizes = layer_values(text_config(trainer.model), "hidden_size")
             self.hidden_size = max(sizes, default=None)
-
-    def agree_on_seed(self, trainer: SFTTrainer) -> None:
-        """Take rank 0's seed for the order of documents, which accelerate draws from torch's."""
-        seed = trainer.args.seed if trainer.model_init is not None else torch.initial_seed()
-        self.torch_seed = broadcast_object_list([seed])[0]
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""

@@ -98,8 +98,11 @@ def image_probes(documents: Sequence[Document]) -> list[Probe]:
 
 
 def _probe(before: Document, document: Document) -> Probe:
+    from PIL import ImageOps
+
     at = np.arange(len(document["input_ids"]) - 1)[-_MOST_POSITIONS:]
-    others, behind = [before, _with_other_images(before)], len(before["input_ids"]) + at
+    negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in before["images"]]
+    others, behind = [before, {**before, "images": negatives}], len(before["input_ids"]) + at
     rows = [Row([other, document], behind) for other in others]
     rows += [Row([document, before], at), Row([before, document, before], behind)]
     whole = [
@@ -112,11 +115,3 @@ def _probe(before: Document, document: Document) -> Probe:
     count, before_it = (sum(map(len, d["images"])) for d in (document, before))
     name = f"{count} image(s) after {before_it}"
     return Probe(name, document, at, rows, [Row([one], behind) for one in whole])
-
-
-def _with_other_images(document: Document) -> Document:
-    """Return `document` with the negatives of its images."""
-    from PIL import ImageOps
-
-    negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in document["images"]]
-    return {**document, "images": negatives}

@@ -87,19 +87,16 @@ def _arithmetic(processor: Any, patch_size: int) -> Callable[[Sequence[Size]], l
 
 def _calculated(processor: Any, factor: int, sizes: Sequence[Size]) -> list[Placeholder]:
     """Return one run of tokens each; patches are a multiple of what the processor calls so."""
-    token, pairs = _feature_token(processor), [[*size[:2]] for size in sizes]
+    token = processor.tokenizer.convert_ids_to_tokens(feature_id(processor))
+    pairs = [[*size[:2]] for size in sizes]
     found = processor._get_num_multimodal_tokens(image_sizes=pairs)
     numbers = zip(found["num_image_tokens"], found["num_image_patches"], strict=True)
     return [Placeholder(token, (int(n),), factor * int(patches)) for n, patches in numbers]
 
 
-def _feature_token(processor: Any) -> str:
-    return processor.tokenizer.convert_ids_to_tokens(feature_id(processor))
-
-
 def _measured(processor: Any, patch_size: int, sizes: Sequence[Size]) -> list[Placeholder]:
     """Return what the processor writes for blank images."""
-    token, made = _feature_token(processor), []
+    token, made = processor.tokenizer.convert_ids_to_tokens(feature_id(processor)), []
     options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
     run = re.compile(f"(?:{re.escape(token)})+")
     for height, width, images in sizes:

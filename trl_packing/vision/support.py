@@ -76,11 +76,7 @@ def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> s
         return f"rows with images have {min(found)}, which TRL leaves out"
     if scores is not None:
         return "compute_metrics needs the logits of padded rows with images"
-    return why_no_family(config_of(model, args).model_type)
-
-
-def why_no_family(model_type: str) -> str | None:
-    """Return why documents with images are not packed for a model type, or None if they are."""
+    model_type = config_of(model, args).model_type
     reason = f"the data set has images, which are not packed for {model_type} models"
     return None if model_type in FAMILIES else reason
 

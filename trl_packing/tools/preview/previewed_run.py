@@ -181,10 +181,6 @@ class PreviewedRun:
             setattr(args, name, value)
         return replace(self, args=args, preparation=replace(self.preparation, args=args))
 
-    def with_all_images(self) -> "PreviewedRun":
-        """Return the run after the headers of all of its images are read, once for many calls."""
-        return replace(self, dataset=self.images.take(self.dataset, "train"))
-
     def with_row_numbers(self) -> "PreviewedRun":
         """Return the run on rows that carry their numbers in the column `ROW`."""
         ends = np.cumsum([0, *map(len, self.sets.values())])
