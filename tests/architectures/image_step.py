@@ -10,13 +10,14 @@ are compared apart, because those of one would hide a difference in the other.
 
 from typing import Any
 
+from helpers.vision import image_dataset
 from transformers import PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from architectures.tiny_models import NotBuilt
 from architectures.tiny_processors import NAMES, tiny_processor
 from architectures.tiny_step import Part, judge_one_row
-from architectures.tiny_vision import image_names, image_rows, tiny_vision_model
+from architectures.tiny_vision import image_names, tiny_vision_model
 from trl_packing.vision.support import FAMILIES
 
 
@@ -45,10 +46,9 @@ def judge_images(name: str, **options: Any) -> Part:
 def compare_with_images(model: Any, processor: Any, **options: Any) -> Part:
     """Return the result for a model and its processor; neither is changed."""
     collator = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
-    options = {"max_length": 4096, "processing_class": processor} | options
-    return judge_one_row(
-        model, image_rows(), lambda row: collator([row]), _parts(model), **options
-    )[1]
+    options = {"max_length": 4096, "tokenizer": processor} | options
+    rows, parts = image_dataset(), _parts(model)
+    return judge_one_row(model, rows, lambda row: collator([row]), parts, **options)[1]
 
 
 def _parts(model: Any) -> list[set[str]]:

@@ -25,10 +25,7 @@ PINPOINTS = [[16, 32], [32, 16], [32, 32]]
 WIDE_PINPOINTS = [[32, 64], [64, 32], [64, 64]]  # of towers that see 32 × 32 pixels
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-_TEXT = (
-    "user assistant what is on this picture ? a the red green blue cat dog house street tree with "
-    "two small large and of in front . yes no it looks like"
-)
+_TEXT = "user assistant Question Answer what is this And short Yes : ? . 0 1 2 3 4 5 6 7"
 _TURNS = ("<|im_start|>", "<|im_end|>")
 
 _TEMPLATE = """\

@@ -216,7 +216,6 @@ def train_step(model: Any, documents: Documents | Dataset, folder: str, **option
     """Return a step of packed micro-batches on a copy of `model`."""
     settings = {"max_length": MAX_LENGTH, "router_aux_loss_coef": None}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **options}
-    settings["tokenizer"] = settings.pop("processing_class", None)
     rows = documents if isinstance(documents, Dataset) else list(documents)
     return run(model, rows, folder, **settings)
 

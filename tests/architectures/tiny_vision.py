@@ -1,8 +1,7 @@
-"""Tiny vision-language models that take images, and rows with images for them.
+"""Tiny vision-language models that take images.
 
     processor = tiny_processor("llava")
     model = tiny_vision_model("llava", processor)     # patches of 4 × 4 pixels, ids of its tokens
-    rows = image_rows()                               # one, two and no images of different sizes
 
 The configurations are those of `tiny_models.py` with smaller images. `image_names()` lists the
 types that transformers knows; `tiny_processors.NAMES` those that are built here.
@@ -11,8 +10,6 @@ types that transformers knows; `tiny_processors.NAMES` those that are built here
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from datasets import Dataset
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -58,19 +55,6 @@ _CHANGES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     for name in names.split()
 }
 
-# Images and sizes of each row, in pixels; towers see 16 × 16 or less of some.
-_SIZES: tuple[list[tuple[int, int]], ...] = (
-    [(20, 36)],
-    [(28, 40), (16, 16)],
-    [],
-    [(44, 24)],
-    [(52, 36)],
-    [(60, 20), (24, 64)],
-    [],
-    [(32, 32)],
-)
-_WORDS = ("red", "green", "blue", "cat", "dog", "house", "street", "tree", "small", "large")
-
 
 def image_names() -> list[str]:
     """Return the model types that transformers knows to take images and text, sorted."""
@@ -100,28 +84,3 @@ def tiny_vision_model(
                 setattr(config, field, token_id)
     classes: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return build_tiny(name, classes[type(config)], config)
-
-
-def image_rows() -> Dataset:
-    """Return rows of prompts and completions with one, two or no images of different sizes."""
-    rng = np.random.default_rng(0)
-    made = []
-    for number, sizes in enumerate(_SIZES):
-        words = [str(word) for word in rng.choice(_WORDS, 2 + number)]
-        parts = [{"type": "image", "text": None} for _ in sizes]
-        question = {"type": "text", "text": f"what is on this picture ? {' '.join(words[:2])}"}
-        answer = {"type": "text", "text": f"it looks like {' '.join(words)} ."}
-        made.append(
-            {
-                "images": [_noise(rng, *size) for size in sizes],
-                "prompt": [{"role": "user", "content": [*parts, question]}],
-                "completion": [{"role": "assistant", "content": [answer]}],
-            }
-        )
-    return Dataset.from_list(made)
-
-
-def _noise(rng: np.random.Generator, height: int, width: int) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))

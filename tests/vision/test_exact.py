@@ -24,7 +24,7 @@ LAYOUTS = {
 
 def alone(model, processor, dataset, **collator):
     """Return loss and gradients of the mean over all trained tokens, one document at a time."""
-    return trained_alone(model, batches_of(processor, dataset, **collator))
+    return harness.alone(model, batches_of(processor, dataset, **collator), collate=dict)
 
 
 def batches_of(processor, dataset, **collator):
@@ -33,23 +33,17 @@ def batches_of(processor, dataset, **collator):
     return [collate([row]) for row in dataset]
 
 
-def trained_alone(model, batches):
-    """Return loss and gradients of the mean over all trained tokens of batches of a document."""
-    return harness.alone(model, batches, collate=dict)
-
-
 def packed(model, processor, dataset, folder, **options):
-    """Return one step of `PackedSFTTrainer`: its loss, its gradients and its trainer."""
+    """Return one step of `PackedSFTTrainer`."""
     options = {"max_length": 320, "packing": True, "per_device_train_batch_size": 8} | options
-    found = harness.run(model, dataset, folder, tokenizer=processor, **options)
-    return found.losses[0], found.gradients, found.trainer
+    return harness.run(model, dataset, folder, tokenizer=processor, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_step_equals_documents_one_at_a_time(layout, model, processor, tmp_path):
     dataset = image_dataset()
     found = packed(model, processor, dataset, tmp_path, **LAYOUTS[layout])
-    assert found[2]._trl_path is None
+    assert found.trainer._trl_path is None
     harness.assert_exact(found, alone(model, processor, dataset, completion_only_loss=True))
 
 

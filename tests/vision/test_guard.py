@@ -75,7 +75,7 @@ def test_gemma3_runs_by_the_next_exact_backend_or_not_without_the_check_that_fin
         with pytest.raises(ValueError, match="isolation_check='off' with images on gemma3"):
             packed(*given, **ONE_BATCH, **options)
         return
-    attention = packed(*given, **ONE_BATCH, **options)[2].attention
+    attention = packed(*given, **ONE_BATCH, **options).trainer.attention
     assert attention.backend == "mask"
     assert all(words in attention.reason for words in ("leaks by", "with images"))
 

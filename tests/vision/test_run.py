@@ -5,6 +5,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import TWO_RUNS
+from helpers.combinations import fast
 from helpers.vision import image_dataset
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
@@ -76,9 +77,7 @@ TRLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "reason", [r if "logits" in r else pytest.param(r, marks=pytest.mark.slow) for r in TRLS]
-)
+@pytest.mark.parametrize("reason", fast(TRLS, {"compute_metrics needs the logits"}))
 def test_runs_that_only_trl_can_serve_take_its_path(reason, trainer_of):
     changes = {name: make() for name, make in TRLS[reason].items()}
     trainer = trainer_of(**{"packing": PackedSFTConfig.packing} | changes)

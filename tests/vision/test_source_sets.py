@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
+import harness
 import numpy as np
 import pytest
 from datasets import Dataset
-from harness import assert_exact
 from helpers.tiny import documents_of_lengths
 from helpers.vision import image_dataset
-from vision.test_exact import batches_of, packed, sized, trained_alone
+from vision.test_exact import batches_of, packed, sized
 
 from trl_packing.tools.preview.preview import preview_epoch
 from trl_packing.tools.preview.previewed_run import PreviewedRun
@@ -45,7 +45,7 @@ def alone(model, processor, copies):
     for name, dataset in sets().items():
         rows = [{"images": [], **row} for row in dataset] * copies[name]
         batches += batches_of(processor, rows, completion_only_loss=name != "chats")
-    return trained_alone(model, batches)
+    return harness.alone(model, batches, collate=dict)
 
 
 #: All 8 + 2 × 6 + 4 documents are in one step.
@@ -57,11 +57,11 @@ def test_a_mixture_equals_its_documents_one_at_a_time(
 ):
     options = sized(size, accumulated, mixture=MIXTURE)
     found = packed(model, processor, sets(), tmp_path, **options)
-    assert found[2]._trl_path is None
-    assert_exact(found, alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1}))
+    assert found.trainer._trl_path is None
+    harness.assert_exact(found, alone(model, processor, {"texts": 2, "pictures": 1, "chats": 1}))
     others = alone(model, processor, {"texts": 1, "pictures": 1, "chats": 1})  # the control
     with pytest.raises(AssertionError):
-        assert_exact(found, others)
+        harness.assert_exact(found, others)
 
 
 def test_sets_of_every_form_become_the_documents_that_they_are_alone(trainer_of):
