@@ -212,9 +212,8 @@ class EnabledPacking:
         mode: dict[str, Any] = {"training": model.training, "precision": _precision(model)}
         if not crosses and guard.covers(documents, **mode):
             return
-        if guard.checks and is_sharded(
-            model
-        ):  # other ranks would not send their part of the weights
+        # Other ranks would not send their part of the weights.
+        if guard.checks and is_sharded(model):
             if crosses or not guard.passed:
                 raise RuntimeError(
                     f"no check of this model has passed on documents of {longest:,} tokens, and it "
