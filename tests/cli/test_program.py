@@ -9,7 +9,7 @@ from helpers.attacks import harmful
 from trl_packing.cli import main
 from trl_packing.cli.output import uses_color
 
-HEAVY = ("torch", "transformers", "trl", "datasets")
+HEAVY = ("torch", "transformers", "trl", "datasets", "numpy", "jinja2")
 LOADED = f"""
 import sys
 from trl_packing import cli

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import dedent
 from typing import Any, NoReturn
 
@@ -17,7 +18,6 @@ import trl_packing
 from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import command_line, note, short_log
 from trl_packing.tools.options import message_of
-from trl_packing.training.page import check_can_write
 
 _WITHOUT_RUN = ("doctor", "compare")  # take no training command
 _USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
@@ -83,6 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         note(f"trl-packing: {message}")
         return 2
+
+
+def check_can_write(path: str | None) -> None:
+    """Raise ValueError if no page can be written to `path`, or would replace other data."""
+    if path is None:
+        return
+    file = Path(path)
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ValueError(f"--html {path!r} must name a file in a folder that exists")
+    if file.is_file():
+        with file.open("rb") as opened:
+            start = opened.read(16).lower()
+        if start and not start.startswith((b"<!doctype", b"<html")):
+            raise ValueError(f"--html {path} exists and is no page; name another file")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -57,16 +57,3 @@ def _percent(share: float | None, digits: int) -> str:
 
 def _change(number: int) -> str:
     return f"{number:+,}".replace("-", "−") if number else "0"
-
-
-def check_can_write(path: str | None) -> None:
-    """Raise ValueError if no page can be written to `path`, or would replace other data."""
-    if path is None:
-        return
-    file = Path(path)
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ValueError(f"--html {path!r} must name a file in a folder that exists")
-    if file.is_file():
-        with file.open("rb") as opened:
-            if not opened.read(16).lower().startswith((b"<!doctype", b"<html")):
-                raise ValueError(f"--html {path} exists and is no page; name another file")
