@@ -62,7 +62,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, SFTTrainer, get_peft_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
-from trl_packing.data.prepared import records_of
+from trl_packing.data.files import records_of
 from trl_packing.tools.options import exits_in_one_line
 
 DEMO = {

@@ -9,7 +9,7 @@
 This is the example of axolotl's page on multipack: a context of 4,096 tokens, four documents a
 batch, one character for 256 tokens (the page counts the padding at the end as part of L). Without
 FlashAttention, attention runs on one document of the row at a time, so there is no mask of
-16,384 × 16,384 to draw. The output (tests/tools/preview/test_show.py compares it):
+16,384 × 16,384 to draw. The output (tests/tools/test_show.py compares it):
 
     Padded to the longest of each batch, three steps:
 

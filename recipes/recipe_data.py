@@ -41,7 +41,7 @@ from trl.scripts.utils import DatasetConfig
 
 from trl_packing import PackedSFTConfig
 from trl_packing.config import PackingOptions
-from trl_packing.data.prepared import LOADERS, is_prepared, load_prepared, read_manifest, records_of
+from trl_packing.data.files import LOADERS, is_prepared, load_prepared, read_manifest, records_of
 from trl_packing.data.row_format import PromptTemplate, column_among
 
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.

@@ -44,7 +44,7 @@ up to 768 tokens, six steps of one bin at a learning rate of 2e-4, five minutes 
 from trl_packing.recipes.recipe_run import Arguments, answers, finish, parse, show
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.data.prepared import is_prepared
+from trl_packing.data.files import is_prepared
 from trl_packing.tools.options import exits_in_one_line
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from trl_packing.attention.backends import resolve_attention as resolve_attention
     from trl_packing.attention.calls import other_rows as other_rows
     from trl_packing.config import PackedSFTConfig as PackedSFTConfig
-    from trl_packing.data.prepared import load_prepared as load_prepared
-    from trl_packing.data.prepared import load_rows as load_rows
+    from trl_packing.data.files import load_prepared as load_prepared
+    from trl_packing.data.files import load_rows as load_rows
     from trl_packing.data.responses import (
         DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
     )
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from trl_packing.plain_trainer.dataset import RepackEveryEpoch as RepackEveryEpoch
     from trl_packing.plain_trainer.dataset import make_supervised_dset as make_supervised_dset
     from trl_packing.plain_trainer.enable import enable_packing as enable_packing
-    from trl_packing.tools.preview.show import show_document as show_document
-    from trl_packing.tools.preview.show_rows import show_rows as show_rows
+    from trl_packing.tools.show import show_document as show_document
+    from trl_packing.tools.show_rows import show_rows as show_rows
     from trl_packing.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 __version__ = "0.1.0"
@@ -61,10 +61,10 @@ _HOME = {
     "block_diagonal_mask": "documents.boundaries",
     "resolve_attention": "attention.backends",
     "check_isolation": "isolation.check",
-    "load_rows": "data.prepared",
-    "load_prepared": "data.prepared",
-    "show_document": "tools.preview.show",
-    "show_rows": "tools.preview.show_rows",
+    "load_rows": "data.files",
+    "load_prepared": "data.files",
+    "show_document": "tools.show",
+    "show_rows": "tools.show_rows",
     "PackedDataset": "plain_trainer.dataset",
     "RepackEveryEpoch": "plain_trainer.dataset",
     "make_supervised_dset": "plain_trainer.dataset",

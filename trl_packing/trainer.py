@@ -27,7 +27,7 @@ from trl import SFTTrainer
 
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.calls import (
-    AnnouncedBatches,
+    CurrentBatches,
     replace_current_row,
     set_current_row,
     use_current_row,
@@ -215,7 +215,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         options, data, meter = self._options, self._run_data, self._meter
         sampling = self._sampling
-        sampling.follow(self)
+        sampling.configure(self)
         self._guard = guard = self._images.guard(
             self.model,
             attention=options.attention,
@@ -289,7 +289,7 @@ class PackedSFTTrainer(SFTTrainer):
             make = super(PackedSFTTrainer, self)._get_dataloader
             return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
 
-        self._sampling.follow(self)
+        self._sampling.configure(self)
         check_set_afterwards(self.data_collator, self._loaders.collators.packed, self.train_dataset)
         if is_training:
             return self._loaders.train(by_trl, dataset, sampler_fn)
@@ -314,7 +314,7 @@ class PackedSFTTrainer(SFTTrainer):
             use_current_row(None),
             keep_freed_pages(self.args.device.type == "cpu"),
             self._epochs.resuming(checkpoint),
-            self._recorder.following(checkpoint),
+            self._recorder.recording(checkpoint),
         ):
             output = super().train(checkpoint, *args, **kwargs)
         if self.args.load_best_model_at_end:
@@ -369,7 +369,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._images.measure(batches)
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
         self._meter.count(batches, self._loaders.room)
-        return AnnouncedBatches(batches), num_items
+        return CurrentBatches(batches), num_items
 
     @packed_runs_only
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -421,7 +421,7 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log what a person reads; all that was measured is in `state.log_history`."""
-        self._meter.share_before(logs)
+        self._meter.add_up_before(logs)
         # Not by TRL's `_metrics`: the totals would be lost where the last step was evaluated, for
         # TRL adds those of training only to a model in training mode.
         shown, measured = self._meter.take_logs()
@@ -453,7 +453,7 @@ class PackedSFTTrainer(SFTTrainer):
         with self._attention_in_use(), use_current_row(None):
             sums = LossSums(len(sources.names) if sources else 0)
             with temporarily(self._step_loss, evaluated=sums):
-                output = super().evaluation_loop(AnnouncedBatches(dataloader), *args, **kwargs)
+                output = super().evaluation_loop(CurrentBatches(dataloader), *args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", "eval")
             self._step_loss.write_metrics(sums, sources, output.metrics, prefix)
         self._loaders.report_losses(dataloader)

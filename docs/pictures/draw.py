@@ -196,7 +196,7 @@ def draw_tree() -> None:
     colors = dict(zip("SQRabc", [GRAY, COLORS[0], COLORS[5], *COLORS[1:4]], strict=True))
     ids = [np.array([ord(letter) for letter in text]) for text in documents]
     tree = build_prefix_tree(ids)
-    row = [chr(token) for token in tree.place(np.concatenate(ids))]
+    row = [chr(token) for token in tree.as_row(np.concatenate(ids))]
     total, apart = len(row), sum(map(len, documents))
     weights = tree.sum_targets(np.ones(apart)).astype(int).tolist()
     left, cell = 104, 24

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.documents.weights import token_weights
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 
 PAGE = Path(__file__).resolve().parents[1] / "data.md"
 WIDTH, LINE, CHARACTER, MARGIN = 440, 26, 7.8, 5

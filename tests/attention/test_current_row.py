@@ -17,7 +17,7 @@ from helpers.packed_models import alone as logits_alone
 from helpers.tiny import tiny_model
 
 from trl_packing import other_rows
-from trl_packing.attention.calls import AnnouncedBatches
+from trl_packing.attention.calls import CurrentBatches
 
 
 def trained(call, folder, **options):
@@ -134,5 +134,5 @@ def test_two_ranks_train_documents_apart(tmp_path):
 def test_a_loader_is_not_read_ahead():
     """As a list it held a whole evaluation set, and ranks counted the rows that fill its end."""
     read = []
-    next(iter(AnnouncedBatches(map(read.append, "abc"))))
+    next(iter(CurrentBatches(map(read.append, "abc"))))
     assert read == ["a"]

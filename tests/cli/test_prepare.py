@@ -11,8 +11,8 @@ from helpers.prepared import chats
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
-from trl_packing.data.prepared import records_of
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.data.files import records_of
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]

@@ -125,6 +125,7 @@ ONE_SENTENCE = [
     ({"text": "a b", "loss_weight": float("nan")}, {}, "row 0 .* has loss_weight=nan; give finite"),
     ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32"),
     ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
+    ({"prompt": str([user("a")]), "completion": str([said("b")])}, {}, r"on.*ast\.literal_eval"),
     ({"conversations": [{"from": "alien", "value": "Hi"}]}, {}, "from 'alien'; rename it"),
     ({**chat(said("a")), "tools": "[not json"}, {}, "'tools' must be a list"),
     (chat(user("again")), {"template": "gemma"}, "cannot render it.* roles must alternate"),

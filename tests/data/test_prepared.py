@@ -11,9 +11,9 @@ from helpers.tiny import tiny_dataset, tiny_tokenizer
 from transformers import TrainingArguments
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
-from trl_packing.data.prepared import is_prepared, records_of
+from trl_packing.data.files import is_prepared, records_of
 from trl_packing.tools.prepare import prepare_run
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 
 

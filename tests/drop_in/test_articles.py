@@ -1,7 +1,7 @@
 """The code of the articles that this project grew from, with nothing but imports and paths changed.
 
 000  packing by hand: EOS, position ids and masks of a batch, without a loop
-001  multipack: tests/tools/preview/test_show.py draws its page
+001  multipack: tests/tools/test_show.py draws its page
 002  DART-Math: tests/plain_trainer/test_enable.py runs its four lines
 003  Packing Analysis: recipes/compare_packing.py
 004  padding-free training: both samples, and what they promise

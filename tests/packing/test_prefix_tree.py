@@ -27,7 +27,7 @@ def keys_of_rows(tree):
 @given(DOCUMENTS, st.sampled_from([1, 3]))
 def test_each_target_is_predicted_behind_exactly_its_document(documents, min_shared):
     tree = build_prefix_tree(documents, min_shared=min_shared)
-    row_ids = tree.place(np.concatenate(documents))
+    row_ids = tree.as_row(np.concatenate(documents))
     seen = keys_of_rows(tree)
     assert len(seen) == len(row_ids) == len(tree.position_ids)
     targets_of = np.split(tree.targets, tree.offsets[1:-1])

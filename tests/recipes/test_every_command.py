@@ -15,7 +15,7 @@ from helpers.recipes import FOLDER, ROOT, YAMLS, assert_prints, commands_of, mod
 from helpers.tiny import save_tiny_model, tiny_rows
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
 COMPARISONS = ("compare_packing", "padding_free")
@@ -100,7 +100,7 @@ def commands() -> list[Any]:
 def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch, capsys):
     if "4bit" in options or "qlora" in options:
         pytest.importorskip("bitsandbytes")
-    for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.prepared"):
+    for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.files"):
         monkeypatch.setattr(f"{name}.load_dataset", hub)
     monkeypatch.chdir(ROOT)
     trained = []

@@ -9,7 +9,7 @@ import yaml
 from datasets import concatenate_datasets
 from trl import DatasetMixtureConfig, get_dataset
 
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
 # Files of data sets as people have them, by source.

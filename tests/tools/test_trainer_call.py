@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import call_of_script
 
 START = """

@@ -35,6 +35,22 @@ def test_every_method_that_knows_packed_rows_is_trls_on_trls_path(tmp_path):
         assert mixed._prepare_inputs(batch)["seen"], "a class below ours is called on both paths"
 
 
+def test_weights_that_a_users_collator_cannot_see_are_refused(tmp_path):
+    rows = [{**row, "loss_weight": 0.5} for row in ROWS]
+    seen = []
+
+    class Sees(DataCollatorForSeq2Seq):
+        def __call__(self, documents):
+            seen.extend(documents)
+            return super().__call__([{**d} for d in documents])
+
+    options = {"collator": Sees(tokenizer=tiny_tokenizer()), "max_steps": 1}
+    with pytest.raises(ValueError, match="loss_weight does nothing on TRL's path"):
+        make_trainer(tmp_path, rows, **options)
+    make_trainer(tmp_path, rows, remove_unused_columns=False, **options).train()
+    assert {document["loss_weight"] for document in seen} == {0.5}
+
+
 def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):
     options = {"max_length": 32, "max_steps": 2, "isolation_check": "off"}
     trainer = make_trainer(tmp_path, ROWS, save_strategy="steps", save_steps=2, **options)

@@ -13,8 +13,8 @@ from trl_packing.attention.install import install_attention
 from trl_packing.isolation.check import check_probes
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.vision.batch import ImageBatches, hide_boundaries
-from trl_packing.vision.guard import image_probes
 from trl_packing.vision.images import ImageStore
+from trl_packing.vision.run_images import image_probes
 
 ONE_BATCH = LAYOUTS["one micro-batch"]
 

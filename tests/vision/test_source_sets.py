@@ -10,8 +10,8 @@ from helpers.tiny import documents_of_lengths
 from helpers.vision import image_dataset
 from vision.test_exact import batches_of, packed, sized
 
-from trl_packing.tools.preview.preview import preview_epoch
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.plan.plan import preview_epoch
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 from trl_packing.training.columns import documents_of
 from trl_packing.vision import support

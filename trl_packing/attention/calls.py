@@ -74,7 +74,7 @@ def use_current_row(batch: Mapping[str, Any] | None) -> Iterator[None]:
         set_current_row(before)
 
 
-class AnnouncedBatches:
+class CurrentBatches:
     """Micro-batches of a step or data loader, each the current row until the next one is read."""
 
     def __init__(self, batches: Any):
@@ -388,9 +388,9 @@ def unbind_forward(forward: Callable[..., Any], module: nn.Module) -> Callable[.
     native = unbind_forward(held["original_forward"].cell_contents, module)
 
     # TRL's head would run other calls on the model that was copied.
-    def follow(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if fused_lm_head:
             return function(self, *args, fused_lm_head=True, **kwargs)
         return native(self, *args, **kwargs)
 
-    return follow
+    return call

@@ -145,7 +145,7 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def announce_head(model: Any) -> None:
+def register_head(model: Any) -> None:
     """Register with ZeRO-3 that the forward of `model` reads the parameters of its head.
 
     After a native forward, which gathers them, the backward fails on an empty weight (0.19).

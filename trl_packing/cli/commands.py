@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trl_packing.cli.output import print_json, quiet_libraries, uses_color
 
 if TYPE_CHECKING:
-    from trl_packing.tools.preview.previewed_run import PreviewedRun
+    from trl_packing.tools.preview import PreviewedRun
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -38,14 +38,14 @@ def inspect(arguments: argparse.Namespace) -> int:
       2  the run cannot be shown; stderr has the reason in one line
     """
     if arguments.against:
-        return _compare_preparations(arguments)
+        return _compare_rows(arguments)
     reads_all = arguments.all or arguments.html
     if not reads_all:  # a stream is read no further than needed
         arguments.stream_rows = max([0, *(arguments.rows or [2])]) + 1
     run = _previewed_run(arguments)
     if reads_all:
         run = replace(run, dataset=run.images.take(run.dataset, "train"))  # read headers once
-    from trl_packing.tools.preview.preview import preview_losses, preview_rows
+    from trl_packing.tools.preview import preview_losses, preview_rows
     from trl_packing.tools.rows import PackedEpoch
     from trl_packing.tools.rows_page import rows_page
 
@@ -67,17 +67,17 @@ def inspect(arguments: argparse.Namespace) -> int:
     return 0 if all(row.documents for row in rows) else 1
 
 
-def _compare_preparations(arguments: argparse.Namespace) -> int:
+def _compare_rows(arguments: argparse.Namespace) -> int:
     """Print the differences of two preparations; return 1 if there are any."""
-    from trl_packing.tools import compare_preparations as preparations
+    from trl_packing.tools import compare_rows
 
     against = arguments.against
     if against != "trl" and not (against.endswith((".yaml", ".yml")) and Path(against).is_file()):
         raise ValueError(f"--against {against} is neither trl nor a .yaml file; name one")
     run = _previewed_run(arguments)
-    other = preparations.other_side(against, run, arguments.words)
-    found = preparations.compare(preparations.Side("this run", run), other)
-    arguments.say(preparations.comparison_text(found))
+    other = compare_rows.other_side(against, run, arguments.words)
+    found = compare_rows.compare(compare_rows.Side("this run", run), other)
+    arguments.say(compare_rows.comparison_text(found))
     if arguments.json:
         print_json(found)
     return 1 if found["differences"] else 0
@@ -97,7 +97,7 @@ def plan(arguments: argparse.Namespace) -> int:
       2  the run cannot be planned; stderr has the reason in one line
     """
     run = _previewed_run(arguments)
-    from trl_packing.tools.preview.preview import preview_epoch
+    from trl_packing.tools.plan.plan import preview_epoch
 
     if arguments.html:
         from trl_packing.tools.plan.page import plan_page
@@ -267,7 +267,7 @@ def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
 
     command = TrainingCommand.from_words(arguments.words)
     quiet_libraries()
-    from trl_packing.tools.preview.previewed_run import PreviewedRun
+    from trl_packing.tools.preview import PreviewedRun
 
     run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
     if not command.is_named:

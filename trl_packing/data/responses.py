@@ -41,7 +41,7 @@ class Marker:
     text: str
     token_ids: tuple[int, ...]
 
-    def places(self, document: str | np.ndarray) -> list[Span]:
+    def spans(self, document: str | np.ndarray) -> list[Span]:
         """Return the characters of every occurrence in a text, or its tokens in ids ``(T,)``."""
         if isinstance(document, str):
             starts = re.finditer(f"(?={re.escape(self.text)})", document) if self.text else ()
@@ -86,12 +86,12 @@ class ResponseTemplate:
         Spans are behind each response template, up to the next instruction template; without
         instructions, behind the last one. None if one is not found.
         """
-        responses = self.response.places(document)
+        responses = self.response.spans(document)
         if not responses:
             return None
         if self.instruction is None:
             return [(responses[-1][1], len(document))]
-        instructions = self.instruction.places(document)
+        instructions = self.instruction.spans(document)
         if not instructions:
             return None
         answers = []

@@ -35,11 +35,11 @@ from trl_packing.data.messages import (
 )
 from trl_packing.data.printable import in_short
 from trl_packing.data.responses import ResponseTemplate
-from trl_packing.data.tokenize import Rendered
+from trl_packing.data.spans import Rendered
 from trl_packing.data.turns import render_every_turn, trained_spans
 
-# Messages as a CSV file stores them.
-_JSON_OF_MESSAGES = re.compile(r'\s*\[\s*{\s*"(role|content)"\s*:')
+# Messages as a CSV file stores them: JSON, or Python's own notation.
+_TEXT_OF_MESSAGES = re.compile(r"""\s*\[\s*{\s*["'](role|content)["']\s*:""")
 
 
 def one_text_each(formatting_func: Any, first: Row) -> Any:
@@ -222,14 +222,15 @@ class RowFormat:
             if isinstance(prompt, list):
                 return "prompt messages"
             pair = ("prompt", "completion")
-            if not all(_JSON_OF_MESSAGES.match(str(row.get(name))) for name in pair):
+            if not all(_TEXT_OF_MESSAGES.match(str(row.get(name))) for name in pair):
                 return "prompt"
         elif messages is not None:
             return "messages"
         elif row.get(self.text_field) is not None:
             return "text"
         contents = ", ".join(f"{column!r} is {in_short(row[column])}" for column in sorted(row))
-        raise ValueError(f"nothing to train on: {contents}; read JSON before, with json.loads")
+        parse = "parse text before, by json.loads or ast.literal_eval"
+        raise ValueError(f"nothing to train on: {contents}; {parse}")
 
     def check(self, row: Row) -> None:
         """Raise ValueError if a setting cannot be used with this form of row."""

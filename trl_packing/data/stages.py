@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from trl.data_utils import get_dataset_column_names
 
-from trl_packing.data.checks import (
+from trl_packing.data.bad_rows import (
     check_columns,
     check_not_empty,
     check_packed_rows,
@@ -25,9 +25,9 @@ from trl_packing.data.checks import (
     without_padding,
 )
 from trl_packing.data.counts import PreparationCounts, turns_of
+from trl_packing.data.files import records_of
 from trl_packing.data.fitting import fit_and_count
 from trl_packing.data.messages import has_flags
-from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules

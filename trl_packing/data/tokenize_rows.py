@@ -25,7 +25,7 @@ from trl_packing.data.chat_template import TEMPLATE_ERRORS
 from trl_packing.data.messages import Row, has_flags
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.data.row_format import RowFormat
-from trl_packing.data.tokenize import Rendered, Tokenized, flat_tokens, tokenize
+from trl_packing.data.spans import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     SOURCE,

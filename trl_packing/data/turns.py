@@ -24,7 +24,7 @@ from trl_packing.data.chat_template import (
 )
 from trl_packing.data.messages import REASONING_KEYS, Message, texts_of
 from trl_packing.data.printable import quote
-from trl_packing.data.tokenize import Rendered
+from trl_packing.data.spans import Rendered
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
-from trl_packing.attention.state import all_reduce_max, announce_head
+from trl_packing.attention.state import all_reduce_max, register_head
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
@@ -222,7 +222,7 @@ class IsolationGuard:
 
     def check_head(self, wrapped: nn.Module) -> None:
         """Score the native logits where TRL's fused LM head computes something else."""
-        announce_head(self.base_model)
+        register_head(self.base_model)
         if self._head_is_checked:
             return
         # All ranks or none: the two heads do not gather the same parameters in the same order.

@@ -48,7 +48,7 @@ class PrefixTree:
     key_index: np.ndarray  # rows of all keys, segment by segment, (K,) int64
     position_ids: np.ndarray  # (T',) int64
 
-    def place(self, values: np.ndarray) -> np.ndarray:
+    def as_row(self, values: np.ndarray) -> np.ndarray:
         """Return values ``(T,)`` of the documents' tokens as a row ``(T',)``."""
         return values[self.tokens]
 
@@ -69,7 +69,7 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
 
     Examples:
         >>> tree = build_prefix_tree([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])])
-        >>> tree.place(np.array([7, 8, 9, 1, 7, 8, 9, 2])).tolist()
+        >>> tree.as_row(np.array([7, 8, 9, 1, 7, 8, 9, 2])).tolist()
         [7, 8, 9, 1, 9, 2]
         >>> tree.position_ids.tolist()
         [0, 1, 2, 3, 2, 3]
@@ -130,7 +130,7 @@ def share_prefixes(
     tree = tree_of_row(flat, lengths)
     if tree is None:
         return None
-    ids = tree.place(flat["input_ids"])
+    ids = tree.as_row(flat["input_ids"])
     counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
     weights = tree.sum_targets(flat[TOKEN_WEIGHTS]) if TOKEN_WEIGHTS in flat else counts
     segments = torch.from_numpy(np.diff(tree.cu_seqlens).astype(np.int64))

@@ -26,11 +26,11 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_packing.data.bad_rows import without_padding
 from trl_packing.data.chat_template import ChatTemplate
-from trl_packing.data.checks import without_padding
+from trl_packing.data.files import load_rows
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.limits import ModelLimits
-from trl_packing.data.prepared import load_rows
 from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.stop_tokens import stop_token_ids
 from trl_packing.data.tokenize_rows import documents_from_rows

@@ -1,10 +1,10 @@
 """Tools beside training: look at a run before it starts, compare runs, verify, examine a machine.
 
-preview/                its settings, and single rows as documents
+preview.py show.py      a run's settings, and single rows as documents
 plan/ rows.py           the epoch and its packed rows, with their pages
 training_command.py     a training command, read as the recipes read it
 
 Belongs here: code that prints, previews or verifies. Does not: code that training needs.
 
-Read `preview/previewed_run.py` first.
+Read `preview.py` first.
 """

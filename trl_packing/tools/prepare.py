@@ -17,10 +17,10 @@ from typing import Any
 from datasets import Dataset
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.checks import check_not_empty
+from trl_packing.data.bad_rows import check_not_empty
 from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.files import FORMAT, FORMAT_KEY, MANIFEST, folder_of, records_of
 from trl_packing.data.messages import has_flags
-from trl_packing.data.prepared import FORMAT, FORMAT_KEY, MANIFEST, folder_of, records_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.rules import settings_of
 from trl_packing.data.stages import prepare
@@ -32,7 +32,7 @@ from trl_packing.documents.labels import (
     document_columns,
     token_columns,
 )
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainerCall
 
 _PACKAGES = ("trl_packing", "trl", "transformers", "tokenizers", "datasets")

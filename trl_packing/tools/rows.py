@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from trl_packing.attention.backends import NATIVE_ATTENTION
+from trl_packing.config import PackingOptions
 from trl_packing.data.stop_tokens import ends_in_stop_token
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import PrefixTree, tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.tools.preview.preview import collator_of
-from trl_packing.tools.preview.previewed_run import PreviewedRun, TracedDocuments, trace_documents
+from trl_packing.tools.preview import PreviewedRun, TracedDocuments, trace_documents
 from trl_packing.training.columns import documents_of
 from trl_packing.vision.documents import ImageTokens, images_of
 
@@ -230,3 +231,23 @@ class PackedEpoch:
         has_images = IMAGE_IDS in self.documents.columns
         images = tuple(images_of(self.documents[number])) if has_images else ()
         return RowDocument(start, stop, number, row, uncut, properties, images)
+
+
+def collator_of(run: PreviewedRun) -> PackedCollator:
+    """Return the collator of a run, without the pixels of its images."""
+    args, options = run.args, PackingOptions.of(run.args)
+    given = run.call.data_collator
+    multiple = args.pad_to_multiple_of or getattr(given, "pad_to_multiple_of", None)
+    collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
+    if isinstance(given, PackedCollator):
+        collator = given
+    if options.static_shapes:
+        raise ValueError("static_shapes=True pads rows when training starts; leave it out")
+    # As far as it is known without the model.
+    is_ours = type(collator).__call__ is PackedCollator.__call__ and not run.images.packs
+    may_share = options.prefix_sharing != "off" and options.attention not in NATIVE_ATTENTION
+    return collator.replaced(
+        loss_weighting=options.loss_weighting,
+        tensors_only=True,
+        shares_prefixes=may_share and is_ours,
+    )

@@ -15,7 +15,6 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
-from trl_packing.tools.preview.show import CONTEXT, token_texts
 from trl_packing.tools.rows import (
     CUT,
     NO_STOP_TOKEN,
@@ -24,6 +23,7 @@ from trl_packing.tools.rows import (
     PackedRow,
     RowDocument,
 )
+from trl_packing.tools.show import CONTEXT, token_texts
 from trl_packing.training.page import HtmlPage, render
 
 MAX_ROWS = 16

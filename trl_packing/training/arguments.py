@@ -21,9 +21,9 @@ from trl import SFTConfig
 
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_options
-from trl_packing.data.checks import check_is_one_set, check_not_empty
+from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
+from trl_packing.data.files import records_of
 from trl_packing.data.fitting import Overflow
-from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
@@ -78,7 +78,8 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         for name, value in vars(PackingOptions.of(args)).items()
         if value != getattr(PackingOptions, name) and name not in _ON_ANY_PATH
     ]
-    if collator is None:
+    # A collator may read weights, if `Trainer` leaves them in the rows.
+    if collator is None or args.remove_unused_columns:
         sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
         ignored += [" or ".join(WEIGHT_COLUMNS) for dataset in sets if has_weights(dataset)]
     ignored += [f"{record.folder}, prepared for packed runs," for record in records_of(train)]

@@ -191,15 +191,15 @@ class PackedLoaders:
         trainer, options, sampling = self.trainer, self.options, self.sampling
         dataset = self._planned_for(dataset)
         self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
-        self.epochs.follow_stream(None)
+        self.epochs.set_stream(None)
         sources, self.room = training_sources(dataset, options), None
-        self.meter.follow_sources(() if sources is None else sources.names)
+        self.meter.set_sources(() if sources is None else sources.names)
         self.isolation.decide_on_groups()
         if isinstance(dataset, IterableDataset):
             if sampling.packing:
                 self.room = trainer.args.max_length * sampling.batch_size
             stream = self._stream(dataset, sources, training=True)
-            self.epochs.follow_stream(stream)
+            self.epochs.set_stream(stream)
             return self._loader_of(stream)
         ids = None if sources is None else sources.ids
         documents = documents_of(dataset, trainer.compute_loss_func, ids)
@@ -208,7 +208,7 @@ class PackedLoaders:
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
         if isinstance(planned, PackedBatchSampler):
             self.room = planned.tokens_per_batch
-            self.epochs.follow(planned, documents)
+            self.epochs.start(planned, documents)
             if planned is not drawn:
                 # A resumed epoch wraps the sampler again, and `set_epoch` reaches only the wrapper:
                 # without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).

@@ -48,7 +48,7 @@ class ThroughputMeter:
         self._logs: dict[str, float] = {}  # for the next log
         self._finished: dict[str, float] | None = None  # totals of the run that has ended
 
-    def follow_sources(self, names: tuple[str, ...]) -> None:
+    def set_sources(self, names: tuple[str, ...]) -> None:
         """Count the sources with these names in the next run; no-op if they are the same."""
         if names != self._sources:
             self._sources, self.trained.num_sources = names, len(names)
@@ -61,7 +61,7 @@ class ThroughputMeter:
         self._local = np.zeros(self.trained.width + len(COUNTS) + len(self._sources))
         self._interval, self._run = self._local.copy(), self._local.copy()  # of all ranks
         self._tokens_before = self.trainer._total_train_tokens
-        self._shared_at: int | None = None  # the optimizer step of the last `share`
+        self._added_up_at: int | None = None  # the optimizer step of the last `add_up`
         self._first_step = self._last_step = self.trainer.state.global_step
         self._seconds = self._last_seconds = 0.0
         self._since: float | None = None  # the clock runs
@@ -95,24 +95,24 @@ class ThroughputMeter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Share what was counted, and stop the clock inside the block."""
+        """Add up what was counted, and stop the clock inside the block."""
         if not self.is_running or self._since is None:
             yield
             return
         if self.trainer._trl_path is None:
-            self.share()
+            self.add_up()
         self._seconds, self._since = self.seconds(), None
         try:
             yield
         finally:
             self.start_clock()
 
-    def share(self) -> None:
+    def add_up(self) -> None:
         """Add up the counts of all ranks, waiting for the device once; no-op within a step."""
         trainer, step = self.trainer, self.trainer.state.global_step
-        if self._shared_at == step:
+        if self._added_up_at == step:
             return
-        self._shared_at, rows = step, self._gather()
+        self._added_up_at, rows = step, self._gather()
         shared = rows[:, :-1].sum(0) / trainer.get_tp_size()  # ranks that have counted the same
         self._interval += shared
         self._run += shared
@@ -141,12 +141,12 @@ class ThroughputMeter:
             vector[: len(pending)] += pending
         return np.array(self.trainer.accelerator.gather(vector[None]).tolist())
 
-    def share_before(self, logs: dict[str, float]) -> None:
-        """Share the counts if `logs` are those of an interval, or the last ones of a run."""
+    def add_up_before(self, logs: dict[str, float]) -> None:
+        """Add up the counts if `logs` are those of an interval, or the last ones of a run."""
         is_interval, is_end = {"loss", "learning_rate"} <= logs.keys(), "train_runtime" in logs
         if not self.is_running or not (is_interval or is_end):
             return
-        self.share()
+        self.add_up()
         seconds, step = self.seconds(), self.trainer.state.global_step
         if is_interval:
             past, steps = seconds - self._last_seconds, step - self._last_step
@@ -154,10 +154,12 @@ class ThroughputMeter:
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()
         if is_end:
-            run = self._counts(self._run)
-            # transformers would count bins as samples.
-            logs["train_samples_per_second"] = round(run["documents"] / logs["train_runtime"], 3)
-            found = {name: run[name] for name in self._counted()} | {"seconds": seconds}
+            run, found = self._counts(self._run), {"seconds": seconds}
+            if run["room"]:
+                # transformers would count bins as samples.
+                a_second = run["documents"] / logs["train_runtime"]
+                logs["train_samples_per_second"] = round(a_second, 3)
+                found |= {name: run[name] for name in self._counted()}
             found |= self._metrics(self._run, seconds, step - self._first_step)
             self._logs = {f"train_{name}": value for name, value in found.items()}
             self._finished, self.is_running = run | {"seconds": seconds}, False
@@ -165,11 +167,11 @@ class ThroughputMeter:
     def so_far(self) -> dict[str, float] | None:
         """Return `COUNTS` of all ranks and the seconds of the run, up to the current step.
 
-        None if ranks have not shared their counts since; on TRL's path, they count nothing.
+        None if the counts of ranks were not added up since; on TRL's path, they count nothing.
         """
         if not self.is_running:
             return self._finished
-        if self._shared_at not in (None, self.trainer.state.global_step):
+        if self._added_up_at not in (None, self.trainer.state.global_step):
             return None
         return self._counts(self._run) | {"seconds": self.seconds()}
 

@@ -182,7 +182,7 @@ class PackingReport:
             lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
             # A packed step may hold many padded ones.
             in_epochs = (
-                f"{name}={value} is {brief(value / steps)} epochs here, "
+                f"{name}={value} is {brief(value / steps)} epoch{'s' * (value != steps)} here, "
                 f"{brief(value / padded)} if padded"
                 for name, value in self.given_in_steps.items()
             )

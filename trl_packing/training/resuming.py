@@ -82,7 +82,7 @@ class ResumedEpochs:
         self._record: EpochRecord | None = None  # of the checkpoint to resume from
         self._sampler: Any = None  # of the training that runs, if it is ours
         self._marks: Any = None  # of its documents
-        self._place: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
+        self._position: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
         self._epoch = 0
         self._first_step = 0  # the step of the run at which the epoch began
 
@@ -95,18 +95,18 @@ class ResumedEpochs:
         with temporarily(self, _record=record):
             yield
 
-    def follow_stream(self, stream: StreamBatches | None) -> None:
-        """Follow a stream, which trains now; None: no sampler of ours trains."""
+    def set_stream(self, stream: StreamBatches | None) -> None:
+        """Set the stream that trains now; None: no sampler of ours trains."""
         self.stream = stream
-        self._sampler = self._marks = self._place = None
+        self._sampler = self._marks = self._position = None
 
-    def follow(self, sampler: PackedBatchSampler, documents: ArrowDocuments) -> None:
-        """Follow `sampler`, which trains now, from the recorded place on.
+    def start(self, sampler: PackedBatchSampler, documents: ArrowDocuments) -> None:
+        """Start from the recorded position of `sampler`, which trains now.
 
         Raises:
             ValueError: the steps of the epoch would hold other documents now.
         """
-        self.follow_stream(None)
+        self.set_stream(None)
         self._sampler, self._marks = sampler, _marks_of(documents)
         record = self._record
         if record is None:
@@ -114,9 +114,9 @@ class ResumedEpochs:
         if not self.trainer.args.ignore_data_skip:
             if record.steps:
                 self._check_goes_on(record)
-            self._place = (record.epoch, record.steps)
+            self._position = (record.epoch, record.steps)
         elif record.epoch != record.global_step // self._num_steps(len(sampler)):
-            self._place = (record.epoch, 0)
+            self._position = (record.epoch, 0)
 
     def _check_goes_on(self, record: EpochRecord) -> None:
         """Raise ValueError unless the first steps of the epoch hold the trained documents."""
@@ -151,9 +151,9 @@ class ResumedEpochs:
 
     def schedule(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return `Trainer.set_initial_training_values` for a run that continues in an epoch."""
-        if self._place is None or self._record is None:
+        if self._position is None or self._record is None:
             return found
-        args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._place
+        args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._position
         num_epochs, per_epoch, *others, max_steps = found
         if step != epoch * per_epoch + behind:  # else as `Trainer` counts
             if args.max_steps <= 0:
@@ -172,8 +172,8 @@ class ResumedEpochs:
         folder to resume from. ValueError: it was saved within an epoch of another order.
         """
         accumulation = self.trainer.args.gradient_accumulation_steps
-        if self._place is not None:
-            epoch, steps = self._place
+        if self._position is not None:
+            epoch, steps = self._position
             return epoch, steps * accumulation
         if checkpoint is None or self.trainer.args.ignore_data_skip:
             return epoch, skipped

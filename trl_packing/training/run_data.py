@@ -31,10 +31,10 @@ from trl.trainer.utils import global_then_local_main_first
 
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions
-from trl_packing.data.checks import check_is_dataset, check_is_one_set
+from trl_packing.data.bad_rows import check_is_dataset, check_is_one_set
 from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.files import records_of
 from trl_packing.data.limits import ModelLimits
-from trl_packing.data.prepared import records_of
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import prepare

@@ -60,7 +60,7 @@ class RunRecorder(TrainerCallback):
         self._next_write = 0.0
 
     @contextmanager
-    def following(self, checkpoint: Any) -> Iterator[None]:
+    def recording(self, checkpoint: Any) -> Iterator[None]:
         """Continue the record of `checkpoint` inside the block, and write it at its end."""
         self._checkpoint, self.record = checkpoint, None
         try:

@@ -37,7 +37,7 @@ _SETTINGS_OF_PLAN = (
 
 @dataclass(eq=False)
 class Sampling:
-    """Makes the samplers of one run; that of a trainer follows the trainer's settings."""
+    """Makes the samplers of one run; `configure` takes the settings of a trainer."""
 
     args: Any
     packing: bool = False  # training documents into bins
@@ -52,7 +52,7 @@ class Sampling:
     mixture: Mixture | None = None  # of the training set that was sampled last
     _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
-    def follow(self, trainer: SFTTrainer) -> None:
+    def configure(self, trainer: SFTTrainer) -> None:
         """Take the settings, ranks and sizes that `trainer` has now."""
         self.args, self.ranks = trainer.args, ranks_of(trainer)
         self.batch_size = trainer._train_batch_size

@@ -21,12 +21,12 @@ from transformers import ProcessorMixin
 from trl.data_utils import common_prefix_length, prepare_multimodal_messages
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
+from trl_packing.data.bad_rows import check_weights_have_tokens
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
-from trl_packing.data.checks import check_weights_have_tokens
 from trl_packing.data.messages import has_flags
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.rules import Rules
-from trl_packing.data.tokenize import Rendered, Tokenized, flat_tokens, tokenize
+from trl_packing.data.spans import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     IMAGE_IDS,

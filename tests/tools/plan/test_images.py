@@ -6,7 +6,7 @@ from helpers.vision import image_dataset, tiny_processor, tiny_vision_model, vis
 
 from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.plan import plan_run
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 from trl_packing.training.columns import documents_of
 
 

@@ -15,9 +15,14 @@ from trl import SFTTrainer
 
 from trl_packing.cli import main
 from trl_packing.tools.plan.page import plan_page
-from trl_packing.tools.plan.plan import computed_tokens, other_max_lengths, plan_run, ways_to_batch
-from trl_packing.tools.preview.preview import preview_epoch
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.plan.plan import (
+    computed_tokens,
+    other_max_lengths,
+    plan_run,
+    preview_epoch,
+    ways_to_batch,
+)
+from trl_packing.tools.preview import PreviewedRun
 
 
 def texts(number=60, seed=0):

@@ -11,7 +11,7 @@ from helpers.tiny import tiny_tokenizer
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.plan import plan_run
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.preview import PreviewedRun
 
 
 def previewed(rows, *settings):

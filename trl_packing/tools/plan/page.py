@@ -15,9 +15,8 @@ from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.tools.plan.charts import histogram
-from trl_packing.tools.plan.plan import RunPlan, Variant
-from trl_packing.tools.preview.preview import token_documents
-from trl_packing.tools.preview.show import token_texts
+from trl_packing.tools.plan.plan import RunPlan, Variant, token_documents
+from trl_packing.tools.show import token_texts
 from trl_packing.training.page import HtmlPage, render
 from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.report import times

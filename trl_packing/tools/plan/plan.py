@@ -21,14 +21,13 @@ from trl_packing.data.fitting import count_whole, fit
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, fit_documents, shuffle
 from trl_packing.documents.arrow import ArrowDocuments, stored_rows
-from trl_packing.documents.labels import SEQ_LENGTHS
+from trl_packing.documents.labels import SEQ_LENGTHS, token_columns
 from trl_packing.packing.bins import PackingPlan, find_strategy
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.tools.preview.preview import report_on, token_documents
-from trl_packing.tools.preview.previewed_run import PreviewedRun
-from trl_packing.training.report import PackingReport
+from trl_packing.tools.preview import PreviewedRun
+from trl_packing.training.report import PackingReport, report_of
 from trl_packing.training.sampling import Sampling
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
@@ -307,4 +306,34 @@ def _ways_to_share(
             sampling, lengths, facts | {"groups": groups}, name, is_run=name == own, shared=shared
         )
         for name, (groups, shared) in ways.items()
+    )
+
+
+def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
+    """Return the report that the trainer would print before an epoch on `ranks` processes."""
+    sampling = run.sampling(ranks)
+    prepared, counts = run.documents()
+    documents = token_documents(prepared)
+    return report_on(sampling, documents, sampling.for_training(documents), counts)
+
+
+def token_documents(prepared: Dataset) -> ArrowDocuments:
+    """Return the tokens, labels and boundaries of prepared documents."""
+    columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
+    return ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
+
+
+def report_on(
+    sampling: Sampling,
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    counts: PreparationCounts | None,
+) -> PackingReport:
+    """Return the report on the epoch of a sampler that `sampling` has made of these documents."""
+    return report_of(
+        sampling,
+        documents,
+        sampler,
+        columns=documents.dataset.column_names,
+        preparation=counts,
     )

@@ -10,8 +10,8 @@ from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
-from trl_packing.tools.compare_preparations import EQUAL, Side, compare, documents_by_trl
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.compare_rows import EQUAL, Side, compare, documents_by_trl
+from trl_packing.tools.preview import PreviewedRun
 
 
 def run_of(rows, *options, tokenizer=None):

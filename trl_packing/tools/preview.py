@@ -1,4 +1,4 @@
-"""A run before it starts: its settings, and its data prepared exactly as the trainer does it.
+"""A run before it starts: its settings, its rows as text, its data prepared as by the trainer.
 
     a row          →  documents, by the trainer's code
     all rows       →  documents and counts                              →  what preparation loses
@@ -9,7 +9,7 @@ The rows of a `train_dataset` that is a dictionary are numbered as one.
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,12 +28,14 @@ from trl.data_utils import is_conversational
 from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.prepared import records_of
+from trl_packing.data.files import records_of
+from trl_packing.data.printable import escape_hidden
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, fit_documents, prepare, whole_documents
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
+from trl_packing.tools.show import show_document
 from trl_packing.tools.training_command import (
     TrainerCall,
     config_from_settings,
@@ -342,3 +344,57 @@ def trace_documents(run: PreviewedRun) -> TracedDocuments:
 def numbers_of(documents: Any) -> np.ndarray:
     """Return the values of the column `ROW`, ``(documents,)`` int64."""
     return np.asarray(documents.with_format("numpy")[ROW][:], np.int64)
+
+
+@dataclass(frozen=True)
+class RowPreview:
+    """One row of a data set as text: its documents, or the reason why none of it is trained."""
+
+    row: int
+    documents: tuple[str, ...]
+    tokens: tuple[Mapping[str, Any], ...] = ()
+    reason: str = ""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the texts to print: one for each document, or the reason."""
+        return self.documents or (f"row {self.row} · not trained: {self.reason}",)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row for JSON: the columns of its documents, and their text."""
+        documents = [
+            {"text": text, **{k: np.asarray(x).tolist() for k, x in tokens.items()}}
+            for text, tokens in zip(self.documents, self.tokens, strict=True)
+        ]
+        return {"row": self.row, "documents": documents, "reason": self.reason}
+
+
+def preview_rows(
+    run: PreviewedRun, rows: Sequence[int] | None = None, *, color: bool = False
+) -> Iterator[RowPreview]:
+    """Yield each of `rows` as the run would train it; None: of the first three.
+
+    Raises:
+        ValueError: a row does not exist. No row is yielded then.
+    """
+    number, tokenizer = run.num_rows, run.preparation.eos.tokenizer
+    unit = "document" if run.preparation.row_format.makes_turns else "piece"
+    rows = range(min(3, number)) if rows is None else rows
+    for row in rows:
+        if not 0 <= row < number:
+            raise ValueError(f"row {row} is not among the {number:,} rows of the data set")
+    for row in rows:
+        documents, reason = run.documents_of_row(row)
+        texts = []
+        for i, document in enumerate(documents):
+            piece = f", {unit} {i + 1} of {len(documents)}" if len(documents) > 1 else ""
+            texts.append(show_document(document, tokenizer, color=color, name=f"row {row}{piece}"))
+        yield RowPreview(row, tuple(texts), tuple(documents), escape_hidden(reason))
+
+
+def preview_losses(run: PreviewedRun) -> str:
+    """Return a sentence for each thing that preparing the whole data set loses."""
+    _, counts = run.documents()
+    counts = counts or PreparationCounts()
+    lost = str(counts) or "Nothing is lost."
+    return "\n".join(filter(None, [f"{run.num_rows:,} rows", counts.turns_in_words(), lost]))

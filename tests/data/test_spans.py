@@ -25,7 +25,7 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl.data_utils import common_prefix_length
 
-from trl_packing.data.tokenize import Rendered, flat_tokens, tokenize
+from trl_packing.data.spans import Rendered, flat_tokens, tokenize
 
 SPECIAL = ["<pad>", "<unk>", "<bos>", "<eos>"]
 SENTENCES = [

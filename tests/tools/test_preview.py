@@ -11,8 +11,8 @@ from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
-from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.plan.plan import preview_epoch
+from trl_packing.tools.preview import PreviewedRun, preview_losses, preview_rows
 from trl_packing.tools.training_command import config_from_settings, processing_class_of
 
 

@@ -9,8 +9,8 @@ from helpers.prepared import call_for
 from helpers.tiny import tiny_model
 from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model, vision_trainer
 
-from trl_packing.tools.preview.preview import preview_epoch, preview_losses, preview_rows
-from trl_packing.tools.preview.previewed_run import PreviewedRun
+from trl_packing.tools.plan.plan import preview_epoch
+from trl_packing.tools.preview import PreviewedRun, preview_losses, preview_rows
 
 NAME = "qwen2_5_vl"
 COLUMNS = ("input_ids", "labels", "image_ids")
@@ -107,7 +107,7 @@ def test_runs_that_trl_prepares_are_not_shown(processor):
 
 
 def test_rows_of_other_tools_are_converted_as_the_docs_say(model, processor, tmp_path):
-    page = (Path(__file__).parents[3] / "docs/images.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/images.md").read_text()
     names: dict = {}
     code = re.search(r"```python\n(import re\n.*?)\n\n\ndataset = ", page, re.S)
     exec(code[1], names)
