@@ -99,8 +99,9 @@ $(DOCS_READY): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
-# What only slow tests need: also a real model, read from GGUF. DeepSpeed's ops are compiled when they are used: without a compiler or
-# without success, tests that need it are skipped, and say so. It builds with what is installed.
+# What only slow tests need. gguf reads a real model. DeepSpeed's ops are compiled when they are used:
+# without a compiler or without success, tests that need it are skipped, and say so. It builds with
+# what is installed.
 $(ALL_READY): $(DOCS_READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[qlora]" setuptools wheel ninja gguf
 	-DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
