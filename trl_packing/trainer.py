@@ -361,7 +361,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _measured(
         self, read: Callable[..., Any], epoch_iterator: Any, num_batches: int, device: Any
     ) -> Any:
-        """Measure a step before its first micro-batch, and announce each row to the model."""
+        """Measure a step before its first micro-batch; each is the current row while it runs."""
         batches, num_items = read(epoch_iterator, num_batches, device)
         if num_items is None:
             num_items = self._get_num_items_in_batch(batches, device)
@@ -373,7 +373,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """Announce the row: `compute_loss` and the caller may be a user's."""
+        """Make the row current: `compute_loss` and the caller may be a user's."""
         takes_count = self._takes_count or self.compute_loss_func is not None
         # A user's mean relies on getting no count where the model class takes none, as in TRL.
         hides = not (self._loss_is_ours() or takes_count)
@@ -461,6 +461,6 @@ class PackedSFTTrainer(SFTTrainer):
 
     @packed_runs_only
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Announce the row, and forget that of a step outside of `evaluate`."""
+        """Make the row current during the call."""
         with use_current_row(inputs):
             return super().prediction_step(model, inputs, *args, **kwargs)
