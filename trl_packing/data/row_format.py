@@ -229,7 +229,7 @@ class RowFormat:
         elif row.get(self.text_field) is not None:
             return "text"
         contents = ", ".join(f"{column!r} is {in_short(row[column])}" for column in sorted(row))
-        parse = "parse text before, by json.loads or ast.literal_eval"
+        parse = "parse text that is JSON with json.loads, and Python with ast.literal_eval"
         raise ValueError(f"nothing to train on: {contents}; {parse}")
 
     def check(self, row: Row) -> None:
