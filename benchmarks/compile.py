@@ -137,7 +137,8 @@ def main() -> None:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # each variant compiles its graphs
     }
-    rows, expected = [], None
+    rows = []
+    expected = None
     for name, options in VARIANTS.items():
         seconds, losses, graphs, padding = run(options, arguments.steps, arguments.layers)
         expected = expected or losses

@@ -147,7 +147,8 @@ def rows_of(step: str, names: list[str], shares, said: list[str]) -> list[list[s
     before, after = shares
     rows = []
     for at, name in enumerate(names):
-        mean, spread = before[:, at].mean(), [each[:, at].std() for each in (before, after)]
+        mean = before[:, at].mean()
+        spread = [each[:, at].std() for each in (before, after)]
         row = [step, name, f"{mean:.1%}", f"± {spread[0]:.2%} → ± {spread[1]:.2%}"]
         rows.append([*row, *(said if not at else [""] * len(said))])
     return rows

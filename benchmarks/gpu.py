@@ -148,7 +148,8 @@ def reference(query, key, value, row: Row, options: KernelOptions) -> Tensor:
     """Return attention of each segment over its keys, aligned at the last one, in their dtype."""
     index = torch.arange(len(key), device=key.device) if row.keys is None else row.keys.key_index
     cu_k = row.cu_seqlens if row.keys is None else row.keys.cu_seqlens_k
-    group, parts = query.shape[1] // key.shape[1], []
+    group = query.shape[1] // key.shape[1]
+    parts = []
     for n in range(len(row.cu_seqlens) - 1):
         q = query[row.cu_seqlens[n] : row.cu_seqlens[n + 1]].transpose(0, 1)
         at = index[cu_k[n] : cu_k[n + 1]]
@@ -185,7 +186,8 @@ def compare_with_float64(
 ) -> tuple[float, float]:
     """Return the largest error of outputs and gradients, and the error that rounding allows."""
     torch.manual_seed(0)
-    device, (num, kv, size) = row.cu_seqlens.device, heads
+    device = row.cu_seqlens.device
+    (num, kv, size) = heads
     tensors = [torch.randn(row.num_tokens, h, size, device=device).to(dtype) for h in (num, kv, kv)]
     tensors += [torch.randn(num, device=device)] * has_sinks
     upstream = torch.randn(row.num_tokens, num, size, device=device)
@@ -203,13 +205,15 @@ def compare_with_float64(
     rounded, found = (gradients(f, tensors, upstream) for f in (by_reference, by_kernel))
     # Differences of large numbers may be exactly 0, as the gradient of a row of one token is.
     largest = max(wanted.abs().max().item() for wanted in exact)
-    error, allowed = 0.0, math.inf
+    error = 0.0
+    allowed = math.inf
     for wanted, plain, got in zip(exact, rounded, found, strict=True):
         noise = max((plain.double() - wanted).abs().max().item(), torch.finfo(dtype).eps * largest)
         part = (got.double() - wanted).abs().max().item()
         if not part <= _ROUNDING * noise:  # NaN as well
             return part, _ROUNDING * noise
-        error, allowed = max(error, part), min(allowed, _ROUNDING * noise)
+        error = max(error, part)
+        allowed = min(allowed, _ROUNDING * noise)
     return error, max(error, allowed)
 
 
@@ -224,9 +228,11 @@ def kernels(machine: Machine) -> str:
     }
     sizes = machine.size([(8, 2, 64), (8, 2, 80), (8, 8, 128), (4, 1, 256)], [(4, 2, 8)])
     dtypes = machine.size([torch.bfloat16, torch.float16], [torch.float32])
-    windows, lines = (0, machine.size(64, 4)), []
+    windows = (0, machine.size(64, 4))
+    lines = []
     for (name, kernel), kind in product(machine.kernels.items(), rows):
-        cases, worst = list(product(sizes, dtypes, windows, (False, True))), 0.0
+        cases = list(product(sizes, dtypes, windows, (False, True)))
+        worst = 0.0
         for case in cases:
             error, allowed = compare_with_float64(kernel, rows[kind], *case)
             assert error <= allowed, (
@@ -312,7 +318,8 @@ def alone(model: Any, documents: Dataset) -> float:
 
 def models(machine: Machine) -> str:
     """Train models with windows and sinks; compare losses with those of documents alone."""
-    documents, lines = documents_of(machine, machine.size(60_000, 1_500)), []
+    documents = documents_of(machine, machine.size(60_000, 1_500))
+    lines = []
     evaluated = documents.select(range(min(len(documents), 64)))
     for name in ("llama", "gemma3_text", "gpt_oss"):
         model = model_of(machine, name)
@@ -370,7 +377,8 @@ class Steps(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
-            tokens, self.tokens_before = logs["num_tokens"] - self.tokens_before, logs["num_tokens"]
+            tokens = logs["num_tokens"] - self.tokens_before
+            self.tokens_before = logs["num_tokens"]
             self.seconds.append(self.taken / tokens)
 
 
@@ -403,7 +411,8 @@ RUNS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def steps(machine: Machine) -> str:
     """Train the shape of Qwen3-0.6B, each run in turn; return µs a token and waits."""
-    documents, results = documents_of(machine, machine.size(120_000, 3_000)), {}
+    documents = documents_of(machine, machine.size(120_000, 3_000))
+    results = {}
     shape = (
         {}
         if machine.is_dry
@@ -463,7 +472,8 @@ def forward_and_backward(
         torch.randn(row.num_tokens, h, size, device=machine.device, dtype=dtype, requires_grad=True)
         for h in (heads, kv, kv)
     )
-    upstream, options = torch.randn_like(q), KernelOptions(size**-0.5)
+    upstream = torch.randn_like(q)
+    options = KernelOptions(size**-0.5)
 
     def run() -> None:
         output = (kernel or machine.fastest)(
@@ -499,7 +509,8 @@ def blocks(machine: Machine) -> str:
 
 def rows(machine: Machine) -> str:
     """Time the host on rows that all differ."""
-    rng, taken = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    taken = []
     tokens = machine.size(16_384, 64)
     for _ in range(machine.size(20, 3)):
         lengths = rng.multinomial(tokens, rng.dirichlet([2.0] * machine.size(55, 5))).tolist()
@@ -564,7 +575,8 @@ def main(arguments: list[str] | None = None) -> int:
             found = PARTS[name](machine)
         except Exception as error:  # the other parts may still say something
             traceback.print_exc()
-            found, failed = f"**failed**: {type(error).__name__}: {error}\n", [*failed, name]
+            found = f"**failed**: {type(error).__name__}: {error}\n"
+            failed = [*failed, name]
         text += f"## {name} ({time.perf_counter() - began:.0f} s)\n\n{found}\n"
         print(text.rpartition("## ")[2])
     publish(text + machine.versions() + provenance(), options.output)

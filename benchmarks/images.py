@@ -196,9 +196,11 @@ def compare(folder, turns):
 def prepare(number, folder):
     """Return a row of the table of preparation."""
     dataset = data(number, folder)
-    before, start = anonymous_mib(), time.process_time()
+    before = anonymous_mib()
+    start = time.process_time()
     ImageStore().take(dataset, "train")
-    headers, after_headers = time.process_time() - start, anonymous_mib()
+    headers = time.process_time() - start
+    after_headers = anonymous_mib()
     tokens = processor()
     start = time.process_time()
     PackedSFTTrainer(

@@ -87,7 +87,8 @@ class Peak(threading.Thread):
     def __init__(self, measure: Callable[[], float] = anonymous_mib, interval: float = 0.1):
         super().__init__(daemon=True)
         self.measure, self.interval = measure, interval
-        self.stop, self.mib = threading.Event(), 0.0
+        self.stop = threading.Event()
+        self.mib = 0.0
 
     def run(self):
         while not self.stop.wait(self.interval):

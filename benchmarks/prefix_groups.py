@@ -68,7 +68,8 @@ def documents_of(name: str, folder: Path, tokenizer: Any) -> ArrowDocuments:
 
 def measure(documents: ArrowDocuments) -> list[list[str]]:
     """Return a line for bins of single documents, and for groups of each size."""
-    index, lengths = PrefixIndex.of(documents), documents.lengths()
+    index = PrefixIndex.of(documents)
+    lengths = documents.lengths()
     lines = []
     for size in (1, *SIZES):
         groups = group_documents(index, lengths, CAPACITY, size) if size > 1 else None

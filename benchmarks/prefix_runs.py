@@ -214,7 +214,8 @@ def _factor(time_factor: float, token_factor: float, run: str) -> str:
 
 def check(case: str, turn: dict[str, Measured]) -> None:
     """Stop unless all runs trained the same tokens with the same loss, and two in equal steps."""
-    off, trained = turn["off"], sum(turn["off"]["trained"])
+    off = turn["off"]
+    trained = sum(turn["off"]["trained"])
     for run, measured in turn.items():
         if measured["reason"]:
             sys.exit(f"{case}, {run} did not share: {measured['reason']}")

@@ -210,7 +210,8 @@ def report(turns: list[Turn], arguments: argparse.Namespace) -> str:
     header += ["documents of each step", "tokens computed"]
     rows = []
     for run in RUNS:
-        first, (seconds, gib) = turns[0][run], medians(turns, run)
+        first = turns[0][run]
+        (seconds, gib) = medians(turns, run)
         each = [", ".join(f"{turn[run][key]:.0f}" for turn in turns) for key in SECONDS]
         if len(turns) > 1:
             each[0] = f"{seconds:.0f} ({each[0]})"

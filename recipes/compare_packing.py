@@ -179,7 +179,8 @@ def run(
         setattr(args, setting, decided.get(value, value))
     set_seed(args.seed)
     model, _ = load_model(args, model_args)
-    watch, peft = Watch(), get_peft_config(model_args)
+    watch = Watch()
+    peft = get_peft_config(model_args)
     options: Any = {"processing_class": tokenizer, "peft_config": peft, "callbacks": [watch]}
     trainer = trainer_class(model, args, train_dataset=train, **options)
     steps = -(-len(trainer.get_train_dataloader()) // args.gradient_accumulation_steps)
@@ -225,7 +226,8 @@ def fill_of(trainer: SFTTrainer, train: Dataset) -> float:
 
 def table(results: dict[str, Result]) -> str:
     """Return the results as lines; speed-up compares with the first run."""
-    first, width = next(iter(results.values())), max(map(len, results))
+    first = next(iter(results.values()))
+    width = max(map(len, results))
     lines = [f"\n{'':<{width}}  steps  docs/step       lr  seconds  speed-up    fill  eval loss"]
     for name, r in results.items():
         lines.append(

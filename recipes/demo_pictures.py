@@ -47,13 +47,16 @@ def picture(rng: random.Random) -> tuple[Image.Image, str]:
 
 def demo_rows(number: int, *, pictures: Sequence[int] = (0, 1, 1, 2), seed: int = 0) -> Dataset:
     """Return conversations with as many pictures each as drawn from `pictures`."""
-    rows, rng = [], random.Random(seed)
+    rows = []
+    rng = random.Random(seed)
     for _ in range(number):
         drawn = [picture(rng) for _ in range(rng.choice(pictures))]
-        question, answer = "Which colors?", ", ".join(words for _, words in drawn)
+        question = "Which colors?"
+        answer = ", ".join(words for _, words in drawn)
         if not drawn:
             document = date(rng)
-            question, answer = document["prompt"], document["completion"].strip()
+            question = document["prompt"]
+            answer = document["completion"].strip()
         content = [{"type": "image", "text": None}] * len(drawn)
         content += [{"type": "text", "text": question}]
         said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}

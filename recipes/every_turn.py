@@ -62,9 +62,11 @@ DEMO_TEMPLATE = """\
 
 def demo_rows(number: int = 400) -> Dataset:
     """Return conversations of 1 to 7 turns in which things are put on a shelf and counted."""
-    rows, rng = [], random.Random(0)
+    rows = []
+    rng = random.Random(0)
     for _ in range(number):
-        messages, count = [], 0
+        messages = []
+        count = 0
         for _ in range(rng.randint(1, 7)):
             more = rng.randint(2, 20)
             thought = f"{count} + {more} = {count + more}"
@@ -83,9 +85,11 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     arguments, training_args = parse(
         argv, Arguments, demo=DEMO, output_dir="outputs/every_turn", **options
     )
-    model, tokenizer = arguments.model_name_or_path, None
+    model = arguments.model_name_or_path
+    tokenizer = None
     if model is None:
-        rows, (model, tokenizer) = demo_rows(), load_model(training_args, ModelConfig())
+        rows = demo_rows()
+        (model, tokenizer) = load_model(training_args, ModelConfig())
         tokenizer.chat_template = DEMO_TEMPLATE
     else:
         rows = arguments.rows()

@@ -90,7 +90,8 @@ def main(color: bool = False) -> None:
     print(show_rows([lengths], capacity=BATCH * CONTEXT, cells_per_line=16, **picture))
     boundaries = cu_seqlens_from_lengths(torch.tensor(lengths)) // CELL
     print(f"\ncu_seqlens / {CELL}: {boundaries.tolist()}")
-    inside, across = sum(n * n for n in LENGTHS), (BATCH * CONTEXT) ** 2
+    inside = sum(n * n for n in LENGTHS)
+    across = (BATCH * CONTEXT) ** 2
     print(f"attention inside documents: {inside / across:.0%} of the row's square\n")
 
     print(f"Bins of {CONTEXT:,} tokens, no document cut, new bins every epoch:")

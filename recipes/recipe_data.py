@@ -145,7 +145,8 @@ def load_data(
         ValueError: a data set cannot be loaded, or has other columns.
     """
     own = {each.name: getattr(args, each.name) for each in fields(ColumnArguments)}
-    own["prompt_template"], run.prompt_template = run.prompt_template, None
+    own["prompt_template"] = run.prompt_template
+    run.prompt_template = None
     share, streaming = args.test_split_size, args.dataset_streaming
     if args.datasets:
         for option, value in {"dataset_name": args.dataset_name, **own}.items():
@@ -153,7 +154,8 @@ def load_data(
                 raise ValueError(f"with datasets, {option} belongs into the entries: move it there")
         if needs_test and share is None:
             raise ValueError("with datasets, evaluation needs a test_split_size to hold out")
-        (sources, shares), streaming = _by_name(args.datasets), args.streaming
+        (sources, shares) = _by_name(args.datasets)
+        streaming = args.streaming
         if shares and run.mixture:
             raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
         run.mixture = shares or run.mixture
@@ -195,7 +197,9 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
     Raises:
         ValueError: it does not exist, cannot be read, or is empty.
     """
-    path, loader, files = Path(entry.path).expanduser(), entry.path, entry.data_files
+    path = Path(entry.path).expanduser()
+    loader = entry.path
+    files = entry.data_files
     if is_prepared(entry.path):
         if given := [
             *entry.named(),
@@ -205,7 +209,8 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
             raise ValueError(f"{entry.path} holds prepared data: leave {given[0]} out")
         return load_prepared(entry.path, entry.split)
     if path.suffix in LOADERS:
-        loader, files = LOADERS[path.suffix], str(path)
+        loader = LOADERS[path.suffix]
+        files = str(path)
     elif path.is_dir():
         loader = str(path)
     elif path.is_file() or loader.startswith((".", "/", "~")) or loader.count("/") > 1:
@@ -225,7 +230,8 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
 
 def _load_prepared(args: DataArguments, own: dict[str, Any], needs_test: bool) -> tuple[Any, Any]:
     """Return the sets of a folder that `trl-packing prepare` wrote, if they fit the options."""
-    folder, manifest = str(args.dataset_name), read_manifest(str(args.dataset_name))
+    folder = str(args.dataset_name)
+    manifest = read_manifest(str(args.dataset_name))
     if args.dataset_streaming:
         raise ValueError(f"{folder} holds prepared data: leave dataset_streaming out")
     # Options that made the columns and the splits. They must not change afterwards.
@@ -326,7 +332,8 @@ class RowColumns:
         Raises:
             ValueError: a column is missing, or the names contradict each other.
         """
-        entry, columns = self.entry, get_dataset_column_names(dataset)
+        entry = self.entry
+        columns = get_dataset_column_names(dataset)
         if records_of(dataset) or ("images" in self.kept and not entry.named()):
             return dataset
         if images := {*columns} & {"image", "images"} - {*self.kept}:
@@ -356,11 +363,14 @@ class RowColumns:
 
     def _prompt_completion(self, columns: list[str], first: dict[str, Any]) -> Any:
         """Return the function that makes a prompt and a completion from a row."""
-        entry, template = self.entry, None
+        entry = self.entry
+        template = None
         if entry.prompt_column and entry.prompt_template:
             raise self._error("give --prompt_column or --prompt_template, not both")
-        names, option = [entry.prompt_column or "prompt"], "prompt_column"
-        completion, chat = entry.completion_column or "completion", entry.chat
+        names = [entry.prompt_column or "prompt"]
+        option = "prompt_column"
+        completion = entry.completion_column or "completion"
+        chat = entry.chat
         if entry.prompt_template is not None:
             try:  # its {query} is the column query, instruction or question
                 query = column_among(columns, "query")
@@ -368,7 +378,8 @@ class RowColumns:
                 completion = entry.completion_column or column_among(columns, "response")
             except ValueError as error:
                 raise self._error(str(error)) from error
-            names, option = template.fields, "prompt_template"
+            names = template.fields
+            option = "prompt_template"
         for column in names:
             self._require(columns, column, option)
         self._require(columns, completion, "completion_column")

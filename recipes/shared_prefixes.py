@@ -60,7 +60,8 @@ class Arguments(RunArguments):
 
 def demo_rows(number: int = 300) -> Dataset:
     """Return orders, and the things in each: any of them is a right answer."""
-    rows, rng = [], random.Random(0)
+    rows = []
+    rng = random.Random(0)
     for _ in range(number):
         document = order(rng)
         prompt = document["prompt"].replace("Packing list:", "One thing of it:")
@@ -86,10 +87,12 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     arguments, training_args = parse(
         argv, Arguments, demo=DEMO, output_dir="outputs/shared_prefixes", prefix_sharing="group"
     )
-    model, tokenizer = arguments.model_name_or_path, None
+    model = arguments.model_name_or_path
+    tokenizer = None
     is_demo = model is None
     if is_demo:
-        rows, (model, tokenizer) = demo_rows(), load_model(training_args, ModelConfig())
+        rows = demo_rows()
+        (model, tokenizer) = load_model(training_args, ModelConfig())
     else:
         rows = arguments.rows()
     if "labels" not in rows.column_names:  # documents of `trl-packing prepare` have them

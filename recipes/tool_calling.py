@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
 
     rows = arguments.rows()
     if is_prepared(arguments.dataset_name):  # both sets
-        train, held_out = rows, arguments.rows("eval")
+        train = rows
+        held_out = arguments.rows("eval")
     else:
         train, held_out = rows.select(range(len(rows) - 1)), rows.select([len(rows) - 1])
     trainer = PackedSFTTrainer(

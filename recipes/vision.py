@@ -87,13 +87,15 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     if is_demo:
         from trl_packing.recipes.demo_pictures import demo_model, demo_rows, exchanged
 
-        rows, (model, processor) = demo_rows(600), demo_model(training_args.seed)
+        rows = demo_rows(600)
+        (model, processor) = demo_model(training_args.seed)
     else:
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
         processor = AutoProcessor.from_pretrained(model, **pixels)
         rows, _ = load_data(arguments, training_args, processor, kept=("images", "image"))
         rows = in_folder(rows, arguments.image_folder)
-    adapter, rank = None, arguments.lora_r
+    adapter = None
+    rank = arguments.lora_r
     if rank:
         from peft import LoraConfig
 

@@ -160,7 +160,8 @@ def alone(
         loss: "nll", "smoothed" or "dft".
         weighting: `loss_weighting` of the config.
     """
-    untouched, documents = copy.deepcopy(model).train(), list(documents)
+    untouched = copy.deepcopy(model).train()
+    documents = list(documents)
 
     def step_in(dtype: torch.dtype) -> Step:
         with in_dtype(untouched, dtype) as ready:
@@ -209,7 +210,8 @@ def assert_exact(found: Any, expected: Alone) -> None:
     """Hold loss and gradients of `found` (its first two fields) to documents one at a time."""
     loss, gradients = found[0], found[1]
     assert abs(loss - expected.exact.loss) <= expected.bound_of_loss(), (loss, expected.exact.loss)
-    wanted, bounds = expected.exact.gradients, expected.bounds_of_gradients()
+    wanted = expected.exact.gradients
+    bounds = expected.bounds_of_gradients()
     assert norm(wanted.values()) > 0
     for name in gradients.keys() | wanted.keys():
         assert name in gradients, f"{name} has no gradient"
@@ -300,7 +302,8 @@ def run(
 
     The result has what `keep` makes of each micro-batch.
     """
-    kept, batches = Keep(), []
+    kept = Keep()
+    batches = []
 
     class Watched(options.pop("cls", PackedSFTTrainer)):
         def get_batch_samples(self, *args, **kwargs):

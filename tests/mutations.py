@@ -171,7 +171,8 @@ def main(chosen: list[str]) -> int:
         for number, (area, name, old, new) in enumerate(entries, start=1):
             if chosen and not {area, str(number)} & set(chosen):
                 continue
-            path, began = tree / "trl_packing" / name, time.monotonic()
+            path = tree / "trl_packing" / name
+            began = time.monotonic()
             text = path.read_text(encoding="utf-8")
             if text.count(old) != 1:
                 outcome = f"STALE: the text is {text.count(old)} times in its file"

@@ -98,7 +98,8 @@ def test_links_and_named_files_exist(path):
 
 
 def test_every_message_of_the_troubleshooting_page_is_in_the_sources():
-    page, texts = (DOCS / "troubleshooting.md").read_text(), [*messages.texts(), "x=… is bad"]
+    page = (DOCS / "troubleshooting.md").read_text()
+    texts = [*messages.texts(), "x=… is bad"]
     rows = re.findall(r"^\| (`+) ?(.+?) ?\1 \| .+ \|$", page, re.M)
     quotes = [*(text for _, text in rows), "x=… is bad", "nothing says this"]
     assert len(quotes) > 50
@@ -287,7 +288,8 @@ def test_every_public_name_is_on_the_api_page():
 
 
 def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
-    table, pictures = draw.import_table(), DOCS / "pictures"
+    table = draw.import_table()
+    pictures = DOCS / "pictures"
     examples = list(draw_data.examples((DOCS / "data.md").read_text()))
     drawn = {DOCS / example.file: draw_data.draw(example) for example in examples}
     assert len(drawn) == len(examples) > 12

@@ -44,7 +44,8 @@ def pages(site: Path) -> list[Path]:
 
 @pytest.mark.parametrize("width", [390, 1280])
 def test_every_page_fits_its_window_and_needs_no_other_host(site, width):
-    wrong, own_file = {}, f"request: {site.as_uri()}"
+    wrong = {}
+    own_file = f"request: {site.as_uri()}"
     for path in pages(site):
         with open_page(path, width=width) as page:
             found = [p for p in page.problems() if not p.startswith(own_file)]

@@ -189,7 +189,8 @@ def check_options(args: Any) -> None:
     options = PackingOptions.of(args)
     check_types(args)
     for option in fields(PackedSFTConfig):
-        name, value = option.name, getattr(args, option.name, None)
+        name = option.name
+        value = getattr(args, option.name, None)
         is_ours = hasattr(options, name) or name == "packing_strategy"
         known = option.metadata.get("choices") if is_ours else None
         if known and value not in (None, *known):

@@ -168,7 +168,8 @@ class PackedSFTTrainer(SFTTrainer):
             "peft_config": peft_config,
             "formatting_func": formatting_func,
         }
-        sets, rows = source_sets(train_dataset, args, data_collator), train_dataset
+        sets = source_sets(train_dataset, args, data_collator)
+        rows = train_dataset
         train_dataset = next(iter(sets.values())) if sets else rows  # `_run_data` prepares all
         self._images = RunImages()
         reason = reason_for_trl_path(train_dataset, data_collator)
@@ -389,7 +390,8 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a row to the device, its CPU copy and its float32 weights with it."""
-        prepared, row = super()._prepare_inputs(inputs), host_row(inputs)
+        prepared = super()._prepare_inputs(inputs)
+        row = host_row(inputs)
         prepared = prepared if row is None else PackedBatch(prepared, row)
         # With a cache, another model would not read the positions.
         prepared.update({} if prepared.get("cu_seq_lens_q") is None else {"use_cache": False})

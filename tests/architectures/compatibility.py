@@ -86,7 +86,8 @@ def judge_architecture(name: str, *, shares: bool = True, **options: Any) -> Ver
             without the check.
     """
     began = time.perf_counter()
-    verdict, images = _judge_text(name, shares, options), judge_images(name, **options)
+    verdict = _judge_text(name, shares, options)
+    images = judge_images(name, **options)
     return replace(verdict, images=images, seconds=time.perf_counter() - began)
 
 

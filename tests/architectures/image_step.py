@@ -47,7 +47,8 @@ def compare_with_images(model: Any, processor: Any, **options: Any) -> Part:
     """Return the result for a model and its processor; neither is changed."""
     collator = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=True)
     options = {"max_length": 4096, "tokenizer": processor} | options
-    rows, parts = image_dataset(), _parts(model)
+    rows = image_dataset()
+    parts = _parts(model)
     return judge_one_row(model, rows, lambda row: collator([row]), parts, **options)[1]
 
 

@@ -55,7 +55,8 @@ def test_an_architecture_is_exact_with_its_backend(name):
 
 @pytest.mark.parametrize("name", fast(SOME, {"mistral"}))
 def test_an_architecture_shares_prefixes_exactly_or_says_why_not(name):
-    sharing, shares = judge_sharing(tiny_model(name)), SOME[name][2]
+    sharing = judge_sharing(tiny_model(name))
+    shares = SOME[name][2]
     assert sharing.outcome == ("exact" if shares else "apart"), sharing
     assert sharing.error <= sharing.tolerance <= 1e-3
     assert bool(sharing.reason) != shares

@@ -119,7 +119,8 @@ def one_at_a_time(
     """
     batches = [dict(collate(document)) for document in documents]
     num_trained = sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
-    logits, loss = [], 0.0
+    logits = []
+    loss = 0.0
     gradients: dict[str, Any] = {}
     for batch in batches:
         # One copy for each document: some ropes remember the longest document they have seen.

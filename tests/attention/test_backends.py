@@ -12,7 +12,8 @@ from trl_packing.attention.backends import AttentionChoice
 
 @pytest.mark.parametrize("name", ["gptj", "llama"])
 def test_models_outside_the_interface_keep_their_own_attention(name):
-    model, reason = any_model(name), "GPTJForCausalLM is outside transformers' attention interface"
+    model = any_model(name)
+    reason = "GPTJForCausalLM is outside transformers' attention interface"
     if name == "llama":
         model.config.attention_chunk_size = 16
         reason = "attention_chunk_size=16 lives in the mask"

@@ -68,7 +68,8 @@ def test_calls_whose_documents_nobody_can_tell_apart_are_refused(name, tmp_path)
 
 def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
     ids = torch.randint(6, 90, (2, 11), generator=torch.Generator().manual_seed(1))
-    options, seen = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}, []
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    seen = []
 
     def call(trainer, model, inputs):
         with other_rows():
@@ -87,7 +88,8 @@ def test_rows_of_the_users_own_are_what_they_are_in_any_model(tmp_path):
 @pytest.mark.parametrize("is_whole", [True, False], ids=["**inputs", "ids"])
 def test_a_teacher_takes_the_batch_or_is_warned_of(is_whole, tmp_path, caplog):
     """Without `use_cache=False`, transformers makes a cache, and does not read the positions."""
-    teacher, said = tiny_model("llama").eval(), []
+    teacher = tiny_model("llama").eval()
+    said = []
 
     def distill(trainer, model, inputs):
         row = {name: value for name, value in inputs.items() if name != "labels"}

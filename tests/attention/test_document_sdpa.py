@@ -34,9 +34,11 @@ SHAPES = {
 @pytest.mark.parametrize("way", ["one tile", "tiles of 4", "bf16", "scores on other devices"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_document_attention_equals_dense_attention(options, way, monkeypatch):
-    tensors, tolerance = inputs(), TOLERANCE
+    tensors = inputs()
+    tolerance = TOLERANCE
     if way == "bf16":
-        tensors, tolerance = inputs(dtype=torch.bfloat16), 4 * 2**-8
+        tensors = inputs(dtype=torch.bfloat16)
+        tolerance = 4 * 2**-8
     elif way != "one tile":
         monkeypatch.setattr(tiles, "BLOCK", 4)
     if "scores" in way:  # in float32: CPU's fused kernel is CPU's
@@ -67,9 +69,13 @@ def test_the_comparison_sees_a_missing_boundary():
 def test_the_op_keeps_the_contract_of_custom_ops(shared):
     """It is compiled too, with sizes that vary."""
     sinks = torch.randn(4, requires_grad=True)
-    tensors, row, keys = inputs(), boundaries(), (None, None)
+    tensors = inputs()
+    row = boundaries()
+    keys = (None, None)
     if shared:
         tree = Tree([3, 2, 2], [-1, 0, 0])
-        tensors, row, keys = inputs(num_tokens=7), tree.cu_seqlens, tree.keys[:2]
+        tensors = inputs(num_tokens=7)
+        row = tree.cu_seqlens
+        keys = tree.keys[:2]
     arguments = (*tensors, row, *keys, sinks, [0.4, 4.0, 2.0])
     torch.library.opcheck(torch.ops.trl_packing.document_attention.default, arguments)

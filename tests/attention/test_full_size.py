@@ -48,7 +48,8 @@ def test_a_full_size_model_answers(name, monkeypatch):
     pretend_cuda(monkeypatch)
     half = resolve_attention(model, device="cuda", dtype=torch.bfloat16)
     assert half.backend in (on_cpu.backend, "varlen")
-    lengths, windows = length_constants(model), layer_values(text_config(model), "sliding_window")
+    lengths = length_constants(model)
+    windows = layer_values(text_config(model), "sliding_window")
     assert {*filter(None, windows), *rope_thresholds(model)} <= set(lengths)
     assert 0 < StaticShapes.for_model(model, 2048, longest=1024).longest_tail <= 1024
     if name in BY_HAND:

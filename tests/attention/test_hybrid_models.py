@@ -19,7 +19,8 @@ DOCUMENTS = documents_of_lengths((9, 20, 5, 30))
 
 def install_kernel(monkeypatch, leaks):
     """Put the double in place of what transformers found; return its calls."""
-    calls, conv = [], inspect.unwrap(modeling_lfm2.causal_conv1d_fn)
+    calls = []
+    conv = inspect.unwrap(modeling_lfm2.causal_conv1d_fn)
 
     def causal_conv1d_fn(x, weight, bias=None, activation=None, seq_idx=None, **_):
         calls.append(seq_idx)
@@ -34,7 +35,8 @@ def install_kernel(monkeypatch, leaks):
 
 @pytest.mark.parametrize("kernels", ["with", "without", "leaking"])
 def test_a_hybrid_model_stays_packed_if_its_kernels_take_boundaries(kernels, monkeypatch, tmp_path):
-    expected, calls = alone(tiny_model("lfm2"), DOCUMENTS), []
+    expected = alone(tiny_model("lfm2"), DOCUMENTS)
+    calls = []
     if kernels != "without":
         calls = install_kernel(monkeypatch, leaks=kernels == "leaking")
     found = run(tiny_model("lfm2"), DOCUMENTS, tmp_path)

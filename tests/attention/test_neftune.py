@@ -41,14 +41,16 @@ class Record(TrainerCallback):
 
 
 def recorded(folder, peft_config=None, **options):
-    record, arguments = Record(), {"peft_config": peft_config}
+    record = Record()
+    arguments = {"peft_config": peft_config}
     options = SETTINGS | {"max_length": 80, "per_device_train_batch_size": 2} | options
     make_trainer(folder, DOCUMENTS, callbacks=[record], arguments=arguments, **options).train()
     return record.noise
 
 
 def recorded_by_plain_trainer(folder):
-    model, record = tiny_model("llama"), Record()
+    model = tiny_model("llama")
+    record = Record()
     enable_packing(model)
     rows = packed([d | {"labels": d["input_ids"]} for d in DOCUMENTS])
     trainer_of(model, rows, folder, callbacks=[record], max_steps=-1, **SETTINGS).train()

@@ -17,7 +17,8 @@ from trl_packing.attention.install import install_attention
 
 
 def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
-    model, counter = packed_model("llama"), CompileCounter()
+    model = packed_model("llama")
+    counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for lengths in ((5, 9, 3), (4, 4), (7, 2, 2, 6), (11, 1)):
         batch = packed_batch(lengths)
@@ -29,7 +30,8 @@ def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
 def test_no_mask_of_the_whole_row_is_allocated(name):
     """At T = 2,048 a mask has 2**22 entries, of a byte at least; the logits have 2.6 million."""
-    batch, own = packed_batch([64] * 30 + [100, 28]), {"max_position_embeddings": 2048}
+    batch = packed_batch([64] * 30 + [100, 28])
+    own = {"max_position_embeddings": 2048}
 
     def largest_in(model):
         return largest_allocation(lambda: model(**batch).logits.square().mean().backward())
@@ -55,7 +57,8 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
 
 def test_what_packed_kernels_do_not_compute_is_refused():
     attention = ALL_ATTENTION_FUNCTIONS[document_sdpa.NAME]
-    q, ends = torch.randn(1, 2, 5, 4), {"cu_seq_lens_q": torch.tensor([0, 5])}
+    q = torch.randn(1, 2, 5, 4)
+    ends = {"cu_seq_lens_q": torch.tensor([0, 5])}
     for argument in ("position_bias", "attention_bias", "alibi", "head_mask", "dropout"):
         value = 0.1 if argument == "dropout" else torch.zeros(5, 5)
         with pytest.raises(NotImplementedError, match=f"{argument}.*attention='model'"):

@@ -20,7 +20,8 @@ few_lengths = st.lists(st.sampled_from([3, 8, 9]), min_size=1, max_size=40)
 
 @given(st.one_of(lengths_of_documents, few_lengths), st.lists(st.integers(1, 150), max_size=3))
 def test_a_forward_holds_what_it_may(lengths, thresholds):
-    boundaries, groups = [0, *accumulate(lengths)], {}
+    boundaries = [0, *accumulate(lengths)]
+    groups = {}
     for equal in (False, True):
         made = list(group_documents(boundaries, thresholds, equal))
         assert sorted(d for group in made for d in group) == list(range(len(lengths)))
@@ -112,6 +113,7 @@ def test_scores_of_a_head_that_shifts_come_back_in_the_order_of_the_packed_row(v
         targets = nn.functional.pad(x[..., 0], (virtual, 0))[:, 1:]
         return CausalLMOutputWithPast(loss=x.sum() * 0, logits=targets * mask)
 
-    batch, output = PackedCollator()(DOCUMENTS), padded(scores)
+    batch = PackedCollator()(DOCUMENTS)
+    output = padded(scores)
     expected = batch["input_ids"][:, 1:] * (batch["labels"][:, 1:] != -100)
     assert torch.equal(output.logits[:, -expected.shape[1] :], expected.float())

@@ -40,7 +40,8 @@ def shared_row():
 
 def test_gathered_keys_are_not_kept_until_the_backward(monkeypatch):
     varlen_double.install(monkeypatch)
-    tree, saved = random_tree(np.random.default_rng(3), 9), []
+    tree = random_tree(np.random.default_rng(3), 9)
+    saved = []
     assert len(tree.keys.key_index) > 1.5 * tree.starts[-1]
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: saved.append(x.shape) or x, lambda x: x

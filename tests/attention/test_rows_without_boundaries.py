@@ -41,7 +41,8 @@ def assert_step_is_exact(name, call, folder):
     """Train one step in a plain Trainer, whose loss is the mean of what `call` says of a row."""
     # gpt_oss needs us: transformers makes its mask without looking at position_ids.
     model = tiny_model("gpt_oss" if "transformers" in name else "llama")
-    expected, collator = copy.deepcopy(model), COLLATORS[name]
+    expected = copy.deepcopy(model)
+    collator = COLLATORS[name]
     dataset = Dataset.from_list(DOCUMENTS) if collator else packed()
     enable_packing(model)
     found = first_step(model, dataset, folder, call, collator=collator)

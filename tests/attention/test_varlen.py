@@ -17,12 +17,15 @@ OPTIONS = [{}, {"window": 1}, {"window": 64}, {"window": 4, "sinks": torch.arang
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_varlen_attention_equals_dense_attention(options, kv_heads, is_tree, monkeypatch):
-    calls, tree = varlen_double.install(monkeypatch), None
-    ends, tensors = boundaries().tolist(), inputs(kv_heads)
+    calls = varlen_double.install(monkeypatch)
+    tree = None
+    ends = boundaries().tolist()
+    tensors = inputs(kv_heads)
     expected = (ends, ends, 30, 30)
     if is_tree:
         tree = random_tree(np.random.default_rng(3), 9)
-        ends, keys = tree.cu_seqlens.tolist(), tree.keys
+        ends = tree.cu_seqlens.tolist()
+        keys = tree.keys
         expected = (ends, keys.cu_seqlens_k.tolist(), max(tree.lengths), keys.max_length)
         tensors = inputs(kv_heads, num_tokens=ends[-1])
     assert_equals_dense(varlen_attention, tensors, tree=tree, **options)

@@ -143,7 +143,8 @@ ONE_SENTENCE = [
 
 @pytest.mark.parametrize(("row", "settings", "words"), ONE_SENTENCE)
 def test_a_row_that_cannot_be_trained_is_refused_in_one_sentence(tmp_path, row, settings, words):
-    tokenizer, settings = tiny_tokenizer(chat=True), dict(settings)
+    tokenizer = tiny_tokenizer(chat=True)
+    settings = dict(settings)
     if "template" in settings:
         name = settings.pop("template")
         tokenizer.chat_template = name and source_of(name)

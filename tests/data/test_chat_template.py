@@ -115,7 +115,8 @@ def assert_marked_as_by_trl(tokenizer, messages):
     theirs = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
-    expected, chars = theirs["assistant_masks"], theirs.encodings[0].offsets
+    expected = theirs["assistant_masks"]
+    chars = theirs.encodings[0].offsets
     # Of a last character of several tokens they take only the first, which may begin before it.
     for n, ((_, end), (start, last)) in enumerate(itertools.pairwise(chars), 1):
         expected[n] |= expected[n - 1] and start < last == end

@@ -75,7 +75,8 @@ def test_the_report_in_words_and_as_json():
 @pytest.mark.parametrize("kind", ["trained tokens are lost", "documents lost a stop token"])
 def test_the_warning_begins_above_one_percent(lost, warns, kind):
     tokens = 1_000 if "tokens are" in kind else 90_000
-    before, lost_eos = TokenCounts(1_000, tokens, tokens, 1_000), lost * ("stop" in kind)
+    before = TokenCounts(1_000, tokens, tokens, 1_000)
+    lost_eos = lost * ("stop" in kind)
     cut = Stage(lost, "cut", TokenCounts(0, lost, lost, lost), lost_eos)
     counts = PreparationCounts(before, before - cut.lost, (cut,))
     sentence = f"warning: 1.1% of the {kind}; raise max_length"

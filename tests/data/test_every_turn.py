@@ -165,7 +165,8 @@ def test_a_prompt_that_opens_thoughts_needs_them(source):
 
 
 def test_reasoning_that_a_prompt_has_closed_or_a_template_drops_is_refused():
-    tokenizer, off = tokenizer_for("qwen3"), {"enable_thinking": False}
+    tokenizer = tokenizer_for("qwen3")
+    off = {"enable_thinking": False}
     assert "(enable_thinking)" in refusal(tokenizer, *TWICE, chat_template_kwargs=off)
     row = {"messages": SENTENCES, "chat_template_kwargs": off}
     assert turns_of(tokenizer, row) == ["Hello<|im_end|>"]

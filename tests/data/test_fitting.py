@@ -134,7 +134,8 @@ def test_the_error_policy_names_the_first_document_that_is_too_long():
 
 
 def test_documents_that_fit_are_neither_copied_nor_changed():
-    dataset, whole = Dataset.from_list(THREE), TokenCounts(3, 13, 7)
+    dataset = Dataset.from_list(THREE)
+    whole = TokenCounts(3, 13, 7)
     for overflow in (Overflow("truncate", 6), Overflow("overlap", None), Overflow("error", 6)):
         fitted, counts = fit_and_count(dataset, overflow)
         assert fitted is dataset
@@ -143,7 +144,8 @@ def test_documents_that_fit_are_neither_copied_nor_changed():
 
 def laid_in_rows(rows, capacity):
     """Documents end to end, cut at every multiple of `capacity`; pieces without a target go."""
-    place, pieces = 0, []
+    place = 0
+    pieces = []
     for row in rows:
         pairs = list(zip(row["input_ids"], row["labels"], strict=True))
         while pairs:
@@ -249,7 +251,8 @@ def test_any_documents_are_counted_one_by_one_and_a_stream_gives_the_same(policy
 def test_the_checks_notice_damage():
     rows = [document(0, 9), document(100, 7)]
     split, counts = fit_and_count(Dataset.from_list(rows), Overflow("split", 4))
-    pieces, counts = list(split), replace(counts, before=slow_counts(rows))
+    pieces = list(split)
+    counts = replace(counts, before=slow_counts(rows))
     counts = replace(counts, after=slow_counts(pieces))
     assert_nothing_lost(rows, pieces, counts, 4)
     with pytest.raises(AssertionError):
@@ -313,7 +316,8 @@ def test_a_stream_is_counted_from_time_to_time_and_keeps_token_columns():
     streamed = fit_stream(stream([{**row, "n": 1} for row in rows]), Overflow("truncate", 4))
     assert set(next(iter(streamed))) == {"input_ids", "labels"}
     take_counts(streamed)
-    iterator, parts = iter(streamed), []
+    iterator = iter(streamed)
+    parts = []
     for _ in range(3):
         list(islice(iterator, 1_300))
         parts.append(take_counts(streamed))

@@ -143,7 +143,8 @@ def test_flags_in_a_later_row_are_read_and_decide(tmp_path):
 @pytest.mark.parametrize("name", ["later", "half", "completions"])
 def test_prepared_rows_are_those_of_the_run(tmp_path, name):
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
-    data, out = json_lines(ROWS[name], tmp_path), tmp_path / "out"
+    data = json_lines(ROWS[name], tmp_path)
+    out = tmp_path / "out"
     arguments = ["--model", str(tmp_path / "model"), "--max_length", "512"]
     assert main(["prepare", data, str(out), *arguments]) == 0
     assert documents(load_prepared(out), tmp_path) == documents(ROWS[name], tmp_path)

@@ -174,7 +174,8 @@ def weights_of(tokenizer, text: str, spans, only_whole: bool = False) -> list[fl
 def test_tokens_that_hold_a_character_of_a_span_are_trained_or_only_those_within_it(
     kind, before, inside, after
 ):
-    tokenizer, text = made(kind), before + inside + after
+    tokenizer = made(kind)
+    text = before + inside + after
     start, stop = len(before), len(before + inside)
     held = characters_of_tokens(tokenizer, text)
     expected = [max(begins, start) < min(ends, stop) for begins, ends in held]
@@ -188,7 +189,8 @@ def test_tokens_that_hold_a_character_of_a_span_are_trained_or_only_those_within
 
 
 def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole():
-    tokenizer, text = made("stripping"), "answer: the end"
+    tokenizer = made("stripping")
+    text = "answer: the end"
     assert weights_of(tokenizer, text, [(12, 15, 1.0)])[-1] == 0
     assert weights_of(tokenizer, text, [(12, 15, 1.0)], only_whole=True)[-1] == 1
 

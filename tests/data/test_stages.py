@@ -45,14 +45,18 @@ WEIGHED = [
 
 def by_hand(row: dict, weighs: bool = True) -> dict:
     """The tokens of ChatML, part by part: an answer and its end have the weight of the message."""
-    tokenizer, ids, weights = tiny_tokenizer(chat=True), [], []
+    tokenizer = tiny_tokenizer(chat=True)
+    ids = []
+    weights = []
     for message in row["messages"]:
         weight = message.get("weight", 1) if weighs else 1
         said = weight if message["role"] == "assistant" else 0
-        opening, content = f"<|im_start|>{message['role']}\n", f"{message['content']}<|im_end|>"
+        opening = f"<|im_start|>{message['role']}\n"
+        content = f"{message['content']}<|im_end|>"
         for text, weight in ((opening, 0), (content, said), ("\n", 0)):
             tokens = tokenizer(text)["input_ids"]
-            ids, weights = ids + tokens, weights + [float(weight)] * len(tokens)
+            ids = ids + tokens
+            weights = weights + [float(weight)] * len(tokens)
     labels = [token if weight else -100 for token, weight in zip(ids, weights, strict=True)]
     return {"input_ids": ids, "labels": labels, "loss_weights": weights}
 

@@ -154,7 +154,8 @@ def test_the_trainer_counts_and_appends(tmp_path, caplog):
 
 
 def test_what_can_get_no_stop_token_is_refused(tmp_path):
-    nameless, rows = tiny_tokenizer(), [document([A, A], "xx")]
+    nameless = tiny_tokenizer()
+    rows = [document([A, A], "xx")]
     nameless.eos_token = None
     assert stop_token_ids(nameless) == frozenset()
     options = {"tokenizer": nameless, "append_eos": True, "max_steps": 1}

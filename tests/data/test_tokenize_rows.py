@@ -193,7 +193,8 @@ def test_slow_tokenizers_and_those_that_render_by_themselves_give_the_documents_
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3"])
 def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_trl(tmp_path, name):
     """TRL ignores the function then. No second BOS, and no EOS behind the template's end."""
-    rows, chat = data_set("messages"), tokenizer(name, bos=True)
+    rows = data_set("messages")
+    chat = tokenizer(name, bos=True)
 
     def rendered(row):
         return chat.apply_chat_template(row["messages"], tokenize=False)
@@ -202,10 +203,8 @@ def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_
     trl = by_trl(rows, chat, tmp_path, formatting_func=rendered)
     assert ours == trl == documents(rows, chat, tmp_path)
     # Control: any other text is the function's own, and ends in EOS.
-    rows, other = (
-        Dataset.from_list([{"q": q} for q, _ in PAIRS]),
-        {"formatting_func": lambda row: f"Q: {row['q']}"},
-    )
+    rows = Dataset.from_list([{"q": q} for q, _ in PAIRS])
+    other = {"formatting_func": lambda row: f"Q: {row['q']}"}
     ours = documents(rows, chat, tmp_path, **other)
     assert ours == by_trl(rows, chat, tmp_path, **other)
     assert {ids[-1] for ids, _ in ours} == {chat.eos_token_id}
@@ -231,7 +230,8 @@ def test_masks_of_tokenized_rows_make_the_labels_of_trl(tmp_path, completion_onl
 
 
 def test_train_on_trains_turns_of_a_completion_and_not_of_its_prompt(tmp_path):
-    chat, rows = tokenizer("qwen2_5"), data_set("prompt messages in turns").select(range(1))
+    chat = tokenizer("qwen2_5")
+    rows = data_set("prompt messages in turns").select(range(1))
     texts = [f"{ANSWER}<|im_end|>|Yes.<|im_end|>", "Yes.<|im_end|>"]
     for train_on, text in zip(("assistant", "last_assistant"), texts, strict=True):
         assert trained_text(chat, documents(rows, chat, tmp_path, train_on=train_on)) == [text]
@@ -239,7 +239,8 @@ def test_train_on_trains_turns_of_a_completion_and_not_of_its_prompt(tmp_path):
 
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_response_template_is_found_in_text_however_it_is_tokenized(tmp_path, turns):
-    chat, both = tokenizer("qwen2_5"), {"instruction_template": "### Question:"}
+    chat = tokenizer("qwen2_5")
+    both = {"instruction_template": "### Question:"}
     rows = [{"text": "### Question: Why?\n### Answer: Because of you.\n" * turns}]
     for more, answers in (({}, 1), (both, turns)):
         found = documents(rows, chat, tmp_path, response_template="### Answer:", **more)
@@ -247,7 +248,8 @@ def test_a_response_template_is_found_in_text_however_it_is_tokenized(tmp_path, 
 
 
 def test_raw_fields_get_a_prompt(tmp_path):
-    chat, row = tokenizer("qwen2_5"), {"question": "2 + 3?", "output": "6", "response": "5"}
+    chat = tokenizer("qwen2_5")
+    row = {"question": "2 + 3?", "output": "6", "response": "5"}
     found = documents([row], chat, tmp_path, prompt_template="qa")
     assert chat.decode(found[0][0]) == "Question: 2 + 3?\nAnswer:\n5</s>"
     assert trained_text(chat, found) == ["5</s>"]
@@ -257,7 +259,8 @@ def test_raw_fields_get_a_prompt(tmp_path):
 
 
 def test_a_second_run_reads_the_cache(tmp_path):
-    file, chat = tmp_path / "data.jsonl", tokenizer("qwen2_5")
+    file = tmp_path / "data.jsonl"
+    chat = tokenizer("qwen2_5")
     file.write_text('{"text": "a b"}\n{"text": "a c"}\n')
     rows = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
     first, second, other = (

@@ -37,7 +37,8 @@ def lists(documents) -> list[dict]:
 )
 def test_any_chunks_mapping_and_integers_read_as_the_data_set_does(chunks, seed, kinds):
     """The reference is `datasets` itself, one Python list a row."""
-    rng, (list_type, integers) = np.random.default_rng(0), kinds
+    rng = np.random.default_rng(0)
+    (list_type, integers) = kinds
     features = Features(input_ids=list_type(Value(integers)), labels=List(Value("int64")))
 
     def row(length: int) -> dict:
@@ -51,7 +52,8 @@ def test_any_chunks_mapping_and_integers_read_as_the_data_set_does(chunks, seed,
     )
     if seed is not None:
         dataset = dataset.shuffle(seed=seed).select(range(max(1, len(dataset) - 2)))
-    documents, expected = ArrowDocuments(dataset, COLUMNS), list(dataset)
+    documents = ArrowDocuments(dataset, COLUMNS)
+    expected = list(dataset)
     assert lists(documents) == expected
     assert documents.lengths().tolist() == [len(r["input_ids"]) for r in expected]
     assert documents.num_trained().tolist() == [
@@ -66,7 +68,8 @@ def test_workers_of_a_loader_read_the_same_documents_and_carry_no_copy_of_what_w
     before = len(pickle.dumps(documents))
     documents.lengths()
     assert len(pickle.dumps(documents)) < before + 100
-    batches, options = [[0, 1], [4, 0]], {"num_workers": 2, "collate_fn": PackedCollator()}
+    batches = [[0, 1], [4, 0]]
+    options = {"num_workers": 2, "collate_fn": PackedCollator()}
     found = [
         batch["input_ids"] for batch in DataLoader(documents, batch_sampler=batches, **options)
     ]

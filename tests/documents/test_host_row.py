@@ -45,7 +45,8 @@ def test_batches_of_every_loader_hold_tensors_only(documents, options, tmp_path)
         assert (set(moved), weights is not None) == (KEYS, "loss_weights" in documents[0])
         longest = int(batch["cu_seq_lens_q"].diff().max())
         assert batch.host.max_length in ({30, 80} if "static_shapes" in options else {longest})
-        labels, expected = moved.pop("labels"), alone(batch)
+        labels = moved.pop("labels")
+        expected = alone(batch)
         logits = trainer.model(**moved).logits
         torch.testing.assert_close(logits[:, : expected.shape[1]], expected, rtol=1e-4, atol=1e-5)
         assert labels.shape == logits.shape[:2]
@@ -84,7 +85,8 @@ def test_a_batch_is_read_for_kernels_with_or_without_its_row_and_forgotten_when_
 
 def test_rows_are_listed_while_another_thread_pins_rows():
     """Without a lock, which a forked worker would inherit."""
-    stop, kept = threading.Event(), []
+    stop = threading.Event()
+    kept = []
 
     def pin():
         while not stop.is_set():

@@ -57,7 +57,8 @@ def test_weights_are_read_through_select_and_chunks():
 
 def test_document_weighting_is_the_mean_of_the_means_of_documents(tmp_path):
     """LongAlign's, written without any weight."""
-    model, documents = tiny_model("llama"), unweighted(by_document(tiny_documents()))
+    model = tiny_model("llama")
+    documents = unweighted(by_document(tiny_documents()))
     means = []
     for document in documents:
         ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
@@ -77,7 +78,8 @@ def test_document_weighting_is_the_mean_of_the_means_of_documents(tmp_path):
 
 
 def test_a_piece_of_a_split_document_is_a_document(tmp_path):
-    model, documents = tiny_model("llama"), by_document(weighted(tiny_documents((50, 20, 11))))
+    model = tiny_model("llama")
+    documents = by_document(weighted(tiny_documents((50, 20, 11))))
     pieces = [
         d | {k: d[k][i : i + 30] for k in ("input_ids", "labels", "loss_weights")}
         for d in documents
@@ -91,7 +93,8 @@ def test_a_piece_of_a_split_document_is_a_document(tmp_path):
 
 
 def test_packed_rows_are_weighted(tmp_path):
-    model, documents = tiny_model("llama"), weighted(tiny_documents((20, 9, 14)))
+    model = tiny_model("llama")
+    documents = weighted(tiny_documents((20, 9, 14)))
     row = {key: [x for d in documents for x in d[key]] for key in documents[0]}
     rows = [row | {"seq_lengths": [20, 9, 14], "loss_weight": 2.0}]
     found = one_step(model, rows, tmp_path, loss_weighting="sqrt")

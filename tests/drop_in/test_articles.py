@@ -26,7 +26,8 @@ from trl_packing import (
 
 def test_the_batch_of_packing_by_hand_runs_as_each_sentence_alone():
     """Two rows of two sentences, padded with EOS; masks and positions of all of it in one go."""
-    tokenizer, model = tiny_tokenizer(), tiny_model("llama")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama")
     rows = [
         ["Rome wasn't built in a day", "My hovercraft is full of eels"],
         ["The cat sat on the mat", "My aunt is a teacher"],

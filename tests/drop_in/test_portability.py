@@ -37,8 +37,10 @@ class Look(TrainerCallback):
 
 @pytest.mark.parametrize("wrap", [lambda model: model, lora], ids=["full", "lora"])
 def test_a_run_leaves_the_attention_as_it_came_and_a_pickle_does_not_name_ours(wrap, tmp_path):
-    model, look = wrap(tiny_model("llama", attn_implementation="eager")), Look()
-    rows, options = Dataset.from_list(DOCUMENTS), {"callbacks": [look], "learning_rate": 0.01}
+    model = wrap(tiny_model("llama", attn_implementation="eager"))
+    look = Look()
+    rows = Dataset.from_list(DOCUMENTS)
+    options = {"callbacks": [look], "learning_rate": 0.01}
     run = trainer_for(model, DOCUMENTS, tmp_path, evaluated=rows, **options)
     for act in (run.train, run.evaluate, lambda: run.predict(rows)):
         act()
@@ -47,7 +49,8 @@ def test_a_run_leaves_the_attention_as_it_came_and_a_pickle_does_not_name_ours(w
     assert look.attention.startswith("packed_documents"), "the kernel that trained it"
     assert b"trl_packing" not in look.pickled
     assert b"packed_documents" not in look.pickled
-    loaded, trained = pickle.loads(look.pickled).eval(), run.model.eval()
+    loaded = pickle.loads(look.pickled).eval()
+    trained = run.model.eval()
     found, expected = (m(input_ids=IDS, use_cache=False).logits for m in (loaded, trained))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -41,7 +41,8 @@ def assert_same_losses(ours, theirs):
 
 def test_a_collator_set_afterwards_is_refused_with_what_to_pass(tmp_path):
     trainer = trainer_of(tmp_path)
-    ours, seq2seq = trainer.data_collator, DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
+    ours = trainer.data_collator
+    seq2seq = DataCollatorForSeq2Seq(tokenizer=tiny_tokenizer())
     for collator in (seq2seq, PackedCollator(pad_to_multiple_of=64)):
         trainer.data_collator = collator
         for use in (trainer.train, trainer.evaluate, trainer.get_train_dataloader):

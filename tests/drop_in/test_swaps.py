@@ -212,7 +212,9 @@ def test_every_kind_of_eval_dataset(tmp_path, kind, packing):
 @packed_only
 @both_modes
 def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing):
-    rows, model, seen = documents_of_lengths([5, 17, 3, 9], prompt=2), tiny_model("llama"), []
+    rows = documents_of_lengths([5, 17, 3, 9], prompt=2)
+    model = tiny_model("llama")
+    seen = []
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in rows]
     options = {"per_device_eval_batch_size": 3, "include_for_metrics": ["inputs", "loss"]}
@@ -230,7 +232,8 @@ def test_metrics_and_predictions_see_one_padded_row_a_document(tmp_path, packing
     for found in (seen[0], predicted):
         assert found.predictions.shape == (4, 17, VOCAB_SIZE)
         for i, row in enumerate(rows):
-            length, logits = len(row["input_ids"]), torch.tensor(found.predictions[i])
+            length = len(row["input_ids"])
+            logits = torch.tensor(found.predictions[i])
             # two fp32 attention kernels
             torch.testing.assert_close(logits[:length], alone[i], atol=1e-4, rtol=1e-4)
             assert found.label_ids[i].tolist() == row["labels"] + [-100] * (17 - length)

@@ -153,7 +153,8 @@ def hub(tmp_path_factory) -> Path:
 
 def _outcomes(hub: Path, trainer: str) -> dict[str, tuple[str, str]]:
     """Run TRL's suite; test name → (passed, failed or skipped; the reason's last line)."""
-    report, paths = hub / f"{trainer}.xml", [str(hub), os.environ.get("PYTHONPATH", "")]
+    report = hub / f"{trainer}.xml"
+    paths = [str(hub), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", str(Path(TRL_TESTS) / "test_sft_trainer.py")]
     command += ["-q", "-p", "swap_plugin", "-p", "no:cacheprovider", f"--junitxml={report}"]
     ours = {"TRAINER": trainer, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}

@@ -50,7 +50,8 @@ def with_loss(parent, loss):
 
 
 def step_of(parent, loss, accepts, folder, scaled=None, **options):
-    model, kept = tiny_model("llama"), Keep()
+    model = tiny_model("llama")
+    kept = Keep()
     kind = type(model)
     model.__class__ = type(kind.__name__, (kind,), {"accepts_loss_kwargs": accepts})
     settings = ONE_STEP | {"max_length": 96, "per_device_train_batch_size": 2} | options

@@ -79,7 +79,8 @@ class Page:
         self._loaded, self._shown = False, "about:blank"
         target = browser.call("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._target, self._session = target, attached["sessionId"]
+        self._target = target
+        self._session = attached["sessionId"]
         browser.listeners[self._session] = self._hear
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
@@ -189,7 +190,8 @@ class _Chromium:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-        ends, profile = (to_browser, from_browser), f"--user-data-dir={self._folder.name}"
+        ends = (to_browser, from_browser)
+        profile = f"--user-data-dir={self._folder.name}"
         # Chromium reads commands from file 3 and writes answers to file 4.
         start = 'exec {r}<&"$0" {w}<&"$1"; exec 3<&"$r" 4<&"$w"; exec "${@:2}"'
         self._process = subprocess.Popen(
@@ -206,7 +208,8 @@ class _Chromium:
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """Return the answer to a command of the DevTools protocol."""
         self._last += 1
-        number, answers = self._last, []
+        number = self._last
+        answers = []
         message = {"id": number, "method": method, "params": parameters}
         message |= {"sessionId": session} if session else {}
         data = json.dumps(message).encode() + b"\0"

@@ -39,7 +39,8 @@ LAYOUTS = {
 
 
 def weighted(documents, seed=1, least=0):
-    generator, made = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    made = []
     for d in documents:
         drawn = torch.randint(least, 9, (len(d["input_ids"]),), generator=generator)
         made.append(d | {"loss_weights": (drawn / 4).tolist()})

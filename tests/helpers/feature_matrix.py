@@ -193,7 +193,8 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
 
 def _shares(trainer: PackedSFTTrainer) -> bool:
     """Return whether fewer tokens were computed than documents have; if not, one line says why."""
-    shares, report = trainer._meter.so_far()["shared"] > 0, str(trainer.packing_report.prefixes)
+    shares = trainer._meter.so_far()["shared"] > 0
+    report = str(trainer.packing_report.prefixes)
     says_why = report.startswith(("not shared: ", "nothing to share: "))
     assert shares != says_why, "one line must say why"
     return shares

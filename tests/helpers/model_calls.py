@@ -56,7 +56,8 @@ def calling(call, base):
 
     class Subclass(base):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            logits, labels = call(self, model, inputs), inputs["labels"]
+            logits = call(self, model, inputs)
+            labels = inputs["labels"]
             total = F.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
             loss = total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
             return (loss, {"logits": logits}) if return_outputs else loss

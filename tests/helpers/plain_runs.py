@@ -50,7 +50,8 @@ def trainer_of(
 
 def first_step(model, dataset, folder, call=None, **options):
     """Return loss and gradients of a plain Trainer's only step; `call` says what is its loss."""
-    kept, cls = Keep(), calling(call, Trainer) if call else Trainer
+    kept = Keep()
+    cls = calling(call, Trainer) if call else Trainer
     trainer = trainer_of(model, dataset, folder, cls=cls, callbacks=[kept], **options)
     trainer.train()
     return trainer.state.log_history[0]["loss"], kept.gradients

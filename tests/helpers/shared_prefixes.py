@@ -65,8 +65,10 @@ class Step:
 
     def __init__(self, run: Run) -> None:
         rows = [row for rows in run.batches for row in rows]
-        self.trainer, self.rows = run.trainer, rows
-        self.loss, self.gradients = run.losses[0], run.gradients
+        self.trainer = run.trainer
+        self.rows = rows
+        self.loss = run.losses[0]
+        self.gradients = run.gradients
         self.logs = run.trainer.state.log_history[0]
         self.documents = sum(len(row.lengths) for row in rows)
         self.tokens = sum(int(row.lengths.sum()) for row in rows)

@@ -34,7 +34,8 @@ def install(monkeypatch) -> list[tuple]:
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout_p, is_causal,
                  rng_state, unused, *, scale, window_size_left, window_size_right):  # fmt: skip
         assert grad.is_contiguous()
-        kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        kv_heads = k.shape[1]
+        group = q.shape[1] // k.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
         found = scores(q, k, cu_q, cu_k, scale, window_size_left, window_size_right)
         p = torch.exp(found - lse[..., None]).to(q.dtype)

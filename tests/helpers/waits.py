@@ -105,7 +105,8 @@ def _owner() -> tuple[str | None, str]:
 @contextmanager
 def counted_waits(monkeypatch) -> Iterator[Waits]:
     """Count what waits inside, with CPU tensors taken for a device's by the project too."""
-    waits, in_flight = Waits(), []
+    waits = Waits()
+    in_flight = []
 
     def watched(name, original):
         def call(self, *args, **kwargs):

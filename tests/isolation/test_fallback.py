@@ -57,7 +57,8 @@ def test_a_mask_without_the_window_fails_the_same_comparison(tmp_path, monkeypat
 
 
 def test_padded_rows_across_a_threshold_of_rope_fail_the_same_comparison(tmp_path, monkeypatch):
-    model, documents = tiny_model("phi3+longrope"), tiny_documents((34, 31, 12))  # 32 is between
+    model = tiny_model("phi3+longrope")
+    documents = tiny_documents((34, 31, 12))  # 32 is between
     expected = one_at_a_time(model, documents)
     options = {"attention": "padded", "isolation_check": "off"}
     _, apart = packed_step(model, documents, str(tmp_path), **options)
@@ -87,7 +88,8 @@ def test_where_nobody_asked_for_packing_rows_are_padded_as_in_trl(tmp_path, capl
 
 def test_evaluation_on_longer_documents_goes_on_by_a_slower_way(tmp_path):
     settings = {"max_length": 80, "max_steps": 1, "per_device_eval_batch_size": 2}
-    model, documents = tiny_model("phi3+longrope"), tiny_documents((5, 12, 20, 30))
+    model = tiny_model("phi3+longrope")
+    documents = tiny_documents((5, 12, 20, 30))
     run = make_trainer(tmp_path, documents, model, **settings)
     run.train()
     assert run.attention.backend == "documents"

@@ -28,7 +28,8 @@ def trainer_for(model, folder, *, documents=None, collator=None, **options):
 @pytest.fixture
 def out_of_memory(monkeypatch):
     """Return a function that makes the n-th isolation check from now on run out of memory."""
-    check, calls = trl_packing.isolation.guard.check_probes, []
+    check = trl_packing.isolation.guard.check_probes
+    calls = []
 
     def at(number):
         def fails_once(*arguments, **options):

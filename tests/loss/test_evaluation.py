@@ -148,7 +148,8 @@ RANKS = {
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    base, scenarios = tmp_path_factory.mktemp("ranks"), {}
+    base = tmp_path_factory.mktemp("ranks")
+    scenarios = {}
     columns = {"loss_weight": DOCUMENT_WEIGHTS, "source": SOURCES}
     rows = {"eval_lengths": LENGTHS, "columns": columns}
     rows |= {"lengths": [32, 20], "max_steps": 1, "weighted": True}

@@ -76,7 +76,8 @@ def batch(share=0.5):
 def from_own_logits(model, input_ids, labels):
     """Return log-probabilities and entropies, top-1 and which positions are trained."""
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
-    targets, chosen = labels[:, 1:].clamp(min=0), labels[:, 1:] != IGNORE_INDEX
+    targets = labels[:, 1:].clamp(min=0)
+    chosen = labels[:, 1:] != IGNORE_INDEX
     distribution = logits.log_softmax(-1)
     log_probs = distribution.gather(-1, targets[..., None])[..., 0]
     entropy = -(distribution.exp() * distribution).sum(-1)
@@ -108,7 +109,9 @@ def assert_same_output(ours, expected):
 @each_model
 def test_the_head_says_what_the_model_s_own_logits_say(build, loss, chunk, monkeypatch):
     monkeypatch.setattr(head, "_CHUNK_ELEMENTS", chunk)
-    model, reference, given = with_our_head(build()), build(), batch()
+    model = with_our_head(build())
+    reference = build()
+    given = batch()
     output = model(**given, fused_lm_head=True)
     (log_probs, entropy), is_top1, chosen = from_own_logits(reference, **given)
     torch.testing.assert_close(output.log_probs, log_probs, rtol=0, atol=10 * TOLERANCE)
@@ -183,7 +186,8 @@ def test_every_other_call_is_trl_s():
 def scored_rows(monkeypatch):
     """Take this CPU for a device with Triton; records the positions that TRL's kernels score."""
     monkeypatch.setattr(head, "_has_triton", lambda weight: True)
-    apply, rows = trl_utils._ChunkedLogProbFunction.apply, []
+    apply = trl_utils._ChunkedLogProbFunction.apply
+    rows = []
 
     class Spy:
         @staticmethod
@@ -199,7 +203,9 @@ def scored_rows(monkeypatch):
 @each_model
 def test_kernels_are_given_trained_positions_only(build, loss, scored_rows):
     """Also of a batch whose labels the host does not know."""
-    ours, trl, known = with_our_head(build()), with_trl_head(build()), batch()
+    ours = with_our_head(build())
+    trl = with_trl_head(build())
+    known = batch()
     cache_values(known["labels"], known["labels"].numpy() != IGNORE_INDEX)
     num_trained = int((known["labels"][:, 1:] != IGNORE_INDEX).sum())
     reference = trl(**known, fused_lm_head=True)

@@ -74,7 +74,8 @@ class Between(SFTTrainer):
 
 
 def test_a_class_behind_ours_computes_its_loss_and_takes_no_weights(tmp_path):
-    model, mixed = tiny_model("llama"), type("Mixed", (PackedSFTTrainer, Between), {})
+    model = tiny_model("llama")
+    mixed = type("Mixed", (PackedSFTTrainer, Between), {})
     loss = run(model, DOCUMENTS, tmp_path, cls=mixed)[0]
     assert loss == pytest.approx(2 * alone(model, DOCUMENTS)[0], rel=TOLERANCE)
     with pytest.raises(ValueError, match=r"loss without them, .*; put PackedSFTTrainer"):
@@ -117,7 +118,8 @@ def scenario(folder, arguments, accumulation=1):
 def test_two_ranks_take_the_weighted_mean_over_both(tmp_path):
     made = {name: scenario(tmp_path / name, each) for name, each in {**RANKS, "": EMPTY}.items()}
     found = run_on_ranks(made, tmp_path / "results")
-    model, rows = tiny_model("llama"), documents_of_lengths(LENGTHS, prompt=2)
+    model = tiny_model("llama")
+    rows = documents_of_lengths(LENGTHS, prompt=2)
     documents = [row | {"loss_weights": token_weights(row["input_ids"])} for row in rows]
     for result in (rank for name in RANKS for rank in found[name]):
         assert_is_one_step_of(result, alone(model, documents))

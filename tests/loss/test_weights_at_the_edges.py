@@ -30,7 +30,8 @@ def weighted(which, factor=1.0):
     combined(["nll", "dft"], ["tokens", "documents"], [1.5e38, 1e-30, 1e-37]),
 )
 def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_path):
-    model, options = tiny_model("llama"), LAYOUTS["three of a bin"] | LOSSES[loss]
+    model = tiny_model("llama")
+    options = LAYOUTS["three of a bin"] | LOSSES[loss]
     found = run(model, weighted(which, factor), tmp_path, **options)
     assert_exact(found, alone(model, weighted(which), loss))
 

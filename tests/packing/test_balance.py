@@ -57,7 +57,8 @@ def imbalance(steps: np.ndarray) -> float:
 
 def variation(steps: np.ndarray) -> float:
     """Return the std over steps of the mean length of their documents."""
-    bins, plan = steps.reshape(len(steps), -1), planned()
+    bins = steps.reshape(len(steps), -1)
+    plan = planned()
     return float((plan.tokens[bins].sum(1) / np.diff(plan.offsets)[bins].sum(1)).std())
 
 
@@ -74,7 +75,8 @@ def test_ranks_wait_little_and_steps_vary_no_more_than_random_ones():
 
 def test_the_costliest_bin_is_as_likely_in_every_step():
     """Of 30 steps in windows of 10, over 600 epochs: 20 times each, within 4.5 σ of binomial."""
-    rng, found = np.random.default_rng(0), np.zeros(30)
+    rng = np.random.default_rng(0)
+    found = np.zeros(30)
     each = np.full(120, 100)
     each[:12] = np.arange(200, 80, -10)
     for _ in range(600):

@@ -43,7 +43,8 @@ def test_every_document_lands_in_exactly_one_bin_within_capacity(lengths, strate
 @given(lengths=LENGTHS, seed=SEEDS, unit=st.sampled_from([1, 5000]))
 def test_bfd_leaves_the_spaces_of_best_fit_decreasing_one_document_at_a_time(lengths, seed, unit):
     """Also for capacities beyond 16 bits; with a seed, the bins are others, and as many."""
-    lengths, capacity = [unit * length for length in lengths], unit * CAPACITY
+    lengths = [unit * length for length in lengths]
+    capacity = unit * CAPACITY
     slow = slow_best_fit_decreasing(lengths, capacity)
     assert sorted((capacity - pack(lengths, capacity).tokens).tolist()) == sorted(slow)
     plan = pack(lengths, capacity, seed=seed)

@@ -30,7 +30,8 @@ def sampler(numbers, *, lengths=LENGTHS, descending=False, seed=0, **options):
 def steps_of(made, epoch=0):
     """Return the documents of each optimizer step of all ranks."""
     made.set_epoch(epoch)
-    batches, size = made.micro_batches(), made.num_ranks * made.accumulation
+    batches = made.micro_batches()
+    size = made.num_ranks * made.accumulation
     return [np.concatenate(batches[i : i + size]) for i in range(0, len(batches), size)]
 
 

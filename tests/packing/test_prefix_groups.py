@@ -48,7 +48,8 @@ def test_documents_that_share_only_a_class_meet_at_random():
     rng = np.random.default_rng(0)
     tools = [rng.integers(5, 90, 100).tolist() for _ in range(3)]
     words = rng.integers(5, 90, (4, 6)).tolist()
-    number, of = 240, rng.integers(0, 4, 240)
+    number = 240
+    of = rng.integers(0, 4, 240)
     documents = [
         tools[i % 3] + words[of[i]] + rng.integers(5, 90, 20).tolist() for i in range(number)
     ]
@@ -85,7 +86,8 @@ def computed(documents, chosen):
 @pytest.mark.parametrize("strategy", ["bfd", "greedy", "next_fit"])
 def test_bins_hold_whole_groups_and_count_computed_tokens(strategy):
     lists, _ = answers(40, 6, system=30)
-    groups, documents = grouped(lists, 300), arrow(lists)
+    groups = grouped(lists, 300)
+    documents = arrow(lists)
     sampler = PackedBatchSampler(
         documents.lengths(), 300, strategy=strategy, groups=groups, bins_per_batch=1
     )
@@ -107,7 +109,8 @@ def test_bins_hold_whole_groups_and_count_computed_tokens(strategy):
 def test_the_keys_of_a_row_are_few_for_each_of_its_tokens(most, system):
     """Kernels gather the keys of every segment: a long prompt with many short answers has most."""
     documents, _ = answers(4, 200, prompt=800 - system, answer=8, system=system)
-    groups, collate = grouped(documents, 1024, most), PackedCollator(shares_prefixes=True)
+    groups = grouped(documents, 1024, most)
+    collate = PackedCollator(shares_prefixes=True)
     plan = groups.pack(1024, "bfd", (0,))
     ratios = []
     for bin_ in np.split(plan.indices, plan.offsets[1:-1]):

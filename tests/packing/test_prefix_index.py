@@ -30,7 +30,8 @@ def lengths_of_rows(documents, rows):
 
 
 def assert_knows(documents, rng, number=30):
-    index, lengths = PrefixIndex.of(documents), documents.lengths()
+    index = PrefixIndex.of(documents)
+    lengths = documents.lengths()
     sizes = rng.integers(1, min(12, len(documents)), number)
     rows = [rng.permutation(len(documents))[:size].tolist() for size in sizes]
     computed = index.computed_tokens(lengths, np.concatenate(rows), np.cumsum([0, *sizes]))

@@ -190,7 +190,8 @@ def test_bad_arguments_are_named(options, sentence):
 
 def test_hardly_any_two_documents_meet_again_in_the_next_epoch():
     """The bound of the issue is 20 %; 0.6 % was measured."""
-    sampler, found = PackedBatchSampler(chat_lengths(1000, 4096), 4096), []
+    sampler = PackedBatchSampler(chat_lengths(1000, 4096), 4096)
+    found = []
     for epoch in (0, 1, 0):
         sampler.set_epoch(epoch)
         found.append({pair for batch in sampler for pair in combinations(sorted(batch), 2)})

@@ -103,7 +103,8 @@ COMPILES = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 @pytest.mark.slow
 def test_two_ranks_with_static_shapes_end_where_they_end_without(tmp_path):
-    made, plain = {}, {"optim": "sgd", "learning_rate": 0.05}
+    made = {}
+    plain = {"optim": "sgd", "learning_rate": 0.05}
     for name, arguments in ON_TWO_RANKS.items():
         held = plain | {"static_shapes": True} | (COMPILES if "compiled" in name else {})
         for kind, options in (("plain", plain), ("held", held)):
@@ -135,7 +136,8 @@ def test_kernels_launch_blocks_for_the_longest_document_and_not_for_the_capacity
     for batch in trainer_for(tmp_path, max_length=4096, lengths=lengths).get_train_dataloader():
         found = batch["cu_seq_lens_q"].diff()
         assert found.max() <= batch.host.max_length == max(lengths), "longer is not computed"
-        launched, used = len(found), int((found > 0).sum())  # of one block each
+        launched = len(found)
+        used = int((found > 0).sum())  # of one block each
         assert launched <= 4 * used
         assert launched * 4096 // 128 > 10 * used, "the control: with the capacity, most idle"
 
@@ -180,7 +182,9 @@ def test_fifty_batches_share_one_graph_and_compute_the_same(tmp_path, dynamo):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_a_model_has_one_graph_without_a_break(name, dynamo):
-    model, rng, shapes = tiny_model(name), np.random.default_rng(1), StaticShapes(128, 128, 16, 128)
+    model = tiny_model(name)
+    rng = np.random.default_rng(1)
+    shapes = StaticShapes(128, 128, 16, 128)
     install_attention(model, resolve_attention(model))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     for number in range(50):

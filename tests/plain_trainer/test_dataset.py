@@ -29,7 +29,8 @@ def test_rows_hold_every_document_once_and_number_it():
 
 
 def test_a_data_loader_joins_the_rows_of_a_micro_batch():
-    model, dataset = tiny_model("llama"), packed()
+    model = tiny_model("llama")
+    dataset = packed()
     enable_packing(model)
     loader = DataLoader(dataset, batch_size=3, collate_fn=DefaultDataCollator(), num_workers=1)
     batches = list(loader)
@@ -69,7 +70,8 @@ def test_with_a_multiple_of_rows_no_rank_trains_a_row_twice():
 
 def batches_of(folder, dataset, repacks, resume=None, **options):
     """Return the tokens of every micro-batch that a Trainer runs in two epochs."""
-    model, seen = tiny_model("llama"), []
+    model = tiny_model("llama")
+    seen = []
     enable_packing(model)
 
     class Recording(Trainer):

@@ -35,7 +35,8 @@ def first_rows(model, dataset):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "falcon_mamba"])
 def test_a_step_equals_one_document_at_a_time(name, tmp_path):
-    model, dataset = tiny_model(name), packed()
+    model = tiny_model(name)
+    dataset = packed()
     expected = first_rows(model, dataset)
     assert enable_packing(model).backend == ("padded" if "mamba" in name else "documents")
     assert_exact(first_step(model, dataset, tmp_path), expected)
@@ -43,7 +44,8 @@ def test_a_step_equals_one_document_at_a_time(name, tmp_path):
 
 @pytest.mark.parametrize("name", COLLATORS)
 def test_any_collator_that_keeps_the_columns_will_do(name, tmp_path):
-    model, dataset = tiny_model("gpt_oss"), packed()
+    model = tiny_model("gpt_oss")
+    dataset = packed()
     expected = first_rows(model, dataset)
     enable_packing(model, dataset)
     options = {"collator": COLLATORS[name], "remove_unused_columns": name == "default"}
@@ -53,7 +55,8 @@ def test_any_collator_that_keeps_the_columns_will_do(name, tmp_path):
 @pytest.mark.parametrize("before", [True, False], ids=["then peft", "after peft"])
 def test_lora(before, tmp_path):
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    base, dataset = tiny_model("gemma2"), packed()
+    base = tiny_model("gemma2")
+    dataset = packed()
     plain = get_peft_model(copy.deepcopy(base), config)
     if before:
         enable_packing(base)
@@ -79,7 +82,9 @@ def test_workers_that_are_spawned_give_rows_out_where_a_model_is_enabled():
 
 @pytest.mark.parametrize("name", ["llama", "falcon_mamba"])
 def test_a_model_that_is_not_enabled_fails_the_comparison(name, tmp_path):
-    other, model, dataset = tiny_model("llama"), tiny_model(name), packed()
+    other = tiny_model("llama")
+    model = tiny_model(name)
+    dataset = packed()
     enable_packing(other)  # so that rows are given out
     found = first_step(model, dataset, tmp_path)
     with pytest.raises(AssertionError):
@@ -146,7 +151,8 @@ def test_virtual_tokens_are_refused_also_if_they_come_later(tmp_path):
 
 
 def test_numbered_documents_in_several_rows_are_refused():
-    model, dataset = tiny_model("llama"), packed()
+    model = tiny_model("llama")
+    dataset = packed()
     enable_packing(model)
     two = DataCollatorForSeq2Seq(tiny_tokenizer())([dataset[0], dataset[1]])
     with pytest.raises(ValueError, match="a packed batch is one row, got 2"):

@@ -44,7 +44,8 @@ def test_another_loss_is_refused_before_anything_is_put_on_the_model():
 @pytest.mark.parametrize("leaks", [False, True])
 def test_a_sharded_model_relies_on_a_check_that_passed_only(leaks, monkeypatch):
     """Inside a forward of a sharded model nothing can be checked."""
-    model, expected = tiny_model("llama"), contextlib.nullcontext()
+    model = tiny_model("llama")
+    expected = contextlib.nullcontext()
     if leaks:
         leak_in_long_rows(model)
         expected = pytest.raises(RuntimeError, match="no check of this model has passed")

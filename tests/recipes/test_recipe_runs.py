@@ -102,7 +102,8 @@ class Killed(BaseException):
 def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
     model, tmp_path, capsys, monkeypatch
 ):
-    saves, save = [], PackedSFTTrainer._save_rng_state
+    saves = []
+    save = PackedSFTTrainer._save_rng_state
 
     def killed(self: Any, output_dir: str) -> None:
         saves.append(output_dir)

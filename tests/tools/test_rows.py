@@ -83,7 +83,8 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     make, options = SETTINGS[name]
     options = {"per_device_train_batch_size": 1} | options
     words = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    tokenizer, model = tiny_tokenizer(chat=True), save_tiny_model(tmp_path / "model", "llama")
+    tokenizer = tiny_tokenizer(chat=True)
+    model = save_tiny_model(tmp_path / "model", "llama")
     epoch = PackedEpoch.of(PreviewedRun.from_settings(make(), tokenizer, words, model))
     trainer = make_trainer(tmp_path, make(), tokenizer=tokenizer, **{"packing": True} | options)
     # After the check of a model.
@@ -111,7 +112,8 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
 
 def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
     collator = PackedCollator(pad_token_id=3, pad_to_multiple_of=32)
-    tokenizer, options = tiny_tokenizer(chat=True), {"max_length": 40}
+    tokenizer = tiny_tokenizer(chat=True)
+    options = {"max_length": 40}
     trainer = make_trainer(tmp_path, chats(), tokenizer=tokenizer, collator=collator, **options)
     expected = [batch["input_ids"][0].tolist() for batch in trainer.get_train_dataloader()]
     run = PreviewedRun.from_call(TrainerCall(None, trainer.args, chats(), tokenizer, collator))
@@ -129,7 +131,8 @@ def shared_run(mode: str) -> PreviewedRun:
 
 
 def test_a_page_of_shared_prefixes_says_who_holds_and_who_trains_a_token():
-    tokenizer, page = tiny_tokenizer(), page_of(shared_run("bin"), max_rows=99)
+    tokenizer = tiny_tokenizer()
+    page = page_of(shared_run("bin"), max_rows=99)
     data = data_of(page)
     for row in data["rows"]:
         documents = [answers()[d["row"]] for d in row["documents"]]
@@ -247,7 +250,8 @@ def test_hostile_text_is_shown_and_never_run(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(list(HOSTILE[:-1]))  # most texts are a token each, so they stay whole
     run = run_of(rows, "--max_length", "64", tokenizer=tokenizer)
-    path, text = tmp_path / "rows.html", page_of(run, title=HOSTILE[0], command=HOSTILE[2])
+    path = tmp_path / "rows.html"
+    text = page_of(run, title=HOSTILE[0], command=HOSTILE[2])
     path.write_text(text, encoding="utf-8")
     assert not harmful(text)
     tokens = "[...document.querySelectorAll('.token')].map((t) => t.textContent).join('')"

@@ -123,7 +123,8 @@ def test_an_optimizer_that_is_missing_is_refused_unless_that_is_asked_for(tmp_pa
 def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):
     module = ["-m", "helpers.distributed.kills"]
     command = [sys.executable, *module, str(tmp_path), str(ranks), "10", "4"]
-    one_thread, options = os.environ | {"OMP_NUM_THREADS": "1"}, {"text": True, "check": False}
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {"text": True, "check": False}
     done = subprocess.run(
         command, cwd=TESTS, env=one_thread, capture_output=True, timeout=1200, **options
     )

@@ -33,7 +33,8 @@ def conversations(number=12):
 
 def by_hand(rows):
     """Return the documents of every turn, tokenized as inference does it."""
-    tokenizer, documents = thinking_tokenizer(), []
+    tokenizer = thinking_tokenizer()
+    documents = []
     for row in rows:
         for number in range(1, len(row["messages"]), 2):
             prompt = tokenizer.apply_chat_template(
@@ -68,7 +69,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_the_documents_of_its_turns(tmp_path, name):
-    rows, settings = conversations(), RUNS[name]
+    rows = conversations()
+    settings = RUNS[name]
     documents = by_hand(rows)
     sets = map(Dataset.from_list, (rows, documents)) if name == "evaluated" else (None, None)
     of_turns, of_documents = sets

@@ -211,7 +211,8 @@ def test_a_printed_log_holds_what_a_person_reads_and_the_history_holds_all(tmp_p
 @pytest.mark.parametrize(("tensor_parallel", "tokens"), [(1, 10), (2, 5)])
 def test_the_sums_of_two_ranks_need_one_wait(tensor_parallel, tokens, tmp_path, monkeypatch):
     """The other rank has counted the same row of 5 tokens, in the same second."""
-    trainer, now = trainer_of(tmp_path), [0.0]
+    trainer = trainer_of(tmp_path)
+    now = [0.0]
     monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: tensor.repeat(2, 1))

@@ -136,7 +136,8 @@ def test_the_column_of_a_single_set_names_its_sources(tmp_path):
 def test_the_report_says_what_an_epoch_draws_of_each_source(tmp_path):
     sets = tokenized({"a": 30, "b": 20})
     trainer = trainer_of(tmp_path, sets, mixture={"b": {"epochs": 2}})
-    report, tokens = trainer.packing_report, [sum(LENGTHS[:30]), 2 * sum(LENGTHS[30:50])]
+    report = trainer.packing_report
+    tokens = [sum(LENGTHS[:30]), 2 * sum(LENGTHS[30:50])]
     assert (report.documents, report.tokens) == (70, sum(tokens))
     text = str(report)
     assert "70 drawn of 50" in text

@@ -17,7 +17,8 @@ def pieces_by_hand(documents, masked=True):
     """Return the pieces of all documents, cut one after the other; `masked`: with contexts."""
     pieces = []
     for document in documents:
-        start, length = 0, len(document["input_ids"])
+        start = 0
+        length = len(document["input_ids"])
         while True:
             stop = min(start + 24, length)
             cut = {k: v[start:stop] if k in PER_TOKEN else v for k, v in document.items()}
@@ -34,7 +35,8 @@ def pieces_by_hand(documents, masked=True):
 @pytest.mark.parametrize("name", ["packed", "padding-free", "a stream"])
 def test_a_step_is_that_of_the_pieces_one_at_a_time(name, tmp_path):
     documents = [d | {"loss_weight": 1.0 + n} for n, d in enumerate(weighted(tiny_documents()))]
-    options, model = CUT | {"per_device_train_batch_size": 99}, tiny_model("llama")
+    options = CUT | {"per_device_train_batch_size": 99}
+    model = tiny_model("llama")
     options["packing"] = name != "padding-free"
     rows = Dataset.from_list(documents)
     rows = rows.to_iterable_dataset() if name == "a stream" else rows

@@ -57,7 +57,8 @@ def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):
     documents = trainer.train_dataset
     for dataset, is_stream in ((documents.to_iterable_dataset(), True), (documents, False)):
         capsys.readouterr()
-        trainer.train_dataset, trainer.args.output_dir = dataset, str(tmp_path / str(is_stream))
+        trainer.train_dataset = dataset
+        trainer.args.output_dir = str(tmp_path / str(is_stream))
         trainer.train()
         place = tmp_path / str(is_stream) / "checkpoint-2" / "stream_0.json"
         assert place.exists() == is_stream
@@ -67,7 +68,8 @@ def test_a_stream_that_was_trained_before_is_forgotten(tmp_path, capsys):
 def test_a_batch_that_is_prepared_by_hand_leaves_no_current_row(tmp_path):
     trainer = make_trainer(tmp_path, ROWS, max_length=32, max_steps=1)
     trainer.train()  # the model then knows packed calls
-    batch, other = trainer.data_collator(ROWS[:3]), torch.tensor([[5, 6, 7, 8]])
+    batch = trainer.data_collator(ROWS[:3])
+    other = torch.tensor([[5, 6, 7, 8]])
     trainer._prepare_inputs(batch)
     assert trainer.model(input_ids=other).logits.isfinite().all()
     with use_current_row(batch), pytest.raises(ValueError, match="row"):  # the control

@@ -64,7 +64,8 @@ CASES = {
 @pytest.mark.parametrize("sharing", fast(("bin", "group"), ("bin",)))
 @pytest.mark.parametrize("case", fast(CASES, ("labels of their own in some",)))
 def test_unusual_documents_train_as_alone(case, sharing, tmp_path):
-    (documents, shares), model = CASES[case], tiny_model("llama")
+    (documents, shares) = CASES[case]
+    model = tiny_model("llama")
     step = one_shared_step(model, documents, tmp_path, prefix_sharing=sharing)
     assert_exact(step, alone(model, documents))
     assert step.documents == len(documents)
@@ -143,7 +144,9 @@ def assert_same_metrics(found, model, documents, *options, names=None):
 
 @pytest.mark.parametrize("name", fast(EVALUATIONS, ("weights of documents",)))
 def test_metrics_are_those_of_documents_alone(name, tmp_path):
-    model, documents, options = tiny_model("qwen3"), weighted_documents(), EVALUATIONS[name]
+    model = tiny_model("qwen3")
+    documents = weighted_documents()
+    options = EVALUATIONS[name]
     found = evaluate(model, tmp_path, documents, stream=name == "a stream", **options)
     loss = name if name in ("dft", "smoothed") else "nll"
     weighting = options.get("loss_weighting", "token")
@@ -162,7 +165,8 @@ def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_
         return batch, host
 
     monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", lost)
-    model, documents = tiny_model("llama"), weighted_documents()
+    model = tiny_model("llama")
+    documents = weighted_documents()
     found = evaluate(model, tmp_path, documents)
     with pytest.raises(AssertionError):
         assert_same_metrics(found, model, documents)
@@ -196,7 +200,8 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
         return type(tree)(**{**vars(tree), **SPOILED[fault](tree)})
 
     monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
-    model, documents = tiny_model("llama"), forked_documents()
+    model = tiny_model("llama")
+    documents = forked_documents()
     checked = one_shared_step(model, documents, tmp_path / "checked")
     assert "LEAK" in checked.trainer.packing_report.prefixes.reason
     assert checked.computed == checked.tokens
@@ -219,6 +224,7 @@ def test_weights_that_count_once_fail_the_same_comparison(tmp_path, monkeypatch)
         return batch | {"loss_weights": (weights > 0).to(weights.dtype)}, host
 
     monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", spoiled)
-    model, documents = tiny_model("llama"), forked_documents()
+    model = tiny_model("llama")
+    documents = forked_documents()
     step = one_shared_step(model, documents, tmp_path)
     assert relative_error(step.gradients, alone(model, documents)[1]) > 0.1

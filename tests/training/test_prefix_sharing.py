@@ -168,7 +168,8 @@ def test_a_check_that_fails_in_one_mode_leaves_the_other_alone(fails_in, tmp_pat
 def test_the_savings_are_those_of_the_collators_rows():
     documents = ArrowDocuments(Dataset.from_list(answers()), ["input_ids", "labels"])
     collate = PackedCollator(shares_prefixes=True)
-    lengths, options = documents.lengths(), {"num_ranks": 2, "accumulation": 2, "capacity": 256}
+    lengths = documents.lengths()
+    options = {"num_ranks": 2, "accumulation": 2, "capacity": 256}
     groups = group_documents(PrefixIndex.of(documents), lengths, 256, 8)
     apart, sampler = (PackedBatchSampler(lengths, groups=g, **options) for g in (None, groups))
     found = [prefix_savings(documents, s, "group") for s in (apart, sampler)]

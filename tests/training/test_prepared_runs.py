@@ -27,8 +27,10 @@ def prepared(folder, train, evaluated=None, **changes):
 
 
 def test_a_prepared_run_trains_what_the_rows_train(tmp_path):
-    sets, changes = (chats(weights=True), chats(9)), {"packing": False, "documents_per_step": 5}
-    documents, losses = prepared(tmp_path, *sets, **changes), []
+    sets = (chats(weights=True), chats(9))
+    changes = {"packing": False, "documents_per_step": 5}
+    documents = prepared(tmp_path, *sets, **changes)
+    losses = []
     fewer = documents[0].select(range(12)), documents[1]
     for train, evaluated in (sets, documents, fewer):
         trainer = trainer_for(tmp_path / "run", train, evaluated, **changes)

@@ -52,7 +52,9 @@ def trainer_for(folder, documents=None, ranks=(1, 0), **settings) -> Recorder:
     }
     documents = rows() if documents is None else documents
     trainer = make_trainer(folder, documents, cls=Recorder, **(defaults | settings))
-    trainer.trained, trainer.steps, trainer.ranks = [], [], ranks
+    trainer.trained = []
+    trainer.steps = []
+    trainer.ranks = ranks
     return trainer
 
 

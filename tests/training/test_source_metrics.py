@@ -26,7 +26,8 @@ DOCUMENTS = with_sources(documents_of_lengths((20, 5, 11, 38, 12, 33, 3, 29), pr
 
 def by_source(documents, loss="nll", weighting="token", model=None):
     """Return the metrics of each source, from its documents alone."""
-    expected, model = {}, model or tiny_model("llama")
+    expected = {}
+    model = model or tiny_model("llama")
     for source in {d["source"] for d in documents}:
         own = [d for d in documents if d["source"] == source]
         labels = [label for d in own for label in d["labels"][1:]]
@@ -57,7 +58,8 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_reports_each_source_as_it_is_alone(name, tmp_path):
-    documents, (loss, settings) = DOCUMENTS, RUNS[name]
+    documents = DOCUMENTS
+    (loss, settings) = RUNS[name]
     weighting = settings.get("loss_weighting", "token")
     if weighting == "document":
         pairs = zip(weighted(documents), WEIGHTS, strict=True)

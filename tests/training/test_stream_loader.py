@@ -40,7 +40,8 @@ def on_ranks(num_ranks, work):
 
     It gets `num_ranks`, `rank` and `agree`, which a rank that stops answering ends for the others.
     """
-    values, barrier = [0] * num_ranks, threading.Barrier(num_ranks, timeout=600)
+    values = [0] * num_ranks
+    barrier = threading.Barrier(num_ranks, timeout=600)
 
     def agree(rank: int, value: int) -> int:
         values[rank] = value
@@ -98,7 +99,8 @@ def test_ranks_have_equally_many_micro_batches(
 def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shards):
     """Two documents of every nine are too long, and the last shards hold nothing else."""
     rows = [row | {"labels": row["input_ids"]} for row in documents([9, 30, 14, 21] * 9 + [40] * 9)]
-    data, overflow = Dataset.from_list(rows), Overflow("drop", 29)
+    data = Dataset.from_list(rows)
+    overflow = Overflow("drop", 29)
     source = fit_stream(data.to_iterable_dataset(num_shards), overflow)
     list(source.take(3))  # the isolation check reads some first
     counts = []
@@ -156,7 +158,9 @@ class Run:
 
     def steps(self, last_epoch: int, *, after: int = 0):
         """Return the steps of all epochs up to `last_epoch`, or of those left `after` a step."""
-        found, start, skipped = [], 0, 0
+        found = []
+        start = 0
+        skipped = 0
         if after:
             self.global_step = after
             start, skipped = self.stream.load(self.file(after))

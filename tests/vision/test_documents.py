@@ -100,7 +100,8 @@ def test_patches_by_size_are_those_of_the_tower(name):
 @pytest.mark.parametrize("form", ["prompt_completion", "messages"])
 @pytest.mark.parametrize("name", [NAME, "gemma3", "idefics3"])
 def test_documents_are_those_of_trls_collator(name, form, tmp_path):
-    processor, dataset = tiny_processor(name), image_dataset(form=form)
+    processor = tiny_processor(name)
+    dataset = image_dataset(form=form)
     trainer = vision_trainer(tiny_vision_model(name, processor), processor, tmp_path, dataset)
     completion_only = form == "prompt_completion"
     collate = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=completion_only)

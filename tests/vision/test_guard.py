@@ -70,7 +70,8 @@ def test_gemma3_runs_by_the_next_exact_backend_or_not_without_the_check_that_fin
     check, tmp_path
 ):
     """The backend of text is off by tens of percent with its images."""
-    given, options = (*tiny_vlm("gemma3"), image_dataset(), tmp_path), {"isolation_check": check}
+    given = (*tiny_vlm("gemma3"), image_dataset(), tmp_path)
+    options = {"isolation_check": check}
     if check == "off":
         with pytest.raises(ValueError, match="isolation_check='off' with images on gemma3"):
             packed(*given, **ONE_BATCH, **options)

@@ -59,7 +59,8 @@ def test_images_are_those_that_datasets_decodes():
 
 
 def test_rows_of_several_data_sets_have_numbers_of_their_own(tmp_path):
-    path, texts = tmp_path / "one.png", {"text": ["a"] * 2}
+    path = tmp_path / "one.png"
+    texts = {"text": ["a"] * 2}
     path.write_bytes(BYTES["PNG"])
     store = ImageStore()
     store.take(Dataset.from_dict({"image": [str(path)] * 2, **texts}), "train")

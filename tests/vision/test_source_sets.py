@@ -111,6 +111,7 @@ def test_a_preview_prepares_the_documents_of_the_trainer(model, processor, train
     for column in ("input_ids", "labels", "image_ids"):
         assert prepared[column][:] == trainer.train_dataset[column][:]
     run = replace(run, dataset=run.images.take(run.dataset, "train"))
-    epoch, report = preview_epoch(run), trainer.packing_report
+    epoch = preview_epoch(run)
+    report = trainer.packing_report
     assert (epoch.sources, str(epoch.images)) == (report.sources, str(report.images))
     assert (epoch.bins, epoch.utilization) == (report.bins, report.utilization)

@@ -90,8 +90,10 @@ def resolve_attention(
     """
     check_is_backend(attention)
     parameter = next(model.parameters(), torch.empty(0))
-    kind, dtype = torch.device(device or parameter.device).type, dtype or parameter.dtype
-    native, refused = native_implementation(model), refusals(model, device=kind, dtype=dtype)
+    kind = torch.device(device or parameter.device).type
+    dtype = dtype or parameter.dtype
+    native = native_implementation(model)
+    refused = refusals(model, device=kind, dtype=dtype)
     if attention == "auto":
         choices = _choices_that_fit(model, refused, f"{kind}, {str(dtype).removeprefix('torch.')}")
         last = choices[-1].backend
@@ -139,7 +141,8 @@ def _choices_that_fit(
                 f"attn_implementation={current!r} silently drops this model's attention sinks; "
                 "load it with attn_implementation='eager', or set attention='documents'"
             )
-        kernels, flash = [AttentionChoice(current, None, "the model was loaded with it")], []
+        kernels = [AttentionChoice(current, None, "the model was loaded with it")]
+        flash = []
     elif current not in ("None", "sdpa", "eager") and not is_packed_implementation(current):
         return [AttentionChoice("model", None, f"the model was loaded with {current!r}")]
     reasons = {"varlen": "no flash-attn package needed", "documents": runs_in}
@@ -158,7 +161,8 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
     """
     if only := _only_exact(model):
         return {name: None if name == only.backend else only.reason for name in CHOICES[1:]}
-    kind, outside = torch.device(device).type, outside_interface(model)
+    kind = torch.device(device).type
+    outside = outside_interface(model)
     reason = outside
     if reason is None and kind != "cuda":
         reason = f"the device is {kind}"

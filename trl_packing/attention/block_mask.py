@@ -23,12 +23,14 @@ NAME = "mask"
 
 def run_with_mask(backbone: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     """Run a packed call of `backbone` with a 4-D mask instead of boundaries."""
-    text, boundaries = text_config(backbone), kwargs["cu_seq_lens_q"]
+    text = text_config(backbone)
+    boundaries = kwargs["cu_seq_lens_q"]
     is_gemma4 = getattr(text, "use_bidirectional_attention", None) == "vision"
     types = kwargs.get("mm_token_type_ids" if is_gemma4 else "token_type_ids")
     images = None if types is None else _images(types[0] == 1, boundaries)
     dtype = next((p.dtype for p in backbone.parameters() if p.is_floating_point()), torch.float32)
-    lengths, device = np.diff(host_boundaries(boundaries)), kwargs["position_ids"].device
+    lengths = np.diff(host_boundaries(boundaries))
+    device = kwargs["position_ids"].device
     mask = packed_mask(lengths, text, dtype, device, images, is_gemma4)
     kept = {k: v for k, v in kwargs.items() if k == "position_ids" or k not in BOUNDARIES}
     return forward(**kept | {"attention_mask": mask})

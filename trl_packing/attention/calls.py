@@ -176,7 +176,8 @@ def _find_row(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
         return None
     ids, row = _row_in_memory(tokens)
     if ids is None and _current is not None and tokens.shape[:2] == _current["input_ids"].shape:
-        ids, row = tokens, {k: _current[k] for k in BOUNDARIES if k in _current}
+        ids = tokens
+        row = {k: _current[k] for k in BOUNDARIES if k in _current}
     has_cache = call.get("past_key_values") is not None
     if ids is None:
         trains = model.training and getattr(model, "trains_packed_rows", False)
@@ -220,7 +221,8 @@ def _refusal(model: Any, tokens: Tensor, why: str = "") -> str:
 
 def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call as packed kernels need it: without mask, cache and targets across documents."""
-    boundaries, mask = call["cu_seq_lens_q"], call.get("attention_mask")
+    boundaries = call["cu_seq_lens_q"]
+    mask = call.get("attention_mask")
     if mask is not None:
         starts = host_boundaries(boundaries)
         last = max((x for x in starts if x < starts[-1]), default=0)  # padding may be hidden
@@ -265,7 +267,8 @@ def wrap_packed_calls(
     attention: str | None = None,
 ) -> None:
     """Run packed calls of `module` by `run`, below wrappers of others; arguments: `PackedWay`."""
-    found, way = vars(module).get("forward"), None
+    found = vars(module).get("forward")
+    way = None
     while found is not None and way is None:
         way, found = getattr(found, "packed_way", None), getattr(found, "__wrapped__", None)
     if way is None or way.module() is not module:  # those of a copy are the original's

@@ -107,7 +107,8 @@ def _forward_op(
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
         out, tile_lse = forward_tile(q, k, v, tile, options)
-        out, tile_lse = out.flatten(0, 1).transpose(0, 1), tile_lse.flatten(0, 1)
+        out = out.flatten(0, 1).transpose(0, 1)
+        tile_lse = tile_lse.flatten(0, 1)
         if tile.merges:
             out, tile_lse = merge_softmax(output[rows], lse[:, rows], out, tile_lse)
         output[rows], lse[:, rows] = out, tile_lse
@@ -215,7 +216,8 @@ def cut_tiles(
             f"cu_seqlens runs from {boundaries[0]} to {boundaries[-1]}, the row from 0 to "
             f"{len(query)}: every token must belong to a document"
         )
-    scored, window = needs_scores(query, options), int(options.window or 0)
+    scored = needs_scores(query, options)
+    window = int(options.window or 0)
     for start, end in pairwise(boundaries):
         within_window = not window or end - start <= window
         block = end - start if within_window and not scored else BLOCK
@@ -234,7 +236,8 @@ def _prefix_tiles(
 ) -> list[Tile]:
     """Return tiles in which every query sees a key, so that no softmax is empty."""
     row = (np.frombuffer(x, np.int64) for x in (cu_seqlens, cu_seqlens_k, key_index))
-    segments, tiles = segments_with_prefixes(*row), []
+    segments = segments_with_prefixes(*row)
+    tiles = []
     if not window:
         for q0, q1, k0, k1 in blocks_of_nodes(segments):
             size = block if scored else max(q1 - q0, 1)
@@ -348,7 +351,8 @@ def _scores(
     slope: Tensor | float = 1.0
     if options.softcap:
         squashed = torch.tanh(scores / options.softcap)
-        scores, slope = squashed * options.softcap, 1 - squashed**2
+        scores = squashed * options.softcap
+        slope = 1 - squashed**2
     return scores.masked_fill(~visible_keys(tile, options, q.device), float("-inf")), slope
 
 

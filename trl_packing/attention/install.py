@@ -115,7 +115,9 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     if not is_foreign or not (model.training if training is None else training):
         yield []
         return
-    function, tried, faults = ALL_ATTENTION_FUNCTIONS[name], set(), []
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    tried = set()
+    faults = []
 
     @functools.wraps(function)
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any) -> Any:

@@ -95,7 +95,8 @@ def group_documents(
             wasteful = padding > _MOST_PADDING * cells or cells > boundaries[-1]
             if apart or wasteful or (equal_lengths and padding):
                 yield group
-                group, tokens = [], 0
+                group = []
+                tokens = 0
         group.append(document)
         tokens += length
     yield group
@@ -178,7 +179,8 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         raise NotImplementedError(
             "the balance of experts is not the mean over padded forwards; router_aux_loss_coef=0.0"
         )
-    names, make = [field.name for field in fields(first)], first.__class__
+    names = [field.name for field in fields(first)]
+    make = first.__class__
     return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
 
 
@@ -190,13 +192,15 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     is_flat = any(len(p) == n * longest != n for p, (n, longest) in zip(parts, shapes, strict=True))
     if is_flat:
         parts = [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
-    values, is_scores = [], False
+    values = []
+    is_scores = False
     for part, row, (n, longest) in zip(parts, rows, shapes, strict=True):
         if part.dim() < 2 or len(part) != n:
             return None  # a state or a cache, not values of tokens
         if part.dim() == 2 and part.shape[1] != longest:
             # Scores of next tokens, as of a fused head: none for the first token of a document.
-            is_scores, part = True, pad(part[:, part.shape[1] - longest + 1 :], (1, 0))
+            is_scores = True
+            part = pad(part[:, part.shape[1] - longest + 1 :], (1, 0))
         if part.shape[1] < longest:
             return None
         # Slices from the end: virtual tokens come first.

@@ -51,7 +51,8 @@ def segments_with_prefixes(
     boundaries: np.ndarray, boundaries_k: np.ndarray, key_index: np.ndarray
 ) -> list[Segment]:
     """Return the segments of a row with their prefixes; ValueError for keys that do not fit."""
-    sizes, ends = np.diff(boundaries), boundaries_k
+    sizes = np.diff(boundaries)
+    ends = boundaries_k
     fits = len(ends) == len(boundaries) and ends[0] == 0 and ends[-1] <= len(key_index)
     keys = np.split(key_index, ends[1:])[:-1] if fits else []
     segments = []

@@ -48,7 +48,8 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
 def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
     """Run probes on `model` in this mode (None: its own), without randomness, and restore all."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
         # Probes of many lengths would use up a compiled model's recompilations.

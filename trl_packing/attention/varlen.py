@@ -41,10 +41,12 @@ def varlen_attention(
     scale, window, softcap, sinks = options
     if softcap:
         raise NotImplementedError(f"varlen has no softcap={softcap}; set attention='documents'")
-    cu_seqlens_k, longest = cu_seqlens, _longest(cu_seqlens, max_length)
+    cu_seqlens_k = cu_seqlens
+    longest = _longest(cu_seqlens, max_length)
     longest_k = longest
     if keys is not None:
-        cu_seqlens_k, longest_k = keys.cu_seqlens_k, _longest(keys.cu_seqlens_k, keys.max_length)
+        cu_seqlens_k = keys.cu_seqlens_k
+        longest_k = _longest(keys.cu_seqlens_k, keys.max_length)
     spans = (cu_seqlens, cu_seqlens_k, longest, longest_k)
     rows = [x.contiguous() for x in (query, key, value)]
     if sinks is None and keys is None:
@@ -80,7 +82,8 @@ class _Attention(torch.autograd.Function):
         out, lse, *states = _forward(rows, spans, scale, window)
         if sinks is not None:
             with_sinks = lse_with_sinks(lse, sinks)
-            out, lse = out * share_of_keys(lse, with_sinks).to(out.dtype), with_sinks
+            out = out * share_of_keys(lse, with_sinks).to(out.dtype)
+            lse = with_sinks
         ctx.save_for_backward(query, key, value, out, lse, sinks, key_index, *spans[:2], *states)
         ctx.options = (spans[2:], scale, window)
         return out

@@ -60,7 +60,8 @@ def inspect(arguments: argparse.Namespace) -> int:
     if arguments.html:
         title = f"Packed rows · {_name_of_data(arguments.words)}"
         beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
-        epoch, command = PackedEpoch.of(run), arguments.command_line
+        epoch = PackedEpoch.of(run)
+        command = arguments.command_line
         _write(rows_page(epoch, title=title, note=beside, command=command), arguments)
     if arguments.json:
         print_json({"rows": [row.to_dict() for row in rows], "losses": losses})
@@ -145,7 +146,8 @@ def prepare(arguments: argparse.Namespace) -> int:
     named = ["--dataset_name", *data] if data else []
     from trl_packing.tools.training_command import TrainingCommand
 
-    words, folder = [*script, *arguments.words[len(places) :], *named], Path(out).expanduser()
+    words = [*script, *arguments.words[len(places) :], *named]
+    folder = Path(out).expanduser()
     command = TrainingCommand.from_words(words)
     quiet_libraries()
     from trl_packing.tools import prepare as preparing
@@ -180,10 +182,12 @@ def verify(arguments: argparse.Namespace) -> int:
     name_or_model, args = command.model_and_settings()
     options = {"dtype": arguments.dtype, "device": arguments.device}
     model, attention, longest = verifying.load_model(name_or_model, args, **options)
-    kind, dtype = type(model).__name__, str(model.dtype).removeprefix("torch.")
+    kind = type(model).__name__
+    dtype = str(model.dtype).removeprefix("torch.")
     name = name_or_model if isinstance(name_or_model, str) else kind
     arguments.say(f"{name}: {kind}, {dtype}, {model.device}\n")
-    results, gradients = [], arguments.gradients
+    results = []
+    gradients = arguments.gradients
     for result in verifying.verify(model, attention, longest, gradients=gradients):
         results.append(result)
         arguments.say(verifying.as_text(*result))
@@ -279,7 +283,8 @@ def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
 
 def _name_of_data(words: Sequence[str]) -> str:
     """Return the data set of a run for a title: its name, or the file or script that names it."""
-    given, options = dict(pairwise(words)), ("--dataset_name", "--data", "--config")
+    given = dict(pairwise(words))
+    options = ("--dataset_name", "--data", "--config")
     name = next((given[option] for option in options if option in given), words[0])
     return Path(name).name if Path(name).exists() else name
 

@@ -59,7 +59,8 @@ def short_log() -> Iterator[None]:
             note(text.replace("the inspected dataset", "the data set"))
         seen.add(text)
 
-    handler, log = logging.Handler(logging.WARNING), logging.getLogger("trl_packing")
+    handler = logging.Handler(logging.WARNING)
+    log = logging.getLogger("trl_packing")
     handler.emit = emit  # type: ignore[method-assign]
     log.addHandler(handler)
     try:

@@ -105,7 +105,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if words and arguments.command in _WITHOUT_RUN:
         raise ValueError(f"{arguments.command} has no option {' '.join(words)}")
     check_can_write(getattr(arguments, "html", None))
-    arguments.words, arguments.notes = words, []
+    arguments.words = words
+    arguments.notes = []
     arguments.say = (lambda *_, **__: None) if arguments.json else print
     arguments.command_line = command_line("trl-packing", argv)
     return arguments
@@ -117,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adds = []
     for run in COMMANDS:
-        name, settings = run.__name__, _settings_of(run)
+        name = run.__name__
+        settings = _settings_of(run)
         command = commands.add_parser(name, help=settings["description"], **settings)
         if name not in _WITHOUT_RUN:
             command.usage = _USAGE.format(name, " [DATA] OUT" * (name == "prepare"))

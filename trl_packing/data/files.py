@@ -84,11 +84,13 @@ def load_rows(
     """
     if is_prepared(data):
         return load_prepared(data, split)
-    loader, files = LOADERS.get(Path(data).suffix), {}
+    loader = LOADERS.get(Path(data).suffix)
+    files = {}
     if loader is not None:
         if not Path(data).is_file():
             raise ValueError(f"{data} does not exist")
-        files, config = {"data_files": data}, None
+        files = {"data_files": data}
+        config = None
     try:
         return load_dataset(loader or data, config, split=split, cache_dir=cache_dir, **files)
     except (DatasetGenerationError, StopIteration, ValueError) as error:

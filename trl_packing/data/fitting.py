@@ -100,7 +100,9 @@ class Pieces(NamedTuple):
 
 def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
     """Return the pieces that the policy keeps; a document with images is kept whole, or dropped."""
-    lengths, capacity, policy = documents.lengths(), overflow.capacity, overflow.policy
+    lengths = documents.lengths()
+    capacity = overflow.capacity
+    policy = overflow.policy
     if capacity is None or policy == "error":
         return Pieces.of(lengths)
     starts = np.zeros_like(lengths)
@@ -188,7 +190,9 @@ def cut_table(
     first, last = np.searchsorted(pieces.rows, [numbers[0], numbers[-1] + 1])
     pieces = pieces.where(slice(first, last))
     pieces = pieces._replace(rows=pieces.rows - numbers[0])
-    columns, sizes, known = [], pieces.sizes, np.zeros(0, np.int64)
+    columns = []
+    sizes = pieces.sizes
+    known = np.zeros(0, np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
     place = at = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
     for field in table.schema:
@@ -198,7 +202,8 @@ def cut_table(
             continue
         values, offsets = flat_lists(field.name, column)
         if not np.array_equal(offsets, known):  # columns of tokens have equal lists
-            at, known = place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes), offsets
+            at = place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes)
+            known = offsets
         values = values[at]
         if field.name == "labels" and pieces.contexts.any():
             values[place < np.repeat(pieces.contexts, sizes)] = IGNORE_INDEX
@@ -234,7 +239,8 @@ def fit(
     `before` is what `count_whole` has returned, if several policies are compared; `where` ends the
     name of a document, "of the train dataset", and `numbers` None are 0, 1, 2, …
     """
-    lengths, capacity = documents.lengths(), overflow.capacity
+    lengths = documents.lengths()
+    capacity = overflow.capacity
     if overflow.policy == "error" and capacity is not None and lengths.max(initial=0) > capacity:
         wrong = int(np.argmax(lengths > capacity))
         raise ValueError(
@@ -279,7 +285,8 @@ def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Coun
 
 def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -> Counted:
     """Count the tokens of every piece, one chunk of the Arrow table at a time."""
-    stops, labels = np.array(sorted(stop_ids), np.int64), documents.readers["labels"]
+    stops = np.array(sorted(stop_ids), np.int64)
+    labels = documents.readers["labels"]
     stored = documents.stored_rows[pieces.rows]
     order = np.argsort(stored, kind="stable")
     groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))

@@ -47,7 +47,8 @@ class ModelLimits:
         def name_of(wrong: np.ndarray) -> str:
             return f"document {wrong[0] if numbers is None else numbers[wrong[0]]} {where}"
 
-        lengths, columns = documents.lengths(), documents.columns
+        lengths = documents.lengths()
+        columns = documents.columns
         for column in columns:
             entries = lengths if column == SEQ_LENGTHS else documents.lengths(column)
             if len(wrong := np.flatnonzero(entries != lengths)):

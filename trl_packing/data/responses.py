@@ -75,7 +75,8 @@ class ResponseTemplate:
     def from_settings(
         cls, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
     ) -> "ResponseTemplate":
-        marker, other = _marker(tokenizer, response, "response_template"), None
+        marker = _marker(tokenizer, response, "response_template")
+        other = None
         if instruction is not None:
             other = _marker(tokenizer, instruction, "instruction_template")
         return cls(tokenizer, marker, other)

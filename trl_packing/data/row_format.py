@@ -181,9 +181,12 @@ class RowFormat:
         cls, args: SFTConfig, tokenizer: Any, *, chat_template: str | None, completion_only: bool
     ) -> "RowFormat":
         """Return the rules of a run; TRL decides on `chat_template` and `completion_only`."""
-        options, chat = PackingOptions.of(args), ChatTemplate(tokenizer, chat_template)
+        options = PackingOptions.of(args)
+        chat = ChatTemplate(tokenizer, chat_template)
         chat.check_numbers()
-        response, prompt, calls_tools = options.response_template, options.prompt_template, False
+        response = options.response_template
+        prompt = options.prompt_template
+        calls_tools = False
         with suppress(Exception):  # a template may raise anything; rows will show it
             calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
         answers = None
@@ -215,7 +218,8 @@ class RowFormat:
             return "text"
         if self.prompt_template is not None:
             return "fields"
-        messages, prompt = _name_of_messages(row), row.get("prompt")
+        messages = _name_of_messages(row)
+        prompt = row.get("prompt")
         # Rows of a mixed stream have nulls in the columns of other forms. A prompt beside a whole
         # conversation repeats its beginning (ultrachat_200k).
         if prompt is not None and (messages is None or row.get("completion") is not None):
@@ -297,7 +301,8 @@ class RowFormat:
 
     def _conversation(self, row: Row, form: str) -> list[Rendered]:
         prompt, completion, conversation = self._messages(row, form)
-        messages, as_trl = [*prompt, *completion], self.train_on is None
+        messages = [*prompt, *completion]
+        as_trl = self.train_on is None
         weights: dict[int, float] = {}
         if by_turns := self.train_on in ("assistant", "last_assistant", "every_turn"):
             weights = trained_messages(messages, str(self.train_on), first=len(prompt))

@@ -129,7 +129,8 @@ _OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
 
 def _prompt_end(offsets: "_Offsets", document: Rendered, tokenizer: Any) -> int | None:
     """Return the first token of the completion if the prompt alone surely ends there, or None."""
-    prompt, text = document.prompt or "", document.text
+    prompt = document.prompt or ""
+    text = document.text
     size = len(prompt)
     if not text.startswith(prompt) or size >= len(text) or _OPEN_END.search(prompt[-2:]):
         return None

@@ -233,7 +233,9 @@ def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str |
     not_found = np.flatnonzero(documents.num_trained() == 0)
     if not len(not_found):
         return None
-    number, of, ids = len(not_found), len(documents), documents[int(not_found[0])]["input_ids"]
+    number = len(not_found)
+    of = len(documents)
+    ids = documents[int(not_found[0])]["input_ids"]
     words = template.not_found(f"{number:,} of {of:,} documents ({number / of:.1%})", ids)
     if number == of:
         raise ValueError(f"no document of the {name} dataset has a trained token left: {words}")

@@ -43,7 +43,8 @@ class EosRule:
 
         No tokenizer: its hash, by which `map` caches, changes when it is used.
         """
-        eos_id, stop_ids = self.tokenizer.eos_token_id, sorted(self.stop_ids)
+        eos_id = self.tokenizer.eos_token_id
+        stop_ids = sorted(self.stop_ids)
         return {"eos_id": eos_id, "stop_ids": stop_ids, "spaces": self.spaces}
 
 

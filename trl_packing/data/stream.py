@@ -78,7 +78,9 @@ class StreamFit:
         check_same_columns(batch, rows, self.columns)
         with refused_beyond_int64(rows):
             table = pa.table({name: pa.array(batch[name]) for name in self.columns})
-        columns, where, eos = token_columns(self.columns), "of the stream", self.eos
+        columns = token_columns(self.columns)
+        where = "of the stream"
+        eos = self.eos
         documents = ArrowDocuments(datasets.Dataset(table), columns)
         NO_LIMITS.check_documents(documents, where, rows)
         if TOKEN_WEIGHTS in self.columns:
@@ -112,7 +114,8 @@ def take_counts(dataset: Any) -> PreparationCounts:
     """Return the counts of a stream since the last call, in this process; zeros if unknown."""
     total = PreparationCounts()
     for fits in _fits_of(dataset):
-        total, fits._counts = total + fits._counts, PreparationCounts()
+        total = total + fits._counts
+        fits._counts = PreparationCounts()
     return total
 
 

@@ -74,8 +74,10 @@ def documents_from_rows(
     of a stream or of turns; `document_columns` are kept always. Raises ValueError, naming the row,
     for what cannot be rendered or tokenized.
     """
-    rows, present = dataset.with_format(None), get_dataset_column_names(dataset)
-    first, is_stream = next(iter(rows)), isinstance(rows, IterableDataset)
+    rows = dataset.with_format(None)
+    present = get_dataset_column_names(dataset)
+    first = next(iter(rows))
+    is_stream = isinstance(rows, IterableDataset)
     flagged = has_flags(dataset, first)
     if flagged and row_format.flags_decide:
         if row_format.answers is not None:
@@ -118,7 +120,8 @@ def documents_from_rows(
         options["batch_size"] = _CONVERSATIONS_AT_ONCE
     if isinstance(rows, IterableDataset):
         # A type that the stream does not know is that of its first row. Texts may hold any value.
-        known, of_values = rows.features or {}, {bool: "bool", int: "int64", float: "float64"}
+        known = rows.features or {}
+        of_values = {bool: "bool", int: "int64", float: "float64"}
         kinds = {c: Value(of_values.get(type(first.get(c)), "string")) for c in document_columns}
         kinds |= {**known, **_DTYPES}
         features = Features({c: kinds[c] for c in (*columns, *document_columns)})

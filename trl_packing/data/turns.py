@@ -120,7 +120,8 @@ def _spans_at_once(rendered: RenderedConversation, plain: Sequence[int]) -> dict
     prompt = chat.generation_prompt
     if prompt:
         leads.append("")
-    spans, at = {}, len(pieces[0])
+    spans = {}
+    at = len(pieces[0])
     for number, before, after in zip(plain, pieces, pieces[1:], strict=False):
         content = _text(messages[number]) or ""
         forms = (content, content.strip(), content.rstrip(), content.lstrip())
@@ -246,18 +247,21 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
             f"it ({error}); set its 'train' to false, or use another template"
         ) from error
     turn = RenderedConversation(chat, conversation, text)
-    words, missing = prompt.rstrip(), None
+    words = prompt.rstrip()
+    missing = None
     if text.startswith(prompt) or (words and text.startswith(words)):  # white space may differ
         start = len(text) - len(text[len(words) :].lstrip())
         start = len(prompt) if text.startswith(prompt) else start
         after = chat.around_answer[1]
-        size, end = _stop_size(chat, after), len(text) - len(after)
+        size = _stop_size(chat, after)
+        end = len(text) - len(after)
         is_known = size and text.endswith(after) and end >= start
         ended = text.rstrip() if text.rstrip().endswith(chat.special_tokens) else text
         written = text[start : end + size] if is_known else ended[start:]
         if not size:  # turns end as the next one begins (GLM)
             written += chat.start_of("tool" if message.get("tool_calls") else "user")
-        missing, opened = missing_part(message, written), _OPENED.search(prompt)
+        missing = missing_part(message, written)
+        opened = _OPENED.search(prompt)
         if missing is None and not (opened and opened[0].strip() in written):
             size = len(written)
             spans = [(start, start + size)] if marked is None else marked
@@ -284,7 +288,8 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
 
 def _stop_size(chat: ChatTemplate, after: str) -> int:
     """Return how many characters of `after` are the stop: special tokens, up to the EOS."""
-    size, eos = chat.stop_size(after), chat.tokenizer.eos_token
+    size = chat.stop_size(after)
+    eos = chat.tokenizer.eos_token
     while size and not (eos and after[:size].endswith(eos)):
         following = (len(t) for t in chat.special_tokens if t and after.startswith(t, size))
         more = next(following, 0)
@@ -296,7 +301,8 @@ def _stop_size(chat: ChatTemplate, after: str) -> int:
 
 def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:
     """Return the content and its stop, if the template fails only at thoughts at its start."""
-    message, text = turn.messages[-1], turn.text
+    message = turn.messages[-1]
+    text = turn.text
     content = message.get("content")
     before, after = turn.around(len(turn.messages) - 1)
     opened = _OPENED.search(prompt)

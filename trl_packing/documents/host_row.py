@@ -101,7 +101,9 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch as a model takes it: `max_length_q` as an int, and no key-value cache."""
     if batch.get("cu_seq_lens_q") is None:
         return dict(batch)
-    row, queries, keys = host_row(batch), batch.get("max_length_q"), batch.get("max_length_k")
+    row = host_row(batch)
+    queries = batch.get("max_length_q")
+    keys = batch.get("max_length_k")
     if row is not None:
         queries, keys = row.max_length, row.max_keys
     if not isinstance(queries, int):
@@ -129,7 +131,8 @@ _max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by boundaries
 
 def remember_row(batch: Mapping[str, Any]) -> None:
     """Know the tokens of a packed batch again, and its numbers, as long as its tensors live."""
-    boundaries, row = batch.get("cu_seq_lens_q"), host_row(batch)
+    boundaries = batch.get("cu_seq_lens_q")
+    row = host_row(batch)
     if not torch.is_tensor(boundaries):
         return
     _rows_alive[batch["input_ids"]] = {k: batch[k] for k in BOUNDARIES if k in batch}

@@ -94,7 +94,8 @@ def check_same_columns(
         wrong = np.flatnonzero(np.array(is_there) != (column in columns))
         if len(wrong):
             has = "no" if column in columns else "the column"
-            which, others = f"row {rows[wrong[0]]} of the stream", and_others(wrong)
+            which = f"row {rows[wrong[0]]} of the stream"
+            others = and_others(wrong)
             raise ValueError(f"{which} has {has} {column!r}, unlike its first row{others}")
 
 

@@ -72,7 +72,8 @@ def weigh_tokens(
 
 def document_weight(document: Mapping[str, Any], which: str = "a document") -> float:
     """Return the `loss_weight` of a document, 1 without one; `which` is its name in messages."""
-    given, weight = document.get(DOCUMENT_WEIGHT, 1.0), np.nan
+    given = document.get(DOCUMENT_WEIGHT, 1.0)
+    weight = np.nan
     with suppress(TypeError, ValueError):
         weight = float(given)
     if not 0 <= weight <= LARGEST_WEIGHT:  # NaN compares false

@@ -259,7 +259,8 @@ def _measure(
     model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return logits, or scores of the fused head, of B alone, packed and contaminated."""
-    ids, name = np.asarray(probe.document["input_ids"], np.int64), type(inner).__name__
+    ids = np.asarray(probe.document["input_ids"], np.int64)
+    name = type(inner).__name__
     # The last position of B predicts nothing.
     kept = probe.at < len(ids) - int(fused_head)
     at = probe.at[kept]
@@ -447,7 +448,8 @@ def _gradient_difference(
         d if d is probe.document else {**d, "labels": np.full_like(d["input_ids"], IGNORE_INDEX)}
         for d in probe.packed[0].documents
     ]
-    alone, packed = _alone_batch(inner, collate, probe.document), _collate(inner, collate, row)
+    alone = _alone_batch(inner, collate, probe.document)
+    packed = _collate(inner, collate, row)
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))

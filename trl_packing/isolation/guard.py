@@ -76,7 +76,8 @@ class IsolationGuard:
         packing_requested: bool = True,
         is_ours: bool = True,
     ):
-        self.model, self.limits = model, limits_of(unwrap_peft(model))
+        self.model = model
+        self.limits = limits_of(unwrap_peft(model))
         self.checks = isolation_check != "off"
         # Checks that allowed the run with the backend in use: precision, whether in training, and
         # tokens of the shortest and the longest document, which were checked together.
@@ -236,7 +237,8 @@ class IsolationGuard:
 
     def forget_checks(self) -> None:
         """Check the backend in use again, such as on the model as it will be wrapped."""
-        self.passed, self._results = [], {}
+        self.passed = []
+        self._results = {}
 
     def probes(self, documents: Sequence[np.ndarray], *, thorough: bool) -> list[Probe]:
         """Return the probes of the check on these documents, as `isolation.probes` makes them."""
@@ -285,7 +287,8 @@ class IsolationGuard:
 
     def _accept(self, left: list[AttentionChoice], result: CheckResult) -> list[AttentionChoice]:
         """Return the backends to run, the first installed, although none is exact, or raise."""
-        named, name = self._requested != "auto", type(self.base_model).__name__
+        named = self._requested != "auto"
+        name = type(self.base_model).__name__
         fails = result.verdict in ("leaks", "refused")
         if fails and not self._packing_requested and not named:
             self._logger.warning(f"{result}: {_PADDED}")

@@ -114,7 +114,8 @@ def _alike(draw: Draw, length: int, room: int) -> list[Probe]:
 
 def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
     """Return a probe of the document `ids` behind others; contaminated rows fit into `room`."""
-    document, at = {"input_ids": ids}, _at_both_ends(np.arange(len(ids)))
+    document = {"input_ids": ids}
+    at = _at_both_ends(np.arange(len(ids)))
     packed = [
         Row([*({"input_ids": x} for x in others), document], sum(map(len, others)) + at)
         for others in before
@@ -158,7 +159,9 @@ def _sharing(
     # Positions that predict the tokens of the branch behind its first. Windows that reach across
     # the fork end soon behind it.
     at = _at_both_ends(np.arange(len(prefix), len(ids) - 1))
-    document, packed, contaminated = {"input_ids": ids}, [], []
+    document = {"input_ids": ids}
+    packed = []
+    contaminated = []
     for branches in siblings:
         others = [np.concatenate([prefix, other]) for other in branches]
         places = build_prefix_tree([ids, *others]).targets[at + 1] - 1
@@ -172,7 +175,8 @@ def longest_alone(model: Any) -> int:
     """Return the tokens of the longest document that eager attention runs alone in some GiB."""
     if native_implementation(model) != "eager":
         return sys.maxsize
-    parameter, bound = next(model.parameters()), _EAGER_BYTES
+    parameter = next(model.parameters())
+    bound = _EAGER_BYTES
     if parameter.is_cuda:
         bound = min(bound, torch.cuda.mem_get_info(parameter.device)[0] // 2)
     heads = max(layer_values(text_config(model), "num_attention_heads"), default=1)

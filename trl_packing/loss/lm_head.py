@@ -39,7 +39,8 @@ def add_trained_positions_head(model: Any) -> None:
     is −100, and `aux_loss` for mixtures of experts. Other calls keep their forward.
     """
     config = text_config(model)
-    scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    scale = _logit_scale(config)
+    softcap = getattr(config, "final_logit_softcapping", None)
 
     def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         head = self.get_output_embeddings()
@@ -116,9 +117,11 @@ def _score(
     hidden: Tensor, head: Any, labels: Tensor, num_items: Any, scale: float, softcap: float | None
 ) -> FusedCausalLMOutput:
     """Return the output for the last hidden states ``(B, T, H)`` and labels ``(B, T)``."""
-    weight, bias = head.weight, getattr(head, "bias", None)
+    weight = head.weight
+    bias = getattr(head, "bias", None)
     if isinstance(weight, DTensor):  # tensor parallelism: every rank has the same gradient
-        weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+        weight = weight.full_tensor()
+        bias = None if bias is None else bias.full_tensor()
 
     def score(at: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         with maybe_gather_lm_head_ctx(weight, bias):
@@ -146,7 +149,8 @@ def _output(
     # A boolean index would make the host wait for the device, to learn the number P.
     slots = np.flatnonzero(is_trained(labels)[:, 1:])
     at = to_device(slots + slots // max(labels.shape[1] - 1, 1), device)
-    places, labels = to_device(slots, device), labels.to(device)
+    places = to_device(slots, device)
+    labels = labels.to(device)
     mask = labels[:, 1:] != IGNORE_INDEX
     # scatter keeps the graph even if no position is trained, as a differentiable zero.
     # masked_scatter does too, but its backward waits for the device.
@@ -253,7 +257,8 @@ def _weight_grads(ctx, grad, of_ones):
         most = grad.median()
         others = torch.nonzero(grad != most)[:, 0]
         if 2 * len(others) <= len(grad):
-            at, grad = others, grad - most
+            at = others
+            grad = grad - most
             d_head = [None if x is None else x * most for x in of_ones]
     hidden, targets, grad = hidden[at], targets[at], grad[at]
     with maybe_gather_lm_head_ctx(weight, bias):  # partitioned by ZeRO-3, the weight has no shape

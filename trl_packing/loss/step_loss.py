@@ -89,7 +89,8 @@ class StepLoss:
 
     def check_was_computed(self, batch: Mapping[str, Any]) -> None:
         """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own."""
-        was_computed, self._was_computed = self._was_computed, False
+        was_computed = self._was_computed
+        self._was_computed = False
         if not was_computed and "key_index" in batch:
             raise RuntimeError(
                 f"training_step of {type(self.trainer).__name__} counts the tokens of shared "
@@ -106,7 +107,9 @@ class StepLoss:
         padded: bool,
     ) -> Any:
         """Return what `SFTTrainer.compute_loss` does; `padded`: of an evaluation on padded rows."""
-        trainer, args, undo = self.trainer, self.trainer.args, 1
+        trainer = self.trainer
+        args = self.trainer.args
+        undo = 1
         of_user, training = trainer.compute_loss_func, trainer.model.training
         self._was_computed = True
         if num_items is None and self.hidden_num_items is not None and training:
@@ -171,7 +174,8 @@ class StepLoss:
 
         Without `num_items` it is divided by the sum of the weights of this batch.
         """
-        scale, weights = self._scale, target_weights(batch)
+        scale = self._scale
+        weights = target_weights(batch)
         if num_items is None:
             num_items = (batch["labels"][..., 1:] != IGNORE_INDEX).sum()
             scale = _ratio(num_items, _sum(weights))
@@ -189,7 +193,8 @@ class StepLoss:
 
     def _mask_repeated_rows(self, inputs: Mapping[str, Any]) -> None:
         """Mask the rows with which accelerate fills up the last batch of several ranks."""
-        state, labels = self.trainer.accelerator.gradient_state, inputs["labels"]
+        state = self.trainer.accelerator.gradient_state
+        labels = inputs["labels"]
         if state.end_of_dataloader and state.remainder > 0:
             kept = state.remainder - self.trainer.args.process_index * len(labels)
             labels[max(kept, 0) :] = IGNORE_INDEX
@@ -201,8 +206,11 @@ class StepLoss:
 
         `evaluated` are the sums of this rank, `sources` those of the set, if they are told apart.
         """
-        trainer, name, means = self.trainer, f"{prefix}_loss", self.trainer._metrics["eval"]
-        device, taken = trainer.args.device, evaluated.take()
+        trainer = self.trainer
+        name = f"{prefix}_loss"
+        means = self.trainer._metrics["eval"]
+        device = trainer.args.device
+        taken = evaluated.take()
         if taken is None:
             taken = torch.zeros(evaluated.width, dtype=sums_dtype(device))
         sums = trainer.accelerator.reduce(taken.to(device), reduction="sum").tolist()

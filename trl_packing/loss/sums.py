@@ -95,14 +95,16 @@ class Sources:
                 wrong = f"in {which} it holds {values.type}, not texts or whole numbers"
             elif values.null_count:
                 row = values.is_null().index(True).as_py()
-                wrong, way_out = f"row {row} of {which} has none (it is null)", "fill it in"
+                wrong = f"row {row} of {which} has none (it is null)"
+                way_out = "fill it in"
             else:
                 encoded = values.dictionary_encode().combine_chunks()
                 if len(encoded.dictionary) > MOST_SOURCES:
                     wrong = f"it has {len(encoded.dictionary):,} different values in {which}"
         if wrong:
             raise ValueError(f"source_column={column!r}, but {wrong}; {way_out}")
-        names, feature = encoded.dictionary.to_pylist(), dataset.features[column]
+        names = encoded.dictionary.to_pylist()
+        feature = dataset.features[column]
         if isinstance(feature, datasets.ClassLabel):
             names = feature.int2str(names)
         names = [str(name) for name in names]
@@ -138,7 +140,8 @@ class LossSums:
             losses: of all targets, without weights, ``(rows, T - 1)``.
             scored: has `entropy` and `is_top1` of the same targets, and `aux_loss` or None.
         """
-        dtype, weights = sums_dtype(losses.device), target_weights(batch).to(losses.device)
+        dtype = sums_dtype(losses.device)
+        weights = target_weights(batch).to(losses.device)
         # How many documents train each target.
         times = batch.get(TARGET_COUNTS, batch["labels"] != IGNORE_INDEX)
         times = times[..., 1:].to(losses.device)
@@ -165,7 +168,8 @@ class LossSums:
 
     def take(self) -> Tensor | None:
         """Return the sums since the last call, ``(width,)``; None if nothing was added."""
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         return sums
 
 
@@ -173,7 +177,8 @@ def _add_by_source(
     by_source: Tensor, batch: Mapping[str, Any], losses: Tensor, weights: Tensor, times: Tensor
 ) -> None:
     """Add Σ w · loss, Σ w and trained tokens of each source to `by_source`, in place."""
-    ids, losses = batch[SOURCE_IDS], losses.flatten()
+    ids = batch[SOURCE_IDS]
+    losses = losses.flatten()
     if SOURCE_PLACES in batch:  # documents of several sources may train one target
         weights, times = batch[SOURCE_WEIGHTS]
         losses = losses[batch[SOURCE_PLACES][0] - 1]

@@ -63,7 +63,8 @@ def balanced_order(
             bins = half.reshape(number, -1, size)
             places = np.tile(np.arange(bins.shape[1]), (number, 1))
             windows.append((*_by_cost(bins, costs, excess), rng.permuted(places, axis=1)))
-    lowest, limit = _unevenness(best, costs), FAIR * _variation(best, tokens, documents)
+    lowest = _unevenness(best, costs)
+    limit = FAIR * _variation(best, tokens, documents)
     for num_costly in sorted({round(share * size) for share in SHARES} - {0}):
         if lowest <= EVEN:
             break
@@ -192,7 +193,8 @@ def excess_of_parts(
     num_groups = int(group.max()) + 1
     tokens = np.bincount(group * number + part_of, lengths, num_groups * number)
     tokens = tokens.reshape(num_groups, number)
-    total, of_parts = lengths.sum(dtype=np.int64), tokens.sum(0)
+    total = lengths.sum(dtype=np.int64)
+    of_parts = tokens.sum(0)
     shares = np.bincount(group, lengths)[:, None] / total
     of_sources = (tokens - shares * of_parts) / np.sqrt(shares)
     of_documents = of_parts - total // len(lengths) * np.bincount(part_of, minlength=number)
@@ -213,7 +215,8 @@ def exchange_between_steps(
         keys: integers; only two of equal keys change places, so ranks wait no longer.
         rng: draws the steps and elements that are compared.
     """
-    num_steps, nobody = -(-len(order) // size), len(keys)
+    num_steps = -(-len(order) // size)
+    nobody = len(keys)
     if min(num_steps, size) < 2 or not len(excess):
         return order
     # The last step may be shorter; the places that it lacks are filled, and never exchanged.
@@ -223,7 +226,8 @@ def exchange_between_steps(
     excess = np.pad(excess, ((0, 0), (0, 1)))
     keys = np.append(keys, keys.max() + 1)
     steps = np.take_along_axis(steps, np.argsort(keys[steps], axis=1, kind="stable"), 1)
-    sums, half = excess[:, steps].sum(2), num_steps // 2
+    sums = excess[:, steps].sum(2)
+    half = num_steps // 2
     for turn in range(_ROUNDS):
         # Steps with too little of a source exchange with those that have too much.
         by_sum = np.argsort(sums[turn % len(sums)], kind="stable")

@@ -199,7 +199,9 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
                 if not runs[space]:
                     del spaces[at], runs[space]
             else:
-                space, first, number = capacity, num_bins, -(-count // (capacity // length))
+                space = capacity
+                first = num_bins
+                number = -(-count // (capacity // length))
                 num_bins += number
             # No other space lies in [length, space), so after one document the bin is still the
             # tightest fit for the next one. It takes as many as it holds, then the next bin does.
@@ -215,7 +217,9 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 def numbered_by_jumps(next_starts: np.ndarray) -> np.ndarray:
     """Return the part of each element, ``(N,)``, where a part that starts at i ends before [i]."""
-    jump, start, starts = next_starts.data, 0, []
+    jump = next_starts.data
+    start = 0
+    starts = []
     while start < len(jump):
         starts.append(start)
         start = jump[start]

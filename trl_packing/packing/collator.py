@@ -105,7 +105,8 @@ class StaticShapes:
         missing = -num_tokens % self.num_tokens if num_tokens else self.num_tokens
         full, left = divmod(missing, self.longest_tail)
         padding = [self.longest_tail] * full + [left] * bool(left)
-        held, needed = self.num_documents, num_documents + len(padding)
+        held = self.num_documents
+        needed = num_documents + len(padding)
         while held <= needed:
             held *= 2
         return [0] * (held - needed) + padding
@@ -182,7 +183,8 @@ class PackedCollator:
         masked = [len(document["input_ids"]) for document in blanks]
         blank = sum(masked)
         masked += self._masked_documents(len(real + masked), sum(real + masked))
-        lengths, tail = real + masked, sum(masked)
+        lengths = real + masked
+        tail = sum(masked)
         padding = np.full(tail - blank, self.pad_token_id, dtype=np.int64)
         tokens = [*input_ids, *(document["input_ids"] for document in blanks), padding]
         seq_lengths = torch.tensor(lengths, dtype=torch.int64)

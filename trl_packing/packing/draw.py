@@ -141,7 +141,8 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
     Raises:
         ValueError: there is no such column, or it does not hold numbers.
     """
-    name, dataset = column_of(curriculum), documents.dataset
+    name = column_of(curriculum)
+    dataset = documents.dataset
     if name == LENGTH:
         return documents.lengths()
     stored = np.full(len(dataset.data), "")
@@ -177,7 +178,8 @@ def stages_of(
         >>> stages_of(np.array([3, 9, 4, 1]), np.array([5, 5, 5, 5]), capacity=None).tolist()
         [16, 48, 32, 0]
     """
-    tokens, most = int(lengths.sum()), _MOST_STAGES
+    tokens = int(lengths.sum())
+    most = _MOST_STAGES
     if capacity is not None:
         most = min(most, max(tokens // (capacity * _BINS_OF_A_STAGE), 2))
     drawn = np.random.default_rng(seed).permutation(len(numbers))

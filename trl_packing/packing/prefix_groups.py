@@ -92,7 +92,8 @@ def group_documents(
         capacity: computed tokens that a group may have; a longer document is a group of its own.
         most: documents that a group may have.
     """
-    number, of_order = len(lengths), lengths[index.order].astype(np.int64)
+    number = len(lengths)
+    of_order = lengths[index.order].astype(np.int64)
     order, sets = _clusters(index.common.astype(np.int64), of_order, capacity, most)
     documents = index.order[order]
     # Clusters fill groups in this order, until the next one does not fit or is of another family.
@@ -132,13 +133,15 @@ def _clusters(
         Their order, ``(N,)``; and for each, the number of the set linked to it in the first search,
         and of its cluster, ``(N, 2)``.
     """
-    rng, order = np.random.default_rng(0), np.arange(len(common))
+    rng = np.random.default_rng(0)
+    order = np.arange(len(common))
     depths = np.append(0, shared_depths(common[1:], lengths[:-1]))
     own = np.concatenate([[0], np.cumsum(lengths - depths)])
     keys = np.concatenate([[0], np.cumsum(lengths)])
     starts_family, starts_cluster = np.zeros((2, len(common)), bool)
     places = order  # in `order` of documents that are in no cluster yet, set by set
-    sets, base = np.zeros(len(common), np.int64), _background(common, lengths)
+    sets = np.zeros(len(common), np.int64)
+    base = _background(common, lengths)
     level = 0
     while len(places):  # the background of a set grows in each search
         documents = order[places]
@@ -148,7 +151,8 @@ def _clusters(
         is_linked = (beyond >= MIN_SHARED) & (beyond * _SUBSTANTIAL >= shorter)
         is_linked &= sets[1:] == sets[:-1]
         firsts = np.flatnonzero(np.append(True, ~is_linked))
-        sizes, first = np.diff(firsts, append=len(places)), documents[firsts]
+        sizes = np.diff(firsts, append=len(places))
+        first = documents[firsts]
         # The first document of a cluster shares with nobody.
         tokens = own[first + sizes] - own[first] + depths[first]
         held = keys[first + sizes] - keys[first]
@@ -164,8 +168,11 @@ def _clusters(
         if not level:
             starts_family[firsts] = True
         starts_cluster[firsts[fits]] = True
-        places, sizes, level = places[np.repeat(~fits, sizes)], sizes[~fits], level + 1
-        sets, start = np.repeat(np.arange(len(sizes)), sizes), np.cumsum(sizes) - sizes
+        places = places[np.repeat(~fits, sizes)]
+        sizes = sizes[~fits]
+        level = level + 1
+        sets = np.repeat(np.arange(len(sizes)), sizes)
+        start = np.cumsum(sizes) - sizes
         shared = common[order[places]]
         shared[start] = lengths[order[places[start]]]
         base = np.minimum.reduceat(shared, start)[sets]

@@ -58,7 +58,8 @@ class PrefixIndex:
         """Return the index of documents in memory, such as a window of a stream."""
         ids = [np.asarray(document["input_ids"]) for document in documents]
         labels = [document_labels(x, y) for x, y in zip(documents, ids, strict=True)]
-        offsets, empty = np.cumsum([0, *map(len, ids)]), np.zeros(0, np.int64)
+        offsets = np.cumsum([0, *map(len, ids)])
+        empty = np.zeros(0, np.int64)
         tokens = np.concatenate([empty, *ids]).astype(np.int64)
         index = cls(*prefix_order([(tokens, offsets)], np.arange(len(ids))))
         if _is_any_own(tokens, np.concatenate([empty, *labels]), offsets):
@@ -119,7 +120,8 @@ def range_minima(values: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> n
         [2, 7]
     """
     exponents = np.frexp(stops - starts)[1] - 1
-    minima, width = np.empty(len(starts), values.dtype), 1
+    minima = np.empty(len(starts), values.dtype)
+    width = 1
     for exponent in range(exponents.max(initial=-1) + 1):
         at = np.flatnonzero(exponents == exponent)
         minima[at] = np.minimum(values[starts[at]], values[stops[at] - width])
@@ -158,11 +160,14 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
     rank = np.empty(len(strings), np.int64)
     rank[pc.sort_indices(strings).to_numpy()] = np.arange(len(strings))
     order = np.argsort(rank[stored], kind="stable")
-    rows, common = stored[order], np.zeros(len(stored), np.int32)
+    rows = stored[order]
+    common = np.zeros(len(stored), np.int32)
     lengths = np.concatenate([*(np.diff(offsets) for _, offsets in chunks), np.zeros(0, int)])[rows]
     first_row = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
     for start in range(1, len(rows), _AT_ONCE):
-        at, depth, width = np.arange(start, min(start + _AT_ONCE, len(rows))), 0, _NARROW
+        at = np.arange(start, min(start + _AT_ONCE, len(rows)))
+        depth = 0
+        width = _NARROW
         while len(at):
             # Most documents are compared with both neighbors: their tokens are read once.
             needed = np.sort(np.append(at, at[np.diff(at, prepend=-1) != 1] - 1))
@@ -172,7 +177,9 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
             differs = (block[place] != block[place - 1]) | (np.arange(width) >= left)
             ends = differs.any(1)
             common[at] = depth + np.where(ends, differs.argmax(1), width)
-            at, depth, width = at[~ends], depth + width, min(2 * width, _WIDE)
+            at = at[~ends]
+            depth = depth + width
+            width = min(2 * width, _WIDE)
     return order, common
 
 

@@ -77,7 +77,8 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
     keys = [document.astype(">i8").tobytes() for document in documents]
     order = np.array(sorted(range(len(documents)), key=keys.__getitem__), np.int64)
     offsets = np.cumsum([0, *map(len, documents)])
-    lengths, common = np.diff(offsets)[order], [0]
+    lengths = np.diff(offsets)[order]
+    common = [0]
     for before, document in pairwise(documents[i] for i in order):
         length = min(len(before), len(document))
         common.append(int(np.append(before[:length] != document[:length], True).argmax()))
@@ -85,8 +86,11 @@ def build_prefix_tree(documents: Sequence[np.ndarray], *, min_shared: int = 1) -
     starts = np.append(0, np.cumsum(lengths - depths))
     # The rows of each document, run by run, and those of its tokens as targets.
     path = np.zeros(lengths.max(initial=0), np.int64)
-    target, targets = path.copy(), np.empty(offsets[-1], np.int64)
-    paths, branches, before = [], [], 0
+    target = path.copy()
+    targets = np.empty(offsets[-1], np.int64)
+    paths = []
+    branches = []
+    before = 0
     runs = zip(order.tolist(), lengths.tolist(), depths.tolist(), starts.tolist(), strict=False)
     for document, length, depth, start in runs:
         if depth:
@@ -167,7 +171,8 @@ def share_prefixes(
 
 def tree_of_row(flat: Mapping[str, np.ndarray], lengths: Sequence[int]) -> PrefixTree | None:
     """Return the tree of the documents of a row; arguments and None as of `share_prefixes`."""
-    labels, ids = flat["labels"], np.split(flat["input_ids"], np.cumsum(lengths)[:-1])
+    labels = flat["labels"]
+    ids = np.split(flat["input_ids"], np.cumsum(lengths)[:-1])
     # A quick look: rows without common prefixes end here.
     if len({document[:MIN_SHARED].tobytes() for document in ids}) == len(ids):
         return None

@@ -51,7 +51,8 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
         # gives its own to the other, which has room for the difference if the lower one had it.
         fits = (np.diff(heads) <= room[bins[:-1]]) & (bins[:-1] != bins[1:])
         # A bin is in one exchange at most; those without a partner look for another one.
-        lower, found = rng.permutation(np.flatnonzero(fits)), []
+        lower = rng.permutation(np.flatnonzero(fits))
+        found = []
         is_free = np.ones(num_bins, dtype=bool)
         last_claim = np.empty(num_bins, dtype=lower.dtype)
         for _ in range(_MATCHINGS):
@@ -68,7 +69,8 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
         partner = np.arange(num_bins, dtype=bin_of.dtype)
         partner[one], partner[other] = other, one
         tails = stops.copy()  # where each tail starts
-        tails[one], tails[other] = cuts[matched] + 1, cuts[matched + 1] + 1
+        tails[one] = cuts[matched] + 1
+        tails[other] = cuts[matched + 1] + 1
         is_tail = np.arange(len(sizes)) >= np.repeat(tails, np.diff(stops, prepend=0))
         bin_of[order[is_tail]] = np.repeat(partner, stops - tails)
 

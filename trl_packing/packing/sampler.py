@@ -129,7 +129,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def __post_init__(self) -> None:
         self.lengths = np.asarray(self.lengths)
         self.sampling = self.sampling if self.shuffle else "sequential"
-        self.epoch, self.slots = 0, self.num_ranks * self.accumulation  # micro-batches of a step
+        self.epoch = 0
+        self.slots = self.num_ranks * self.accumulation  # micro-batches of a step
         self.num_drawn = len(self.lengths) if self.draw is None else len(self.draw)
         multiple = 1  # an epoch leaves out the documents beyond a multiple of it
         if self.drop_last and self.documents_per_step:  # those that a padded loader drops together
@@ -200,7 +201,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         """Return the mean number of `groups` with a document in a step; None without groups."""
         if self.groups is None:
             return None
-        drawn, ends = self.drawn(), self.drawn().step_ends
+        drawn = self.drawn()
+        ends = self.drawn().step_ends
         step = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         pairs = step * len(self.groups.tokens) + self.groups.numbers[drawn.places]
         return len(np.unique(pairs)) / len(ends)
@@ -240,7 +242,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _pack_epoch(self, epoch: int) -> PackingPlan:
         if self.rows:
-            every, longest = np.arange(len(self.lengths)), int(self.lengths.max(initial=0))
+            every = np.arange(len(self.lengths))
+            longest = int(self.lengths.max(initial=0))
             return plan_of(every, np.ones_like(every), self.lengths, longest)
         seed = (self.seed, epoch) if self.shuffle else None
         if self.groups is not None:
@@ -268,7 +271,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _pack(self, documents: np.ndarray | slice, seed: Sequence[int] | None) -> PackingPlan:
         """Return the bins of some documents, which it counts from 0 as they are given."""
-        lengths, loads, capacity = self.lengths[documents], self.loads, self.capacity or 0
+        lengths = self.lengths[documents]
+        loads = self.loads
+        capacity = self.capacity or 0
         if loads is None or loads.most_patches is None:
             return pack(lengths, capacity, self.strategy, seed)
         # A document takes the larger one of its shares of a bin's tokens and patches.
@@ -302,7 +307,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         `costs` are integers, (bins,).
         """
         rng = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None
-        slots, documents = self.slots, np.diff(bins.offsets)
+        slots = self.slots
+        documents = np.diff(bins.offsets)
         size = slots * self.bins_per_batch
         order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
         num_full = len(order) - len(order) % size
@@ -314,7 +320,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
             steps = stages[order[:num_full]].reshape(-1, size)
             is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
             cuts = [0, *((np.flatnonzero(is_other) + 1) * size).tolist(), num_full]
-        full, left = order[:num_full].reshape(-1, slots, self.bins_per_batch), order[num_full:]
+        full = order[:num_full].reshape(-1, slots, self.bins_per_batch)
+        left = order[num_full:]
         if rng is None or not len(full):
             return full, left
         parts = []
@@ -342,7 +349,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _steps_of_documents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, step by step, and the ends of micro-batches."""
-        lengths, per_step = self.at_places(self.lengths), self.documents_per_step or 1
+        lengths = self.at_places(self.lengths)
+        per_step = self.documents_per_step or 1
         per_rank = max(per_step // self.num_ranks, 1)
         order = document_order(self.sampling, lengths, self.seed, self.epoch, per_rank)
         order = order[: self.num_used]
@@ -352,7 +360,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
             per_batch = max(per_step // self.slots, 1)
             return order, padded_batches(len(order), per_batch, self.num_ranks)
         costs = lengths + self.attention_cost * lengths.astype(float) ** 2
-        num_full, parts, sizes = len(order) // per_step * per_step, [], []
+        num_full = len(order) // per_step * per_step
+        parts = []
+        sizes = []
         for steps in (order[:num_full].reshape(-1, per_step), order[num_full:][None]):
             if steps.size:
                 of_rank = -(-steps.shape[1] * self.accumulation // per_step)

@@ -168,7 +168,9 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def stat(self) -> None:
         """Print the number of documents and rows, their mean tokens, and the utilization."""
-        documents, rows, tokens = len(self.lengths), len(self), int(self.lengths.sum())
+        documents = len(self.lengths)
+        rows = len(self)
+        tokens = int(self.lengths.sum())
         print(
             f"Number of sequences: {documents:,} documents -> {rows:,} rows of {self.pack_len:,}\n"
             f"Average effective length: {tokens / documents:,.1f} -> {tokens / rows:,.1f} tokens "

@@ -145,7 +145,8 @@ def _check_model(model: Any, base: Any) -> None:
 @torch.no_grad()
 def _check_loss(model: Any, base: Any) -> None:
     """Raise ValueError if the native loss of `model` is not that of the next token."""
-    drawn, device = random_tokens(base, np.random.default_rng(0)), next(model.parameters()).device
+    drawn = random_tokens(base, np.random.default_rng(0))
+    device = next(model.parameters()).device
     ids = torch.from_numpy(drawn(_NUM_TOKENS))[None].to(device)
     batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if requires(base, "position_ids"):
@@ -206,7 +207,9 @@ class EnabledPacking:
     def _ensure_isolation(self, model: Any, batch: dict[str, Any]) -> None:
         """Check what no earlier call has: another device, precision, mode or length."""
         scale_noise_by_document(model)  # Trainer registers its hook when it trains
-        guard, documents, longest = self.guard, self.documents, int(batch["max_length_q"])
+        guard = self.guard
+        documents = self.documents
+        longest = int(batch["max_length_q"])
         constants = length_constants(model) if longest > self.reach else []
         crosses = any(self.reach <= c < longest for c in constants)
         mode: dict[str, Any] = {"training": model.training, "precision": _precision(model)}
@@ -234,7 +237,8 @@ class EnabledPacking:
 def _run_with_packed_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
     """Run `forward` without labels, and put the loss into its output."""
     others = {k: v for k, v in call.items() if k not in ("labels", "num_items_in_batch")}
-    output, labels = forward(**others), call.get("labels")
+    output = forward(**others)
+    labels = call.get("labels")
     if labels is None:
         return output
     loss = next_token_loss(output.logits, labels, call.get("num_items_in_batch"))
@@ -253,7 +257,8 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
     is_longer = torch.is_tensor(mask) and ids is not None and mask.shape[-1] != ids.shape[-1]
     if ids is None or call.get("past_key_values") is not None or is_longer:
         raise ValueError(_VIRTUAL_TOKENS)
-    labels, starts = call.get("labels"), np.cumsum(lengths) - lengths
+    labels = call.get("labels")
+    starts = np.cumsum(lengths) - lengths
     if labels is not None and (labels[0, starts.tolist()] != IGNORE_INDEX).any():
         raise ValueError(
             "the first token of a packed document has a label, which the document before it would "

@@ -47,7 +47,8 @@ class Side(NamedTuple):
         """Yield the documents of each row of the data set, with the weights of their tokens."""
         run = self.run.with_row_numbers().with_settings(shuffle_dataset=False)
         dataset = documents_by_trl(run) if self.by_trl else run.documents()[0]
-        documents, numbers = documents_of(dataset, None), numbers_of(dataset)
+        documents = documents_of(dataset, None)
+        numbers = numbers_of(dataset)
         order = np.argsort(numbers, kind="stable")
         bounds = np.searchsorted(numbers[order], np.arange(run.num_rows + 1))
         for start, stop in pairwise(bounds.tolist()):
@@ -104,10 +105,13 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
     Raises:
         ValueError: the sides have different rows, or one of them cannot be prepared.
     """
-    sides, rows, others = (first, second), first.run.num_rows, second.run.num_rows
+    sides = (first, second)
+    rows = first.run.num_rows
+    others = second.run.num_rows
     if rows != others:
         raise ValueError(f"{first.name} has {rows:,} rows and {second.name} has {others:,}")
-    counts, differences = dict.fromkeys((EQUAL, DROPPED, *COLUMNS), 0), []
+    counts = dict.fromkeys((EQUAL, DROPPED, *COLUMNS), 0)
+    differences = []
     for row, both in enumerate(zip(first.rows(), second.rows(), strict=True)):
         kind = _kind(*both)
         counts[kind] += 1

@@ -87,7 +87,8 @@ def compare(records: Sequence[RunRecord]) -> dict[str, Any]:
         places = [[getattr(point, axis) for point in r.points("loss")] for r in records]
         known = [[place for place in run if place is not None] for run in places]
         if all(known):
-            over, at = axis, min(map(max, known))
+            over = axis
+            at = min(map(max, known))
     logged = dict.fromkeys(name for record in records for name in record.series)
     losses = [name for name in logged if name == "loss" or is_eval_loss(name)]
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
@@ -152,7 +153,8 @@ def comparison_text(found: dict[str, Any]) -> str:
     parts = []
     for head, rows in tables(found):
         (title, *runs), *lines = [[escape_hidden(c) for c in row] for row in (head, *rows)]
-        cells, names = [line[1:] for line in lines], [line[0] for line in lines]
+        cells = [line[1:] for line in lines]
+        names = [line[0] for line in lines]
         table = pd.DataFrame(cells, names, pd.Index(runs, name=title))
         parts.append(table.to_string(max_colwidth=28) if rows else f"{title}: none")
     return "\n\n".join([*parts, *(f"- {escape_hidden(note)}" for note in found["notes"])])

@@ -186,7 +186,8 @@ def _in_dtype(tiny: Any, name: str, dtype: torch.dtype) -> Any:
 
 
 def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
-    statuses, findings = {"chosen": "ok", "error": "note", "differs": "note"}, []
+    statuses = {"chosen": "ok", "error": "note", "differs": "note"}
+    findings = []
     for name, (verdict, text) in trials.items():
         status = statuses.get(verdict, "ok" if name == PREFIXES else "-")
         findings.append(Finding(status, name, verdict + f": {text}" * bool(text)))
@@ -205,7 +206,8 @@ _INSTALL = {
 
 def advice(trials: Mapping[str, Trial], capability: tuple[int, int] | None) -> str:
     """Return what to install to be faster on a GPU of CUDA's `capability`, or why nothing is."""
-    chosen, oldest = chosen_of(trials), "flash_attention_2"
+    chosen = chosen_of(trials)
+    oldest = "flash_attention_2"
     if capability is None or capability < (8, 0):
         return "nothing to install: flash-attn and varlen need an NVIDIA GPU from sm80 (A100)"
     best = flash_attn.versions_for(capability)[0]

@@ -70,7 +70,9 @@ def check_place(out: Path) -> None:
 
 def _write(call: TrainerCall, result: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Prepare all sets of a run, write them and their manifest into `result`; return that."""
-    started, sets, run = perf_counter(), _sets_of(call), PreviewedRun.from_call(call)
+    started = perf_counter()
+    sets = _sets_of(call)
+    run = PreviewedRun.from_call(call)
     manifest = {
         FORMAT_KEY: FORMAT,
         "versions": {package: version(package) for package in _PACKAGES},
@@ -116,7 +118,8 @@ def _write_set(name: str, rows: Dataset, run: PreviewedRun, result: Path) -> dic
     settings["completion_only_loss"] = rules.row_format.completion_only
     documents, counts = prepare(rows, rules, formatting_func=formatting_func, name=name)
     assert isinstance(documents, Dataset)
-    present, named = documents.column_names, PackingOptions.of(args).named_columns()
+    present = documents.column_names
+    named = PackingOptions.of(args).named_columns()
     packed = [SEQ_LENGTHS] if SEQ_LENGTHS in present else []
     kept = [*token_columns(present), *document_columns(present, named), *packed]
     documents.select_columns(kept).save_to_disk(result / folder_of(name))

@@ -111,7 +111,9 @@ class PreviewedRun:
         sets_of_rows = (dict, Dataset, IterableDataset)
         if not isinstance(args, SFTConfig) or not isinstance(given, sets_of_rows):
             raise ValueError("only a run with args and a train_dataset of datasets can be shown")
-        options, images, model = PackingOptions.of(args), RunImages(), call.model
+        options = PackingOptions.of(args)
+        images = RunImages()
+        model = call.model
         sets = source_sets(given, args, collator) or {"train": given}
         first = next(iter(sets.values()))
         check_arguments(args, first)
@@ -148,7 +150,8 @@ class PreviewedRun:
             by_trl=_refuse,
             labeler=labeler,
         )
-        dataset, is_stream = loaded if isinstance(given, dict) else rows, rows is not first
+        dataset = loaded if isinstance(given, dict) else rows
+        is_stream = rows is not first
         return cls(call, args, dataset, rules, is_stream, template, images)
 
     @property
@@ -334,7 +337,8 @@ def trace_documents(run: PreviewedRun) -> TracedDocuments:
         lengths = ArrowDocuments(dataset, ["input_ids"]).lengths()
         return TracedDocuments(dataset.remove_columns(ROW), counts, numbers_of(dataset), lengths)
     documents: Any = whole.documents
-    rows, uncut = numbers_of(documents), ArrowDocuments(documents, ["input_ids"]).lengths()
+    rows = numbers_of(documents)
+    uncut = ArrowDocuments(documents, ["input_ids"]).lengths()
     documents = documents.remove_columns(ROW).add_column(ROW, np.arange(len(rows)))
     fitted, counts = fit_documents(whole._replace(documents=documents), numbered.preparation)
     numbers = numbers_of(fitted)

@@ -161,7 +161,8 @@ class PackedEpoch:
                 "a page shows the rows of documents that an epoch packs once: of no stream, no "
                 "mixture, and no packed rows; leave --html out"
             )
-        collator, eos = collator_of(run), run.preparation.eos
+        collator = collator_of(run)
+        eos = run.preparation.eos
         trains = documents.num_trained() > 0
         of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
         has_weight = of_document > 0
@@ -195,7 +196,8 @@ class PackedEpoch:
 
     def rows(self, micro_batches: Iterable[int]) -> Iterator[PackedRow]:
         """Yield the rows of micro-batches of the sampler's epoch, in order."""
-        of_epoch, bins = self.sampler.micro_batches(), self.group_of_documents(self.bins())
+        of_epoch = self.sampler.micro_batches()
+        bins = self.group_of_documents(self.bins())
         for number in micro_batches:
             yield from self._rows_of(number, of_epoch[number], bins)
 
@@ -215,7 +217,8 @@ class PackedEpoch:
             tree = tree_of_row(tokens, [document.stop - document.start for document in real])
         if tree is not None:
             found = [real[at] for at in tree.order]
-            batch, segments = self.collator(documents), segments_of(tree)
+            batch = self.collator(documents)
+            segments = segments_of(tree)
             yield PackedRow(number, 0, batch, tuple(found), apart, segments)
             return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
@@ -235,7 +238,8 @@ class PackedEpoch:
 
 def collator_of(run: PreviewedRun) -> PackedCollator:
     """Return the collator of a run, without the pixels of its images."""
-    args, options = run.args, PackingOptions.of(run.args)
+    args = run.args
+    options = PackingOptions.of(run.args)
     given = run.call.data_collator
     multiple = args.pad_to_multiple_of or getattr(given, "pad_to_multiple_of", None)
     collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)

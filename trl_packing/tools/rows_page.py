@@ -114,7 +114,8 @@ def _row_data(
 
     At most `most` tokens are shown, and their texts get numbers in `texts`.
     """
-    tokenizer, short = epoch.run.preparation.eos.tokenizer, f"{row.micro_batch + 1:,}"
+    tokenizer = epoch.run.preparation.eos.tokenizer
+    short = f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"
     if row.start or row.stop < row.batch["input_ids"].shape[1]:
         name, short = f"{name}, bin {row.index + 1}", f"{short}.{row.index + 1}"
@@ -159,7 +160,8 @@ def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:
             part = ids[document.start - row.start : document.stop - row.start]
             yield from token_texts(part, tokenizer)
         return
-    every, key_index = row.values("input_ids"), row.batch["key_index"].numpy()
+    every = row.values("input_ids")
+    key_index = row.batch["key_index"].numpy()
     bounds = (pairwise(row.batch[f"cu_seq_lens_{of}"].tolist()) for of in "qk")
     for (first, last), (start, end) in zip(*bounds, strict=True):
         # Text depends on few tokens before it; the keys of a segment end in its own tokens.

@@ -79,7 +79,8 @@ def _line(cells: Sequence[int], color: bool, html: bool) -> str:
     parts = []
     for document, group in groupby(cells):
         sign = "·" if document == _PADDING else _LETTERS[document % len(_LETTERS)]
-        text, (code, rgb) = sign * len([*group]), _HUES[document % len(_HUES)]
+        text = sign * len([*group])
+        (code, rgb) = _HUES[document % len(_HUES)]
         if document != _PADDING and html:
             text = f'<span style="background:{rgb};color:#000">{text}</span>'
         elif document != _PADDING and color:

@@ -68,7 +68,8 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
 
     from trl_packing.trainer import PackedSFTTrainer
 
-    name, folder = Path(script).name, str(Path(script).resolve().parent)
+    name = Path(script).name
+    folder = str(Path(script).resolve().parent)
     signature = inspect.signature(PackedSFTTrainer.__init__)
 
     def stop(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -225,7 +226,8 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl.chat_template_utils import clone_chat_template
 
-    tokenizer, path = copy.deepcopy(tokenizer), args.chat_template_path
+    tokenizer = copy.deepcopy(tokenizer)
+    path = args.chat_template_path
     inner = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer inside a processor
     if args.eos_token is not None:
         inner.eos_token = args.eos_token

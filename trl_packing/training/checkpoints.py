@@ -77,7 +77,8 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
     if not isinstance(asked, (str, Path)):
         return asked
     # An optimizer is a file, one file a rank, or a folder of shards.
-    names, problem = [path.name for path in Path(asked).iterdir()], ""
+    names = [path.name for path in Path(asked).iterdir()]
+    problem = ""
     is_complete = "scheduler.pt" in names and any("optimizer" in name for name in names)
     if MARK in names:
         problem = f"is half-written (it has a file {MARK!r})"

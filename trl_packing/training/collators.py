@@ -115,7 +115,8 @@ class RunCollators:
 
     def _with_shapes(self, bins: int, **of_epoch: int) -> PackedCollator:
         """Return the collator of micro-batches of `bins` bins, all of one shape."""
-        multiple, capacity = self.pad_to_multiple_of or 1, self.trainer.args.max_length
+        multiple = self.pad_to_multiple_of or 1
+        capacity = self.trainer.args.max_length
         num_tokens = -(-capacity * bins // multiple) * multiple
         of_epoch = {"longest": capacity} | of_epoch
         shapes = StaticShapes.for_model(self.guard.base_model, num_tokens, **of_epoch)

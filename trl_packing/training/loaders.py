@@ -192,7 +192,8 @@ class PackedLoaders:
         dataset = self._planned_for(dataset)
         self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
         self.epochs.set_stream(None)
-        sources, self.room = training_sources(dataset, options), None
+        sources = training_sources(dataset, options)
+        self.room = None
         self.meter.set_sources(() if sources is None else sources.names)
         self.isolation.decide_on_groups()
         if isinstance(dataset, IterableDataset):
@@ -221,7 +222,8 @@ class PackedLoaders:
 
     def _planned_for(self, dataset: Any) -> Any:
         """Return the documents of the training set; plan another set or batch size anew."""
-        report, is_new = self.isolation.report, dataset is not self._planned
+        report = self.isolation.report
+        is_new = dataset is not self._planned
         if is_new:
             self.trainer.train_dataset = self._planned = self.data.prepare_again(dataset)
         # `auto_find_batch_size` changes the size of micro-batches.
@@ -251,7 +253,9 @@ class PackedLoaders:
             sampler_of: TRL's or a user's method.
             name: of the set.
         """
-        trainer, isolation, is_test = self.trainer, self.isolation, name == "test"
+        trainer = self.trainer
+        isolation = self.isolation
+        is_test = name == "test"
         if trainer._skip_prepare_dataset:  # TRL knows only its own collator
             self.data.check_nothing_is_skipped([dataset])
             trainer._reject_skip_prepare_without_labels({name: dataset}, self.collators.padded)
@@ -259,14 +263,16 @@ class PackedLoaders:
             dataset = self.data.prepare_later(dataset, name)
         # Callers that ask for logits expect a row for each document, of which none can leak.
         asks = not trainer.args.prediction_loss_only if is_test else trainer.compute_metrics
-        padded, limits = bool(asks), isolation.guard.limits
+        padded = bool(asks)
+        limits = isolation.guard.limits
         limits.check(dataset, name)
         with use_attention(trainer.model, isolation.guard.attention):
             if padded:
                 isolation.guard.check_head(trainer.model)
             else:
                 isolation.ensure(trainer.model, dataset, training=False)
-        is_stream, column = isinstance(dataset, IterableDataset), self.options.source_column
+        is_stream = isinstance(dataset, IterableDataset)
+        column = self.options.source_column
         if padded and is_stream:  # the reader of packed streams checks the limits itself
             dataset = dataset.map(limits.checked, with_indices=True)
         if padded and SEQ_LENGTHS in columns_of(dataset):

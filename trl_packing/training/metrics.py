@@ -51,7 +51,8 @@ class ThroughputMeter:
     def set_sources(self, names: tuple[str, ...]) -> None:
         """Count the sources with these names in the next run; no-op if they are the same."""
         if names != self._sources:
-            self._sources, self.trained.num_sources = names, len(names)
+            self._sources = names
+            self.trained.num_sources = len(names)
             self.trained.take()
             self.is_running = False
 
@@ -65,7 +66,9 @@ class ThroughputMeter:
         self._first_step = self._last_step = self.trainer.state.global_step
         self._seconds = self._last_seconds = 0.0
         self._since: float | None = None  # the clock runs
-        self.is_running, self._finished, self._logs = True, None, {}
+        self.is_running = True
+        self._finished = None
+        self._logs = {}
 
     def count(self, batches: Sequence[Any], room: int | None) -> None:
         """Add the micro-batches of a step of this rank.
@@ -78,7 +81,8 @@ class ThroughputMeter:
         counts, of_sources = np.split(self._local[first:], [len(COUNTS)])  # views
         for row in filter(None, map(host_row, batches)):
             lengths = row.lengths
-            tokens, computed = int(lengths.sum()), row.num_tokens
+            tokens = int(lengths.sum())
+            computed = row.num_tokens
             shared = tokens - (computed - row.padding)
             counts += len(lengths), tokens, row.num_trained, room or computed, computed, shared
             if row.sources is not None and self._sources:  # 0 belongs to no source
@@ -101,7 +105,8 @@ class ThroughputMeter:
             return
         if self.trainer._trl_path is None:
             self.add_up()
-        self._seconds, self._since = self.seconds(), None
+        self._seconds = self.seconds()
+        self._since = None
         try:
             yield
         finally:
@@ -117,7 +122,8 @@ class ThroughputMeter:
         self._interval += shared
         self._run += shared
         self._peak_memory = float(rows[:, -1].max())
-        run, means = self._counts(self._run), trainer._metrics["train"]
+        run = self._counts(self._run)
+        means = trainer._metrics["train"]
         # A class of a user may make rows without a CPU copy. TRL would also count the padding.
         tokens = self._tokens_before + int(run["tokens"] if run["room"] else self._run[4])
         if self._interval[5] or means.get("num_tokens"):  # micro-batches were scored
@@ -126,7 +132,8 @@ class ThroughputMeter:
 
     def _gather(self) -> np.ndarray:
         """Return of each rank the vector since the last call, and its peak memory."""
-        args, pending = self.trainer.args, self.trained.take()
+        args = self.trainer.args
+        pending = self.trained.take()
         most = getattr(torch.get_device_module(args.device), "max_memory_allocated", None)
         memory = most(args.device) if most else 0.0  # MPS and CPUs do not know it
         vector = torch.from_numpy(np.append(self._local, memory))
@@ -143,18 +150,21 @@ class ThroughputMeter:
 
     def add_up_before(self, logs: dict[str, float]) -> None:
         """Add up the counts if `logs` are those of an interval, or the last ones of a run."""
-        is_interval, is_end = {"loss", "learning_rate"} <= logs.keys(), "train_runtime" in logs
+        is_interval = {"loss", "learning_rate"} <= logs.keys()
+        is_end = "train_runtime" in logs
         if not self.is_running or not (is_interval or is_end):
             return
         self.add_up()
-        seconds, step = self.seconds(), self.trainer.state.global_step
+        seconds = self.seconds()
+        step = self.trainer.state.global_step
         if is_interval:
             past, steps = seconds - self._last_seconds, step - self._last_step
             self._logs = self._metrics(self._interval, past, steps)
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()
         if is_end:
-            run, found = self._counts(self._run), {"seconds": seconds}
+            run = self._counts(self._run)
+            found = {"seconds": seconds}
             if run["room"]:
                 # transformers would count bins as samples.
                 a_second = run["documents"] / logs["train_runtime"]
@@ -162,7 +172,8 @@ class ThroughputMeter:
                 found |= {name: run[name] for name in self._counted()}
             found |= self._metrics(self._run, seconds, step - self._first_step)
             self._logs = {f"train_{name}": value for name, value in found.items()}
-            self._finished, self.is_running = run | {"seconds": seconds}, False
+            self._finished = run | {"seconds": seconds}
+            self.is_running = False
 
     def so_far(self) -> dict[str, float] | None:
         """Return `COUNTS` of all ranks and the seconds of the run, up to the current step.
@@ -177,7 +188,8 @@ class ThroughputMeter:
 
     def take_logs(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return what the log that is written now shows of the interval, and all of it."""
-        measured, self._logs = self._logs, {}
+        measured = self._logs
+        self._logs = {}
         names = (*_SHOWN, *(f"loss_{name}" for name in self._sources))
         shown = {n: x for n, x in measured.items() if n in names or n.startswith("train_")}
         return shown, measured
@@ -222,7 +234,8 @@ class ThroughputMeter:
 
     def _write_token_means(self) -> None:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
-        trainer, sums = self.trainer, self._interval[:NUM_SUMS].tolist()
+        trainer = self.trainer
+        sums = self._interval[:NUM_SUMS].tolist()
         write_means(trainer._metrics["train"], sums, balances=trainer.aux_loss_enabled)
         if sums[2] and not sums[6]:
             logger.warning(

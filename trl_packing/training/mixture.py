@@ -59,9 +59,11 @@ class Mixture:
     def shares(self, documents: ArrowDocuments) -> tuple[SourceShare, ...]:
         """Return what the first epoch draws of each source."""
         names, held, ids = self.sources.names, self.sources.num_documents, self.sources.ids
-        drawn, counts = np.arange(len(ids)), held
+        drawn = np.arange(len(ids))
+        counts = held
         if self.draw is not None:
-            drawn, counts = self.draw.documents(0), self.draw.counts
+            drawn = self.draw.documents(0)
+            counts = self.draw.counts
         values = (documents.lengths(), documents.num_trained())
         sums = [np.bincount(ids[drawn], each[drawn], len(names)) for each in values]
         numbers = np.stack([held, counts, *sums]).astype(np.int64).T.tolist()
@@ -73,7 +75,8 @@ def training_sources(dataset: Any, options: PackingOptions) -> Sources | None:
 
     The column of a mixture takes precedence over `source_column`. Of streams, only names are known.
     """
-    columns, none = columns_of(dataset), np.zeros(0, np.int64)
+    columns = columns_of(dataset)
+    none = np.zeros(0, np.int64)
     if isinstance(dataset, IterableDataset):
         mixture: Any = options.mixture if SOURCE in columns else {}
         names = tuple(name for name, share in mixture.items() if share.get("weight"))
@@ -120,7 +123,8 @@ def _documents_an_epoch(
         )
     epochs = np.array([shares.get(name, {}).get("epochs", 1.0) for name in names], float)
     weights = np.array([shares.get(name, {}).get("weight", np.nan) for name in names], float)
-    is_weighed, units = ~np.isnan(weights), sizes
+    is_weighed = ~np.isnan(weights)
+    units = sizes
     if unit != "documents":
         values = documents.lengths() if unit == "tokens" else documents.num_trained()
         units = np.bincount(sources.ids, values, minlength=len(names))

@@ -41,8 +41,11 @@ class PrefixSharing:
     def __init__(
         self, trainer: SFTTrainer, collators: RunCollators, *, loss_is_ours: Callable[[], bool]
     ):
-        self.trainer, self.guard, self.collators = trainer, collators.guard, collators
-        self.mode, self.loss_is_ours = collators.options.prefix_sharing, loss_is_ours
+        self.trainer = trainer
+        self.guard = collators.guard
+        self.collators = collators
+        self.mode = collators.options.prefix_sharing
+        self.loss_is_ours = loss_is_ours
         collators.sampling.draws_groups = self.draws_groups
         self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode of the model
 
@@ -65,7 +68,8 @@ class PrefixSharing:
         # Bins of groups hold the tokens of shared rows.
         shares = self.mode == "group" or (self.mode == "bin" and pays)
         if shares:
-            reason, key = self._why_not(training), (self.guard.attention.backend, training)
+            reason = self._why_not(training)
+            key = (self.guard.attention.backend, training)
             if reason is None and key not in self._failures:
                 self._failures[key] = self._failure(model, documents, training)
             reason = reason or self._failures[key]
@@ -174,7 +178,8 @@ def prefix_savings(
     if sampler.rows:  # several documents each, which are not known here
         return PrefixSavings(sharing)
     total = len(sampler) * sampler.num_ranks  # micro-batches
-    tokens, number = int(sampler.lengths.sum()), len(documents)
+    tokens = int(sampler.lengths.sum())
+    number = len(documents)
     most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // number)
     batches = sampler.micro_batches(max(most, _FEWEST_BATCHES))
     looked_at = documents.__getitems__(np.concatenate(batches))

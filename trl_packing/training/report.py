@@ -150,7 +150,8 @@ class PackingReport:
         )
 
     def _rows(self) -> list[Line]:
-        rows, constant = [("micro-batch", self.micro_batch)], self.tokens_per_micro_batch or 0
+        rows = [("micro-batch", self.micro_batch)]
+        constant = self.tokens_per_micro_batch or 0
         if self.utilization is not None:
             bins = f"{quantity(self.bins or 0, 'bin')} of {self.capacity:,} tokens"
             rows = [("packed into", f"{bins} · {self.utilization:.2%} filled")]
@@ -175,7 +176,9 @@ class PackingReport:
 
     def _padded(self) -> list[Line]:
         """Return the steps of a padded run, how to keep them, and a warning for few steps."""
-        steps, padded, lines = self.steps_per_epoch, self.padded_steps, []
+        steps = self.steps_per_epoch
+        padded = self.padded_steps
+        lines = []
         size = self.padded_documents_per_step
         if steps and padded and size and steps != padded:
             keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
@@ -261,7 +264,8 @@ _LABEL = 13  # columns of a label and the space behind it
 
 def as_text(lines: Sequence[Line]) -> str:
     """Return `lines` between two rules; long ones continue under their text."""
-    columns, wrapped = min(max(shutil.get_terminal_size((100, 24)).columns, 50), 100), []
+    columns = min(max(shutil.get_terminal_size((100, 24)).columns, 50), 100)
+    wrapped = []
     options: Any = {"subsequent_indent": " " * _LABEL, "break_on_hyphens": False}
     for label, text in lines:
         wrapped += textwrap.wrap(f"{label:<{_LABEL}}{escape_hidden(text)}", columns, **options)
@@ -290,12 +294,15 @@ def report_of(
         ValueError: documents_per_step is set for a stream.
     """
     args, options, mixture = sampling.args, sampling.options, sampling.mixture
-    ranks, accumulation = sampling.ranks[0], args.gradient_accumulation_steps
+    ranks = sampling.ranks[0]
+    accumulation = args.gradient_accumulation_steps
     batch_size = sampling.batch_size
-    is_planned, size = isinstance(sampler, PackedBatchSampler), float(batch_size)
+    is_planned = isinstance(sampler, PackedBatchSampler)
+    size = float(batch_size)
     by_bins = sampling.packing if documents is None else is_planned
     if is_planned and sampler.documents_per_step is not None:
-        by_bins, size = False, sampler.documents_per_step / (ranks * accumulation)
+        by_bins = False
+        size = sampler.documents_per_step / (ranks * accumulation)
     report = PackingReport(
         ranks=ranks,
         accumulation=accumulation,
@@ -311,10 +318,14 @@ def report_of(
             named = f"documents_per_step={options.documents_per_step}"
             raise ValueError(f"{named} needs to know the documents of a stream; leave it out")
         return report
-    lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
+    lengths = documents.lengths()
+    trained = documents.num_trained()
+    number = documents.num_documents
     in_data = None
     if is_planned and sampler.draw is not None:
-        drawn, number, in_data = sampler.draw.documents(0), sampler.num_drawn, len(documents)
+        drawn = sampler.draw.documents(0)
+        number = sampler.num_drawn
+        in_data = len(documents)
         lengths, trained = lengths[drawn], trained[drawn]
     report = replace(
         report,
@@ -325,8 +336,10 @@ def report_of(
     )
     if not is_planned:
         return report
-    plan, padded = sampler.plan(), padded_batch_size(batch_size, packing=sampling.packing)
-    steps, room = -(-len(sampler) // accumulation), sampler.tokens_per_batch
+    plan = sampler.plan()
+    padded = padded_batch_size(batch_size, packing=sampling.packing)
+    steps = -(-len(sampler) // accumulation)
+    room = sampler.tokens_per_batch
     if not by_bins:
         room = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
     # Below 1 they are shares of the run.
@@ -381,7 +394,9 @@ class RunReport(TrainerCallback):
     @property
     def current(self) -> PackingReport:
         """The report, with the attention, its check and the shapes in use."""
-        mode, reason, prefixes = self.sharing.mode, self.sharing.reason(), self._planned.prefixes
+        mode = self.sharing.mode
+        reason = self.sharing.reason()
+        prefixes = self._planned.prefixes
         if mode != "off":
             prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
         return replace(
@@ -400,8 +415,10 @@ class RunReport(TrainerCallback):
     def plan(self, sampler: Any = None) -> None:
         """Plan the first epoch anew; with the sampler of a subclass once that can be called."""
         user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
-        sampling, documents = self.collators.sampling, None
-        self.batch_size, is_stream = sampling.batch_size, isinstance(dataset, IterableDataset)
+        sampling = self.collators.sampling
+        documents = None
+        self.batch_size = sampling.batch_size
+        is_stream = isinstance(dataset, IterableDataset)
         columns = columns_kept(dataset) if is_stream else columns_of(dataset)
         if not is_stream:
             documents = documents_of(dataset, user_loss)

@@ -107,7 +107,8 @@ class ResumedEpochs:
             ValueError: the steps of the epoch would hold other documents now.
         """
         self.set_stream(None)
-        self._sampler, self._marks = sampler, _marks_of(documents)
+        self._sampler = sampler
+        self._marks = _marks_of(documents)
         record = self._record
         if record is None:
             return
@@ -120,7 +121,8 @@ class ResumedEpochs:
 
     def _check_goes_on(self, record: EpochRecord) -> None:
         """Raise ValueError unless the first steps of the epoch hold the trained documents."""
-        then, now = record.settings, self.sampling.settings()
+        then = record.settings
+        now = self.sampling.settings()
         changes = [
             f"{name}={value} instead of {then.get(name)}"
             for name, value in now.items()
@@ -197,7 +199,8 @@ class ResumedEpochs:
 
     def begin_epoch(self, epoch: int, *, epochs_trained: int, skipped: int) -> None:
         """Note the step at which an epoch began; the run skips `skipped` in its first one."""
-        self._epoch, self._first_step = epoch, self.trainer.state.global_step
+        self._epoch = epoch
+        self._first_step = self.trainer.state.global_step
         if epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
             self._first_step -= self._num_steps(skipped)
 
@@ -211,9 +214,11 @@ class ResumedEpochs:
         step, epoch = self.trainer.state.global_step, self._epoch
         steps = step - self._first_step
         if steps >= self._num_steps(len(self._sampler)):
-            epoch, steps = epoch + 1, 0
+            epoch = epoch + 1
+            steps = 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
-        marks, trained = self._marks, self._trained_in(steps)
+        marks = self._marks
+        trained = self._trained_in(steps)
         settings = self.sampling.settings()
         EpochRecord(step, epoch, steps, settings, marks, trained).save(checkpoint / FILE)
 

@@ -113,7 +113,8 @@ class RunData:
 
     def check(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
-        trainer, (train, *evaluated) = self.trainer, self.all()
+        trainer = self.trainer
+        (train, *evaluated) = self.all()
         self.check_nothing_is_skipped(self.all())
         pads = self.pad_to_multiple_of() or self.options.static_shapes
         if trainer.aux_loss_enabled and pads:
@@ -232,7 +233,8 @@ def source_sets(
                 "dictionary of streams"
             )
         return None
-    sets, is_named = [*train_dataset.values()], all(isinstance(name, str) for name in train_dataset)
+    sets = [*train_dataset.values()]
+    is_named = all(isinstance(name, str) for name in train_dataset)
     is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
     are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
     if are_splits or not (sets and is_named and is_one_kind):
@@ -298,7 +300,8 @@ def _join_documents(documents: Mapping[str, Dataset], named: Sequence[str]) -> D
 
 def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
     """Return `dataset` with these columns alone; missing weights are 1, missing images none."""
-    number, missing = len(dataset), {*columns} - {*dataset.column_names}
+    number = len(dataset)
+    missing = {*columns} - {*dataset.column_names}
     if DOCUMENT_WEIGHT in missing:
         dataset = dataset.add_column(DOCUMENT_WEIGHT, np.ones(number))
     if TOKEN_WEIGHTS in missing:

@@ -282,7 +282,8 @@ def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> Sequence[Point
     """
     if len(points) <= most:
         return points
-    values, kept = np.array([point.value for point in points]), {0, len(points) - 1}
+    values = np.array([point.value for point in points])
+    kept = {0, len(points) - 1}
     for stretch in np.array_split(np.arange(len(points)), most // 2 - 1):
         order = stretch[np.argsort(values[stretch])]
         kept |= {int(order[0]), int(order[-1])}

@@ -120,7 +120,8 @@ class RunRecorder(TrainerCallback):
 
     def _count(self) -> None:
         """Note what was trained up to the current step, if that was counted over all ranks."""
-        step, counts = self.trainer.state.global_step, self.meter.so_far()
+        step = self.trainer.state.global_step
+        counts = self.meter.so_far()
         if self.record is None or not self.trainer.is_in_train or counts is None:
             return
         now = Totals(seconds=counts["seconds"])
@@ -138,7 +139,8 @@ class RunRecorder(TrainerCallback):
     def _up_to_now(self, status: str | None = None) -> RunRecord:
         """Return the record with the log, the report and the time of now."""
         assert self.record is not None
-        state, report = self.trainer.state, getattr(self.trainer, "packing_report", None)
+        state = self.trainer.state
+        report = getattr(self.trainer, "packing_report", None)
         self.record = replace(
             self.record,
             path=self.path(),
@@ -166,7 +168,8 @@ class RunRecorder(TrainerCallback):
         began = time.monotonic()
         with self._guarded():
             if self._writes():
-                folder, record = Path(self.trainer.args.output_dir), self._up_to_now(status)
+                folder = Path(self.trainer.args.output_dir)
+                record = self._up_to_now(status)
                 replace_file(folder / FILE, record.to_json())
                 replace_file(folder / PAGE, run_page(record))
                 ended = time.monotonic()
@@ -222,7 +225,8 @@ def changed_settings(args: Any) -> list[str]:
     left_out = _LEFT_OUT | {*["packing"] * getattr(args, "_packing_is_default", False)}
     found = []
     for setting in fields(args):
-        default, value = setting.default, getattr(args, setting.name)
+        default = setting.default
+        value = getattr(args, setting.name)
         if setting.default_factory is not MISSING:
             default = setting.default_factory()
         usual = default, _RESOLVED.get(setting.name, default)

@@ -54,7 +54,8 @@ class Sampling:
 
     def configure(self, trainer: SFTTrainer) -> None:
         """Take the settings, ranks and sizes that `trainer` has now."""
-        self.args, self.ranks = trainer.args, ranks_of(trainer)
+        self.args = trainer.args
+        self.ranks = ranks_of(trainer)
         self.batch_size = trainer._train_batch_size
         if trainer.model is not None:
             sizes = layer_values(text_config(trainer.model), "hidden_size")
@@ -90,7 +91,8 @@ class Sampling:
 
     def facts(self, documents: ArrowDocuments) -> dict[str, Any]:
         """Return what `sampler` needs to know of a training set beside its lengths."""
-        self.mixture, curriculum = mixture_of(documents, self.args), self.options.curriculum
+        self.mixture = mixture_of(documents, self.args)
+        curriculum = self.options.curriculum
         return {
             "rows": is_packed(documents),
             "groups": self.groups(documents) if self.draws_groups(True) else None,
@@ -101,7 +103,8 @@ class Sampling:
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
-        rows, size = is_packed(documents), self.args.eval_batch_size
+        rows = is_packed(documents)
+        size = self.args.eval_batch_size
         packs = self.eval_packing and not rows
         return PackedBatchSampler(
             documents.lengths(),
@@ -122,9 +125,12 @@ class Sampling:
 
         `lengths` are the tokens of every document, or row, and `numbers` those of a curriculum.
         """
-        args, per_step = self.args, self._documents_per_step(facts.get("rows", False))
-        strategy, draw = args.train_sampling_strategy, facts.get("draw")
-        stages, seed = None, packing_seed(args)
+        args = self.args
+        per_step = self._documents_per_step(facts.get("rows", False))
+        strategy = args.train_sampling_strategy
+        draw = facts.get("draw")
+        stages = None
+        seed = packing_seed(args)
         if numbers is not None:
             stages = stages_of(
                 numbers,
@@ -182,7 +188,8 @@ class Sampling:
 
     def groups(self, documents: ArrowDocuments) -> PrefixGroups:
         """Return the groups of documents with common prefixes."""
-        index, size = self.prefix_index(documents), self.options.prefix_group_size
+        index = self.prefix_index(documents)
+        size = self.options.prefix_group_size
         return group_documents(index, documents.lengths(), self.args.max_length, size)
 
     def prefix_index(self, documents: ArrowDocuments) -> PrefixIndex:
@@ -204,7 +211,8 @@ class Sampling:
 
     def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
         """Return the loads of the images of a data set, with the limit of bins."""
-        loads, most = self.image_loads(documents), self.options.max_patches
+        loads = self.image_loads(documents)
+        most = self.options.max_patches
         if loads is None:
             return None
         if most is not None and loads.patches.max(initial=0) > most:

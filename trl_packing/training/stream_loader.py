@@ -70,8 +70,11 @@ class StreamBatches(IterableDataset):
 
         Empty dictionaries come before these, which accelerate's `skip_first_batches` discards.
         """
-        position, self._resumed = self._resumed or {"steps": 0, "place": ()}, None
-        first, before, place = self.global_step(), position["steps"], Place(*position["place"])
+        position = self._resumed or {"steps": 0, "place": ()}
+        self._resumed = None
+        first = self.global_step()
+        before = position["steps"]
+        place = Place(*position["place"])
         if before:
             self._positions[first] = position
             yield from ({} for _ in range(before * self.accumulation))

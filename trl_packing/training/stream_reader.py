@@ -90,7 +90,8 @@ class PackedStream(IterableDataset):
             )
 
     def __iter__(self) -> Iterator[tuple[list[Document], Place, PreparationCounts]]:
-        windows, skipped = self._windows(), self.place.taken
+        windows = self._windows()
+        skipped = self.place.taken
         while windows.documents:
             place = json.dumps(windows.begin(), default=lambda number: number.tolist())  # of NumPy
             batches = self._batches(windows.documents, windows.number)
@@ -122,7 +123,8 @@ class PackedStream(IterableDataset):
     def _batches(self, documents: list[Document], window: int) -> list[list[Document]]:
         settings, capacity = self.settings, self.settings.capacity
         lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
-        groups, size = None, settings.bins_per_batch
+        groups = None
+        size = settings.bins_per_batch
         if settings.prefix_group_size is not None and capacity is not None:
             index = PrefixIndex.of_loaded(documents)
             groups = group_documents(index, lengths, capacity, settings.prefix_group_size)
@@ -157,14 +159,17 @@ class Windows:
 
     def __init__(self, stream: PackedStream, begin: dict[str, Any], state: Any):
         """Read from `state` on; without one, read and skip the documents before `begin`."""
-        self._stream, settings = stream, stream.settings
-        packs, ranks = settings.capacity is not None, settings.num_ranks
+        self._stream = stream
+        settings = stream.settings
+        packs = settings.capacity is not None
+        ranks = settings.num_ranks
         self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
         self._part.set_epoch(stream.epoch)
         if state is not None:
             self._part.load_state_dict(state)
         self._documents = iter(self._part)
-        self.number, self._num_read = begin["number"] - 1, begin["documents"]
+        self.number = begin["number"] - 1
+        self._num_read = begin["documents"]
         if state is None:
             skipped = self._num_read
             for _ in zip(range(skipped), self._documents, strict=False):
@@ -175,7 +180,8 @@ class Windows:
     def next(self) -> None:
         """Begin the next window."""
         self._state = self._part.state_dict() if self._num_read else None
-        self.number, self._num_before = self.number + 1, self._num_read
+        self.number = self.number + 1
+        self._num_before = self._num_read
         self.documents: list[Document] = []
         self._size = 0
 

@@ -125,7 +125,8 @@ class ImageBatches:
                 f"the processor refuses images of {', '.join(names)}: {error}; convert or remove it"
             )
             raise ImageError(said) from error
-        feature, made = feature_id(self.processor), iter(output.pop("input_ids"))
+        feature = feature_id(self.processor)
+        made = iter(output.pop("input_ids"))
         for document, of_document in zip(documents, images, strict=True):
             needed = sum(int((np.asarray(next(made)) == feature).sum()) for _ in of_document)
             given = int((np.asarray(document["input_ids"]) == feature).sum())
@@ -193,7 +194,8 @@ def ranks_wait_for_tower(trainer: Any) -> bool:
 
 def blank_document(processor: Any) -> dict[str, Any]:
     """Return a document that is one gray image: `input_ids`, and `images` of one row."""
-    text, made = [placeholder_token(processor)], []
+    text = [placeholder_token(processor)]
+    made = []
     for image in (gray_image(*size) for size in _BLANKS):
         output = processor(images=[[image]], text=text, add_special_tokens=False)
         ids = np.asarray(output["input_ids"][0], np.int64)

@@ -204,12 +204,14 @@ def _texts_of(
         )
     parts = [rendered]
     if splits and rendered.prompt is not None:
-        text, end = rendered.text, common_prefix_length(rendered.prompt, rendered.text)
+        text = rendered.text
+        end = common_prefix_length(rendered.prompt, rendered.text)
         parts = [
             replace(rendered, text=text[:end], spans=[] if row_format.completion_only else None),
             replace(rendered, text=text[end:], spans=None),
         ]
-    texts, numbered = [], enumerate(images, start=1)
+    texts = []
+    numbered = enumerate(images, start=1)
     for part in parts:
         own = list(islice(numbered, part.text.count(token)))
         runs = [(number, run) for number, image in own for run in image.runs]
@@ -263,7 +265,8 @@ def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expanded(part: Rendered, token: str, texts: Sequence[str]) -> Rendered:
     """Return `part` with the placeholders of the model in place of those of its template."""
-    left, place = iter(texts), np.arange(len(part.text) + 1)
+    left = iter(texts)
+    place = np.arange(len(part.text) + 1)
     for found, text in zip(re.finditer(re.escape(token), part.text), texts, strict=True):
         place[found.start() + 1 :] += len(text) - len(token)
     text = re.sub(re.escape(token), lambda _: next(left), part.text)

@@ -54,7 +54,8 @@ class ImageStore:
             ValueError: it has both columns, or tokens, or the column holds no images.
             ImageError: an image is missing or cannot be read, naming the row.
         """
-        columns, first = dataset.column_names, len(self._sizes)
+        columns = dataset.column_names
+        first = len(self._sizes)
         found = [column for column in IMAGE_COLUMNS if column in columns]
         if len(found) == 2 or (found and (found == columns or "input_ids" in columns)):
             raise ValueError(
@@ -76,7 +77,8 @@ class ImageStore:
 
     def load(self, row: int) -> list["PillowImage.Image"]:
         """Return the images of a row, as `datasets` decodes them. ImageError names a bad one."""
-        source, images = self._source_of(row), []
+        source = self._source_of(row)
+        images = []
         for at, given in enumerate(_files(source.files[row - source.first])):
             with _reading(given, f"image {at} in {self.name_of(row)}") as file:
                 images.append(Image().decode_example(file))
@@ -93,7 +95,8 @@ class ImageStore:
 
 def _files_of(dataset: Dataset, column: str, name: str) -> Dataset:
     """Return one column, each of its images as a dict of bytes and path."""
-    kind, file = dataset.features[column], Image(decode=False)
+    kind = dataset.features[column]
+    file = Image(decode=False)
     whole = List(file) if isinstance(kind, (List, LargeList)) else file
     try:
         return dataset.select_columns([column]).with_format(None).cast_column(column, whole)

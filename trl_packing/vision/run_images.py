@@ -72,7 +72,8 @@ class RunImages:
         with_images = [dataset for _, dataset in sets if has_images(dataset)]
         reason = why_not_packed(model, with_images, args, scores)
         if reason is None:
-            self.packs, self._takes_texts = True, isinstance(train, dict)
+            self.packs = True
+            self._takes_texts = isinstance(train, dict)
             self._patch_size = patch_size_of(config_of(model, args))
         return reason
 
@@ -105,7 +106,8 @@ class RunImages:
     def without_files(self) -> "RunImages":
         """Return the images of the same run before any of its data sets was taken."""
         made = copy.copy(self)
-        made.store, made._loads = ImageStore(), {}
+        made.store = ImageStore()
+        made._loads = {}
         return made
 
     def guard(self, model: Any, **options: Any) -> IsolationGuard:
@@ -229,7 +231,8 @@ def _probe(before: Document, document: Document) -> Probe:
 
     at = np.arange(len(document["input_ids"]) - 1)[-_MOST_POSITIONS:]
     negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in before["images"]]
-    others, behind = [before, {**before, "images": negatives}], len(before["input_ids"]) + at
+    others = [before, {**before, "images": negatives}]
+    behind = len(before["input_ids"]) + at
     rows = [Row([other, document], behind) for other in others]
     rows += [Row([document, before], at), Row([before, document, before], behind)]
     whole = [

@@ -78,7 +78,8 @@ def _arithmetic(processor: Any, patch_size: int) -> Callable[[Sequence[Size]], l
     """Return what makes placeholders: arithmetic if it agrees with the pixels of all trials."""
     measured = partial(_measured, processor, patch_size)
     try:
-        trials, [first] = measured(_TRIALS), _calculated(processor, 1, _TRIALS[:1])
+        trials = measured(_TRIALS)
+        [first] = _calculated(processor, 1, _TRIALS[:1])
         calculated = partial(_calculated, processor, trials[0].patches // first.patches)
         return calculated if calculated(_TRIALS) == trials else measured
     except Exception:  # some processors have no arithmetic, or one that needs more than sizes
@@ -96,7 +97,8 @@ def _calculated(processor: Any, factor: int, sizes: Sequence[Size]) -> list[Plac
 
 def _measured(processor: Any, patch_size: int, sizes: Sequence[Size]) -> list[Placeholder]:
     """Return what the processor writes for blank images."""
-    token, made = processor.tokenizer.convert_ids_to_tokens(feature_id(processor)), []
+    token = processor.tokenizer.convert_ids_to_tokens(feature_id(processor))
+    made = []
     options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
     run = re.compile(f"(?:{re.escape(token)})+")
     for height, width, images in sizes:

@@ -63,7 +63,8 @@ def named_sets(given: Any, name: str) -> list[tuple[str, Any]]:
 
 def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> str | None:
     """Return why a run on sets with images takes TRL's path, or None if it is packed."""
-    installed, oldest = transformers.__version__, ".".join(map(str, _OLDEST_TRANSFORMERS))
+    installed = transformers.__version__
+    oldest = ".".join(map(str, _OLDEST_TRANSFORMERS))
     if Version(installed).release[:2] < _OLDEST_TRANSFORMERS:
         return f"the data set has images, and transformers {installed} is older than {oldest}"
     if any(isinstance(dataset, IterableDataset) for dataset in sets):

@@ -48,7 +48,8 @@ class Paced(TrainerCallback):
 
 def dies_in_save(number: int) -> None:
     """Kill this process in the middle of the `number`-th file that PyTorch saves from now on."""
-    save, left = torch.save, [number]
+    save = torch.save
+    left = [number]
 
     def half(content, file, *args, **kwargs):
         left[0] -= 1
@@ -94,7 +95,8 @@ def forked(
     """Start an attempt on every rank; return the processes and the file with a byte a step."""
     started = folder / "started"
     started.unlink(missing_ok=True)
-    processes, port = [], free_port()
+    processes = []
+    port = free_port()
     for rank in range(ranks):
         process = os.fork()
         if process == 0:

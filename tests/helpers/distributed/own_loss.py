@@ -20,7 +20,8 @@ def called_outside_of_train(folder: str) -> str:
 
 def steps(folder: str) -> tuple[str, dict]:
     """Return what a call outside of training says, and loss and gradients of each kind of call."""
-    result, refusal = {}, called_outside_of_train(folder)
+    result = {}
+    refusal = called_outside_of_train(folder)
     for call in CALLS:
         if call.__name__ in NAMES:
             trainer, kept = trainer_with(call, folder, **OPTIONS)

@@ -9,7 +9,8 @@ EPOCH = {"max_steps": -1, "num_train_epochs": 1, "learning_rate": 0.05, "optim":
 
 def train_an_epoch(folder: str, **options) -> dict:
     """Train rows one by one; return losses, weights and the checks that were made."""
-    model, dataset = tiny_model("gpt_oss"), packed(rows_multiple_of=2)
+    model = tiny_model("gpt_oss")
+    dataset = packed(rows_multiple_of=2)
     enable_packing(model)
     packing = packing_of(model)  # before accelerate wraps the forward
     options = {**EPOCH, "per_device_train_batch_size": 1, **options}

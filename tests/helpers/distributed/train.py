@@ -142,7 +142,9 @@ def run(scenario: Scenario) -> dict:
         counts = torch.arange(1, output.shape[1] + 1)[:, None]
         return output + 0.1 * output.cumsum(1) / counts
 
-    rank, size, saves = os.environ.get("RANK", "0"), scenario.batch_size, scenario.save_steps
+    rank = os.environ.get("RANK", "0")
+    size = scenario.batch_size
+    saves = scenario.save_steps
     settings = {"max_length": 32, "learning_rate": 0.02, "lr_scheduler_type": "constant"}
     settings |= {"packing": scenario.packing, "logging_steps": 1, "isolation_check": "off"}
     settings |= {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}

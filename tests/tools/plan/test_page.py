@@ -85,7 +85,8 @@ def numbers_of_plan(plan):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("data", "name"), combined(DATA, SETTINGS))
 def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, name):
-    dataset, settings = DATA[data](), SETTINGS[name]
+    dataset = DATA[data]()
+    settings = SETTINGS[name]
     run = previewed(dataset, *settings)
     plan = plan_run(run, ranks=2)
     (own,) = [row for row in plan.what_if if row.max_length == 24]
@@ -180,7 +181,9 @@ def number(text):
 def test_the_numbers_of_the_page_are_those_of_the_report():
     settings = ["--overflow", "drop", "--per_device_train_batch_size", "3"]
     plan = plan_run(previewed(texts(), *settings, limit=140), ranks=2)
-    report, counts, page = plan.report, plan.report.preparation, plan_page(plan)
+    report = plan.report
+    counts = plan.report.preparation
+    page = plan_page(plan)
     cards = dict(re.findall(r"<b>(.*?)</b><span>(.*?)</span>", page))
     figures = {f"{report.documents:,}", f"{report.tokens:,}", f"{report.utilization:.2%}"}
     assert figures <= cards.keys()

@@ -55,7 +55,8 @@ def test_each_way_is_the_plan_of_a_run_with_it(name):
 def test_the_page_shows_the_ways_and_strips_of_whole_documents(sharing):
     """Bins are filled by tokens that documents share, so those of groups show no free room."""
     plan = plan_run(previewed(answers(), "--prefix_sharing", sharing))
-    page, is_group = plan_page(plan), sharing == "group"
+    page = plan_page(plan)
+    is_group = sharing == "group"
     part = page[page.index("<h2>Shared prefixes") :]
     body = part[part.index("<tbody>") : part.index("</tbody>")]
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", body, re.S)]

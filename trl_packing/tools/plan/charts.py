@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 
 WIDTH, HEIGHT = 520, 220
-_LEFT, _RIGHT, _TOP, _BASE = 54, WIDTH - 8, 20, HEIGHT - 42
+_LEFT = 54
+_RIGHT = WIDTH - 8
+_TOP = 20
+_BASE = HEIGHT - 42
 
 _MOST_BARS = 32
 # A histogram of positive values gets a logarithmic axis if most of them would share a few bars.
@@ -78,7 +81,8 @@ def _edges(values: np.ndarray, is_log: bool) -> np.ndarray:
 def _range(left: float, right: float, dtype: np.dtype) -> str:
     if not np.issubdtype(dtype, np.integer):
         return f"{left:,.4g} to {right:,.4g}"
-    first, last = int(np.ceil(left)), int(np.ceil(right)) - 1
+    first = int(np.ceil(left))
+    last = int(np.ceil(right)) - 1
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 

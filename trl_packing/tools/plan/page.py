@@ -74,7 +74,9 @@ def _about(plan: RunPlan) -> str:
 def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Yield value and name of each card."""
     report, counts = plan.report, plan.report.preparation
-    tokens, trained, whole = report.tokens or 0, report.trained_tokens, report.documents_in_data
+    tokens = report.tokens or 0
+    trained = report.trained_tokens
+    whole = report.documents_in_data
     yield f"{report.documents:,}", "documents" if whole is None else f"documents of {whole:,} drawn"
     yield f"{tokens:,}", "tokens"
     yield f"{(trained or 0) / tokens:.1%}", f"{trained:,} tokens are trained"
@@ -108,7 +110,8 @@ def _sources(plan: RunPlan) -> dict[str, Any] | None:
 def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
-    lengths, note = plan.lengths_before(), ""
+    lengths = plan.lengths_before()
+    note = ""
     if limit:
         beyond = f"{int((lengths > limit).sum()):,} of {len(lengths):,}"
         note = f"the longest has {lengths.max():,}; {beyond} are longer than max_length={limit:,}"
@@ -168,10 +171,13 @@ _ELEMENTS = ("span", "mark", "del")
 
 def _rows(plan: RunPlan) -> dict[str, Any]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
-    epoch, args, parts = plan.epoch, plan.run.args, 0
+    epoch = plan.epoch
+    args = plan.run.args
+    parts = 0
     strips: list[tuple[str, list[Any]]] = []
     # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
-    lengths, shown = plan.documents.lengths(), epoch.members[:_MOST_STRIPS]
+    lengths = plan.documents.lengths()
+    shown = epoch.members[:_MOST_STRIPS]
     width = max(int(lengths[members].sum()) for members in shown)
     if plan.bins is not None:
         width = max(width, args.max_length * args.per_device_train_batch_size)
@@ -219,15 +225,18 @@ def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
     if plan.whole is None:
         return
     # The longest and the shortest document that is too long, and one between.
-    documents, overflow = token_documents(plan.whole.documents), plan.run.preparation.overflow
-    lengths, pieces = documents.lengths(), pieces_of(documents, overflow)
+    documents = token_documents(plan.whole.documents)
+    overflow = plan.run.preparation.overflow
+    lengths = documents.lengths()
+    pieces = pieces_of(documents, overflow)
     cut = np.setdiff1d(np.arange(len(lengths)), pieces.rows[pieces.sizes == lengths[pieces.rows]])
     if not len(cut):
         return
     trained, _ = fit(documents, overflow)
     order = cut[np.argsort(-lengths[cut], kind="stable")]
     for row in order[sorted({0, len(order) // 2, len(order) - 1})].tolist():
-        document, mine = documents[row], trained.where(trained.rows == row)
+        document = documents[row]
+        mine = trained.where(trained.rows == row)
         kinds = np.full(lengths[row], _LOST)
         for start, stop in zip(mine.starts, mine.stops, strict=True):
             labels = document["labels"][start:stop]
@@ -248,7 +257,10 @@ def _document(
     plan: RunPlan, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
-    ids, images, parts, shown = document["input_ids"], images_of(document), [], 0
+    ids = document["input_ids"]
+    images = images_of(document)
+    parts = []
+    shown = 0
     changes = np.flatnonzero(np.diff(kinds)) + 1
     for start, stop in _windows(len(ids), [*changes[:3].tolist(), *changes[-3:].tolist()]):
         if start > shown:
@@ -274,7 +286,8 @@ def _windows(size: int, places: Sequence[int]) -> list[tuple[int, int]]:
     """Return the parts of a document to show: its ends, and what is around `places`."""
     windows: list[tuple[int, int]] = []
     for place in sorted({0, size, *places}):
-        start, stop = max(place - _AROUND, 0), min(place + _AROUND, size)
+        start = max(place - _AROUND, 0)
+        stop = min(place + _AROUND, size)
         if windows and start <= windows[-1][1] + _AROUND:
             start, _ = windows.pop()
         windows.append((start, stop))

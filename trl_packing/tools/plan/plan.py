@@ -194,11 +194,14 @@ class RunPlan:
 
 def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     """Return the plan of the first epoch of `run` on `ranks` data-parallel processes."""
-    sampling, whole = run.sampling(ranks), run.whole_documents()
+    sampling = run.sampling(ranks)
+    whole = run.whole_documents()
     prepared, counts = run.documents() if whole is None else fit_documents(whole, run.preparation)
     documents = token_documents(prepared)
-    lengths, facts = documents.lengths(), sampling.facts(documents)
-    sampler, own = sampling.sampler(lengths, **facts), run.args.max_length
+    lengths = documents.lengths()
+    facts = sampling.facts(documents)
+    sampler = sampling.sampler(lengths, **facts)
+    own = run.args.max_length
     what_if: Iterable[Variant] = ()
     # Documents that are cut elsewhere have other numbers, patches and common prefixes.
     others = facts["draw"], facts["groups"], facts["numbers"], sampling.options.max_patches
@@ -233,7 +236,8 @@ def other_max_lengths(
         pieces, counts = fit(documents, policy, rules.eos.stop_ids, before)
         numbered = Dataset.from_dict({"length": pieces.sizes})
         lengths = pieces.sizes[stored_rows(shuffle(numbered, rules, fitted=True))]
-        other, is_run = sampling.changed(max_length=limit), limit == sampling.args.max_length
+        other = sampling.changed(max_length=limit)
+        is_run = limit == sampling.args.max_length
         name = "no limit" if limit is None else f"{limit:,}"
         with suppress(ValueError):  # no document is left
             yield replace(variant_of(other, lengths, {}, name, is_run=is_run), counts=counts)
@@ -254,7 +258,8 @@ def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[
     number = given or sampler.documents_per_step
     fixed = sampling.changed(documents_per_step=number, static_shapes=False)
     is_run = given is not None or not args.packing
-    name, apart = f"documents_per_step={number}", facts | {"groups": None}
+    name = f"documents_per_step={number}"
+    apart = facts | {"groups": None}
     return (*ways, variant_of(fixed, lengths, apart, name, is_run=is_run))
 
 
@@ -262,7 +267,8 @@ def _padded(sampler: PackedBatchSampler, size: int, multiple: int) -> Variant:
     """Return the padded run of transformers: rows of a micro-batch are as long as the longest."""
     per_step = sampler.documents_per_step or 1
     lengths = sampler.lengths[sampler.drawn().documents]
-    starts, steps = np.arange(0, len(lengths), size), -(-len(lengths) // per_step)
+    starts = np.arange(0, len(lengths), size)
+    steps = -(-len(lengths) // per_step)
     longest = -(-np.maximum.reduceat(lengths, starts) // multiple) * multiple
     return Variant(
         name=f"padded in batches of {size}, {quantity(per_step, 'document')} a step",
@@ -279,7 +285,8 @@ def _on_ranks(
     """Yield the plan for each number of ranks that has a document for every rank."""
     for ranks in numbers:
         with suppress(ValueError):  # documents that do not fill a micro-batch of every rank
-            other, is_run = sampling.changed(ranks=ranks), ranks == sampling.ranks[0]
+            other = sampling.changed(ranks=ranks)
+            is_run = ranks == sampling.ranks[0]
             if ranks <= len(lengths):
                 yield variant_of(other, lengths, facts, f"{ranks:,}", is_run=is_run)
 
@@ -292,7 +299,8 @@ def _ways_to_share(
     known = facts["rows"], facts["draw"], facts["loads"]
     if sampling.options.static_shapes or known != (False, None, None):
         return ()
-    index, lengths = sampling.prefix_index(documents), documents.lengths()
+    index = sampling.prefix_index(documents)
+    lengths = documents.lengths()
     in_one_row = index.computed_tokens(lengths, index.order, np.array([0, len(lengths)]))
     if in_one_row[0] > (1 - _LEAST_SHARED) * lengths.sum():
         return ()
