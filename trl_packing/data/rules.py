@@ -6,7 +6,7 @@ rows, which a run on prepared documents does not have any more, are stored as th
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -104,22 +104,11 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
 
 
 # Rows decide on the last, and documents may have a source that a run does not ask for.
-_MAY_BE_NONE = ("source_column", "completion_only_loss")
+MAY_BE_NONE = ("source_column", "completion_only_loss")
 _AS_SET = (
-    *("assistant_only_loss", "shuffle_dataset", "dataset_text_field", *_MAY_BE_NONE),
+    *("assistant_only_loss", "shuffle_dataset", "dataset_text_field", *MAY_BE_NONE),
     *("response_template", "instruction_template", "append_eos"),
 )
-
-
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each difference between the settings of prepared documents and those of a run."""
-    for name, before in stored.items():
-        value = now[name]
-        if before == value or (name in _MAY_BE_NONE and value is None):
-            continue
-        is_long = name == "tokenizer" or max(len(repr(before)), len(repr(value))) > 60
-        words = f"{name}={before!r} there and {value!r} here"
-        yield f"another {name.replace('_', ' ')}" if is_long else words
 
 
 def hash_of_tokenizer(tokenizer: Any) -> str:

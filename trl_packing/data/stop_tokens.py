@@ -33,7 +33,7 @@ class EosRule:
     @cached_property
     def spaces(self) -> list[int]:
         """Tokens of the white space that templates and texts have behind a stop token."""
-        texts = [*("\n", "\n\n", "\n\n\n", "\r\n", " ", "  ", " \n", "\t")]
+        texts = ["\n", "\n\n", "\n\n\n", "\r\n", " ", "  ", " \n", "\t"]
         tokens = chain.from_iterable(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         blank = [token for token in {*tokens} if not self.tokenizer.decode([token]).strip()]
         return sorted({*blank} - self.stop_ids)
