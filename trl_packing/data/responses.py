@@ -63,23 +63,17 @@ def _marker(tokenizer: Any, template: str | Sequence[int], name: str) -> Marker:
     return Marker(tokenizer.decode(ids, clean_up_tokenization_spaces=False), tuple(ids))
 
 
-@dataclass(frozen=True)
 class ResponseTemplate:
     """A response template, with or without an instruction template."""
 
-    tokenizer: Any
-    response: Marker
-    instruction: Marker | None
-
-    @classmethod
-    def from_settings(
-        cls, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
-    ) -> "ResponseTemplate":
-        marker = _marker(tokenizer, response, "response_template")
-        other = None
+    def __init__(
+        self, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
+    ):
+        self.tokenizer = tokenizer
+        self.response = _marker(tokenizer, response, "response_template")
+        self.instruction = None
         if instruction is not None:
-            other = _marker(tokenizer, instruction, "instruction_template")
-        return cls(tokenizer, marker, other)
+            self.instruction = _marker(tokenizer, instruction, "instruction_template")
 
     def answers(self, document: str | np.ndarray) -> list[Span] | None:
         """Return what answers a template, in characters of a text or tokens of ids ``(T,)``.
@@ -204,9 +198,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
         self.ignore_index = ignore_index
         self.padding_free = padding_free
-        self.templates = ResponseTemplate.from_settings(
-            self.tokenizer, response_template, instruction_template
-        )
+        self.templates = ResponseTemplate(self.tokenizer, response_template, instruction_template)
         self._has_warned = False
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     documents      each ≤ max_length, each with something to train
 
 Of a stream, EOS and fit run while it is read. Prepared documents stay as they are, if the run has
-the rules that made them (prepared).
+the rules that made them (files).
 """
 
 from collections.abc import Sequence
@@ -113,8 +113,9 @@ def whole_documents(
     notes = [note for note in (missing, not_found, second) if note is not None]
     for note in notes:
         logger.warning(f"{name} dataset: {note}")
-    said = (*notes, *([] if hint is None else [hint]))
-    return WholeDocuments(tokens.dataset, replace(found, notes=said))
+    if hint is not None:
+        notes.append(hint)
+    return WholeDocuments(tokens.dataset, replace(found, notes=tuple(notes)))
 
 
 def fit_documents(
