@@ -42,9 +42,7 @@ def in_short(value: object) -> str:
 
 @cache
 def _escape_of(character: str) -> str:
-    is_hidden = (
-        unicodedata.category(character) in _HIDDEN_CATEGORIES
-        or _IGNORABLE.match(character)
-        or character in MARKS
-    )
-    return character.encode("unicode_escape").decode() if is_hidden else character
+    is_listed = _IGNORABLE.match(character) or character in MARKS
+    if is_listed or unicodedata.category(character) in _HIDDEN_CATEGORIES:
+        return character.encode("unicode_escape").decode()
+    return character

@@ -137,8 +137,8 @@ _AS_SET = (
 
 def hash_of_tokenizer(tokenizer: Any) -> str:
     """Return a hash of everything that decides how `tokenizer` makes tokens of text."""
-    tokens = {**tokenizer.special_tokens_map}
-    tokens.pop("pad_token", None)  # none of a document's tokens
+    # The padding token is none of a document's tokens.
+    tokens = {k: v for k, v in tokenizer.special_tokens_map.items() if k != "pad_token"}
     special = [tokens, getattr(tokenizer, "split_special_tokens", False)]
     text = json.dumps(special, sort_keys=True, default=str)
     if tokenizer.is_fast:  # without padding and truncation, which each call sets

@@ -110,8 +110,7 @@ def _behind_its_prompt(
             "its tokens merge where the generation prompt ends and the turn "
             f"{quote(rest.text[:20])} begins; begin the turn with another character"
         )
-    untrained = np.zeros(len(prompt), np.float32)
-    return Tokenized(ids, np.concatenate([untrained, apart.weights]))
+    return Tokenized(ids, np.pad(apart.weights, (len(prompt), 0)))
 
 
 # Ends of a prompt that a tokenizer may split differently once more text follows: the last of

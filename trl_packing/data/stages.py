@@ -195,10 +195,9 @@ def _tokenize(
     if "input_ids" in columns:
         if formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
-        only = rules.row_format.completion_only
         documents = label_tokenized(
             without_padding(dataset, name),
-            completion_only=only,
+            completion_only=rules.row_format.completion_only,
             template=template,
             num_proc=num_proc,
             name=name,
