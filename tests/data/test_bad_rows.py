@@ -120,6 +120,7 @@ ONE_SENTENCE = [
     ({**TOKENS, "loss_weights": ["a", "b", "c"]}, {}, "'loss_weights' holds .*lists of numbers"),
     ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
     ({"messages": ["Hi"]}, {}, "message 0 .* is str 'Hi', not a dictionary"),
+    (chat(said("a", tool_calls='[{"name": "f"}]')), {}, "has str .* as tool_calls; make it a list"),
     ({"messages": []}, {}, "4 read, the longest has 0"),
     ({"input_ids": None}, {}, "'input_ids' has a null row; filter it out"),
     ({"text": "a b", "loss_weight": float("nan")}, {}, "row 0 .* has loss_weight=nan; give finite"),

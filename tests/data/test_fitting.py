@@ -166,8 +166,6 @@ def test_wrapped_is_cut_in_batches_as_in_one_table():
 
 
 def test_an_overlap_is_an_eighth_of_a_piece():
-    assert Overflow("overlap", 1024).overlap == 128
-    assert (Overflow("overlap", 4).overlap, Overflow("split", 1024).overlap) == (1, 0)
     documents, counts = fit([document(0, 100)], "overlap", 40)
     # 40, then 35 new tokens, then 25
     assert [len(ids.split()) for ids, _ in documents] == [40, 40, 30]
@@ -200,8 +198,8 @@ def assert_nothing_lost(rows, fitted, counts, capacity):
     assert all(len(row["input_ids"]) <= capacity for row in fitted)
 
 
-def assert_trained_once(rows, fitted, capacity, overlap):
-    """Every target is trained in exactly one piece, with at least `overlap` tokens before it."""
+def assert_trained_once(rows, fitted, capacity):
+    """Every target is trained in exactly one piece, with a token before it."""
     trained = [label for row in fitted for label in row["labels"] if label != -100]
     targets = {label for row in rows for label in row["labels"][1:]} - {-100}
     firsts = {row["labels"][0] for row in rows if row["labels"]}
@@ -211,7 +209,7 @@ def assert_trained_once(rows, fitted, capacity, overlap):
     for row in fitted:
         assert len(row["input_ids"]) <= capacity
         if row["input_ids"][0] not in begins:
-            assert row["labels"][:overlap] == [-100] * overlap
+            assert row["labels"][0] == -100
 
 
 def slow_counts(rows) -> TokenCounts:
@@ -241,7 +239,7 @@ def test_any_documents_are_counted_one_by_one_and_a_stream_gives_the_same(policy
     if policy in ("split", "wrapped"):
         assert_nothing_lost(rows, pieces, counts, capacity)
     if policy == "overlap":
-        assert_trained_once(rows, pieces, capacity, overflow.overlap)
+        assert_trained_once(rows, pieces, capacity)
     rule = EosRule(tiny_tokenizer(), frozenset(STOP_EVERY))
     streamed = fit_stream(stream(list(dataset)), overflow, rule)
     assert list(streamed) == pieces
@@ -256,7 +254,7 @@ def test_the_checks_notice_damage():
     counts = replace(counts, after=slow_counts(pieces))
     assert_nothing_lost(rows, pieces, counts, 4)
     with pytest.raises(AssertionError):
-        assert_trained_once(rows, pieces, 4, 1)
+        assert_trained_once(rows, pieces, 4)
     for damaged in (pieces[1:], pieces + pieces[:1], pieces[::-1]):
         with pytest.raises(AssertionError):
             assert_nothing_lost(rows, damaged, counts, 4)

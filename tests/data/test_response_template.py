@@ -14,7 +14,7 @@ QUESTION = "### Question:"
 
 
 def template_of(response, instruction=None):
-    return ResponseTemplate.from_settings(merging_tokenizer(), response, instruction)
+    return ResponseTemplate(merging_tokenizer(), response, instruction)
 
 
 parts = st.lists(st.sampled_from([ANSWER, QUESTION, "#", "a", "\n"]), max_size=9)
@@ -57,7 +57,7 @@ def test_ids_of_a_document_are_found_in_it_and_their_text_in_texts(make):
     tokenizer = make()
     text = "### Question: Why?\n\n### Answer:\n\nBecause."
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
-    template = ResponseTemplate.from_settings(tokenizer, ids[2:-3].tolist(), None)
+    template = ResponseTemplate(tokenizer, ids[2:-3].tolist(), None)
     labels, _ = template.labels(ids)
     assert labels.tolist() == [-100] * (len(ids) - 3) + ids[-3:].tolist()
     [(start, stop)] = template.answers(text)

@@ -102,7 +102,7 @@ def check_packed_rows(
         raise ValueError(f"append_eos=True, but the {name} dataset is packed already; leave it out")
     documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
     lengths = documents.lengths()
-    is_wrong = documents.lengths() != documents.sums(SEQ_LENGTHS)
+    is_wrong = lengths != documents.sums(SEQ_LENGTHS)
     is_wrong[documents.rows_where(SEQ_LENGTHS, lambda stated: stated < 0)] = True
     if len(wrong := np.flatnonzero(is_wrong)):
         stated = documents[int(wrong[0])][SEQ_LENGTHS].tolist()

@@ -106,26 +106,23 @@ class PreparationCounts:
         lines = [str(stage) for stage in self.stages]
         if sum(stage.is_loss for stage in self.stages) > 1:
             lines.append(f"lost in all: {self.before - self.after}")
-        return "\n".join(filter(None, [*lines, self._warning(), *self.notes]))
+        trained = (self.before.trained - self.after.trained) / max(self.before.trained, 1)
+        stops = sum(stage.lost_eos for stage in self.stages) / max(self.before.documents, 1)
+        warnings = []
+        if trained > WARN_LOST_SHARE:
+            warnings.append(f"{trained:.1%} of the trained tokens are lost")
+        if stops > WARN_LOST_SHARE:
+            warnings.append(f"{stops:.1%} of the documents lost a stop token")
+        if warnings:  # only cutting loses such
+            remedy = "raise max_length or choose another overflow"
+            lines.append(f"warning: {' and '.join(warnings)}; {remedy}")
+        return "\n".join([*lines, *self.notes])
 
     def turns_in_words(self) -> str:
         """Return the numbers of conversations and of their turns; "" without any."""
         documents = quantity(self.turns, "document")
         words = f"{quantity(self.conversations, 'conversation')} → {documents}, one for each turn"
         return words * bool(self.conversations)
-
-    def _warning(self) -> str:
-        """Return a sentence if more than `WARN_LOST_SHARE` is lost; only cutting loses such."""
-        before = self.before
-        trained = (before.trained - self.after.trained) / max(before.trained, 1)
-        stops = sum(stage.lost_eos for stage in self.stages) / max(before.documents, 1)
-        words = []
-        if trained > WARN_LOST_SHARE:
-            words.append(f"{trained:.1%} of the trained tokens are lost")
-        if stops > WARN_LOST_SHARE:
-            words.append(f"{stops:.1%} of the documents lost a stop token")
-        remedy = "; raise max_length or choose another overflow"
-        return f"warning: {' and '.join(words)}{remedy}" * bool(words)
 
 
 def turns_of(places: np.ndarray) -> PreparationCounts:

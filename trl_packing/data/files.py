@@ -19,7 +19,7 @@ from datasets import Dataset, DatasetInfo, IterableDataset, load_dataset, load_f
 from datasets.exceptions import DatasetGenerationError
 
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.data.rules import Rules, differences, settings_of
+from trl_packing.data.rules import MAY_BE_NONE, Rules, settings_of
 
 MANIFEST = "manifest.json"
 FORMAT_KEY, FORMAT = "trl_packing_prepared", 4
@@ -44,10 +44,18 @@ class PreparedRecord:
     def check(self, rules: Rules) -> None:
         """Raise ValueError if a run makes other documents."""
         now = settings_of(rules, flagged=self.flagged)
-        if differing := "; ".join(differences(self.settings, now)):
+        wrong = []
+        for name, before in self.settings.items():
+            value = now[name]
+            if before == value or (name in MAY_BE_NONE and value is None):
+                continue
+            is_long = name == "tokenizer" or max(len(repr(before)), len(repr(value))) > 60
+            words = f"{name}={before!r} there and {value!r} here"
+            wrong.append(f"another {name.replace('_', ' ')}" if is_long else words)
+        if wrong:
             raise ValueError(
-                f"the prepared data in {self.folder} do not fit this run: {differing}; use the "
-                "same settings here, or run `trl-packing prepare` again with those of this run"
+                f"the prepared data in {self.folder} do not fit this run: {'; '.join(wrong)}; use "
+                "the same settings here, or run `trl-packing prepare` again with those of this run"
             )
 
 

@@ -65,12 +65,6 @@ class Overflow:
         as_padded = not packing and policy in ("truncate", "truncate_start")
         return cls(policy, args.max_length, as_padded)
 
-    @property
-    def overlap(self) -> int:
-        """Tokens that a piece repeats of the one before it: an eighth, or none."""
-        most = (self.capacity or 0) if self.policy == "overlap" else 0
-        return min(max(most // 8, 1), most // 2)
-
 
 class Pieces(NamedTuple):
     """Piece i is tokens ``[starts[i], stops[i])`` of document ``rows[i]``; ``(pieces,)`` int64.
@@ -112,7 +106,9 @@ def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
     drops &= lengths > capacity
     if policy in _IN_PIECES:
         used = (np.cumsum(lengths) - lengths) % capacity if policy == "wrapped" else starts
-        pieces = _cut_at_strides(lengths, capacity, overflow.overlap, used)
+        eighth = min(max(capacity // 8, 1), capacity // 2)
+        overlap = eighth if policy == "overlap" else 0
+        pieces = _cut_at_strides(lengths, capacity, overlap, used)
     else:
         if policy in ("truncate_start", "truncate_prompt"):
             starts = np.maximum(lengths - capacity, 0)

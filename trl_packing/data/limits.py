@@ -43,18 +43,16 @@ class ModelLimits:
 
         `where` ends the name of a document: "of the train dataset"; `numbers` None: 0, 1, 2, …
         """
-
-        def name_of(wrong: np.ndarray) -> str:
-            return f"document {wrong[0] if numbers is None else numbers[wrong[0]]} {where}"
-
+        numbers = range(len(documents)) if numbers is None else numbers
         lengths = documents.lengths()
         columns = documents.columns
         for column in columns:
             entries = lengths if column == SEQ_LENGTHS else documents.lengths(column)
             if len(wrong := np.flatnonzero(entries != lengths)):
+                first = wrong[0]
                 raise ValueError(
-                    f"{name_of(wrong)} has {lengths[wrong[0]]} input_ids but {entries[wrong[0]]} "
-                    f"entries in {column!r}{and_others(wrong)}"
+                    f"document {numbers[first]} {where} has {lengths[first]} input_ids but "
+                    f"{entries[first]} entries in {column!r}{and_others(wrong)}"
                 )
         limited = [column for column in (*TOKEN_COLUMNS, SEQ_LENGTHS) if column in columns]
         found = [documents.rows_where(c, partial(self._beyond, c)) for c in limited]
@@ -62,8 +60,9 @@ class ModelLimits:
             found.append(np.flatnonzero(self._beyond(SEQ_LENGTHS, lengths)))
         for wrong in found:
             if len(wrong):
-                document = documents[int(wrong[0])]
-                self.check_document(document, name_of(wrong), and_others(wrong))
+                first = int(wrong[0])
+                which = f"document {numbers[first]} {where}"
+                self.check_document(documents[first], which, and_others(wrong))
 
     def check_document(self, document: Mapping[str, Any], which: str, others: str = "") -> None:
         """Raise ValueError if a document exceeds a limit; `others` ends the sentence."""

@@ -8,7 +8,7 @@ message of a data set decides, not the type of a column, which depends on the lo
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -104,6 +104,9 @@ def _fault(message: Any, chat_template: str) -> str | None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES and not any(f"{q}{role}{q}" in chat_template for q in "'\""):
         return f"has the role {quote(role)}, which is none of {ROLES} or the template's; rename it"
+    calls = message.get("tool_calls") or ()
+    if not all(isinstance(call, Mapping) for call in calls):
+        return f"({role}) has {in_short(calls)} as tool_calls; make it a list of calls"
     if content is None and not any(map(message.get, ("tool_calls", *REASONING_KEYS))):
         return f"({role}) has no content; remove the row, or set it to ''"
     parts = content if isinstance(content, (list, tuple)) else [content]
@@ -147,12 +150,6 @@ def trained_messages(
 _COLUMNS = ("prompt", "completion", "messages", "conversations")
 
 
-def messages_in(row: Row) -> list[Any]:
-    """Return the messages in all columns of a row."""
-    lists = [row.get(name) for name in _COLUMNS]
-    return [message for each in lists if isinstance(each, list) for message in each]
-
-
 def has_flag(message: Any) -> bool:
     """Whether a message has a value of "train" or "weight"."""
     return isinstance(message, Mapping) and any(message.get(f) is not None for f in _FLAGS)
@@ -160,13 +157,14 @@ def has_flag(message: Any) -> bool:
 
 def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
     """Return whether a message has "train" or "weight"; of a stream, one of its first row."""
-    if isinstance(dataset, IterableDataset):
-        return any(map(has_flag, messages_in(first)))
-    columns = [name for name in _COLUMNS if name in dataset.column_names]
-    if not any(_may_hold_flags(part) for c in columns for part in dataset.data.column(c).chunks):
-        return False
-    rows = dataset.select_columns(columns).with_format(None)  # without those that are left out
-    return any(has_flag(message) for row in rows for message in messages_in(row))
+    rows: Iterable[Row] = [first]
+    if isinstance(dataset, Dataset):
+        columns = [name for name in _COLUMNS if name in dataset.column_names]
+        if not any(_may_hold_flags(p) for c in columns for p in dataset.data.column(c).chunks):
+            return False
+        rows = dataset.select_columns(columns).with_format(None)  # without those left out
+    lists = (row.get(name) for row in rows for name in _COLUMNS)
+    return any(has_flag(message) for each in lists if isinstance(each, list) for message in each)
 
 
 def _may_hold_flags(values: pa.Array) -> bool:

@@ -42,14 +42,7 @@ def in_short(value: object) -> str:
 
 @cache
 def _escape_of(character: str) -> str:
-    code = ord(character)
-    is_hidden = (
-        unicodedata.category(character) in _HIDDEN_CATEGORIES
-        or _IGNORABLE.match(character)
-        or character in MARKS
-    )
-    if not is_hidden:
-        return character
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    is_listed = _IGNORABLE.match(character) or character in MARKS
+    if is_listed or unicodedata.category(character) in _HIDDEN_CATEGORIES:
+        return character.encode("unicode_escape").decode()
+    return character

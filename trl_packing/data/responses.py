@@ -9,7 +9,6 @@ for the ids that it has inside of a document: alone, a tokenizer may split it di
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,18 @@ logger = logging.getLogger(__name__)
 Span = tuple[int, int]  # [start, stop), in tokens or in characters
 
 
-@dataclass(frozen=True)
 class Marker:
     """A template as the `text` and as the `token_ids` that are searched for."""
 
-    text: str
-    token_ids: tuple[int, ...]
+    def __init__(self, tokenizer: Any, template: str | Sequence[int], name: str):
+        if len(template) == 0:
+            raise ValueError(f"{name} is empty: it would be found everywhere")
+        if isinstance(template, str):
+            self.text = template
+            self.token_ids = tokenizer.encode(template, add_special_tokens=False)
+        else:
+            self.token_ids = [int(token) for token in template]
+            self.text = tokenizer.decode(self.token_ids, clean_up_tokenization_spaces=False)
 
     def spans(self, document: str | np.ndarray) -> list[Span]:
         """Return the characters of every occurrence in a text, or its tokens in ids ``(T,)``."""
@@ -54,32 +59,17 @@ class Marker:
         return [(start, start + size) for start in at.tolist()]
 
 
-def _marker(tokenizer: Any, template: str | Sequence[int], name: str) -> Marker:
-    if len(template) == 0:
-        raise ValueError(f"{name} is empty: it would be found everywhere")
-    if isinstance(template, str):
-        return Marker(template, tuple(tokenizer.encode(template, add_special_tokens=False)))
-    ids = [int(token) for token in template]
-    return Marker(tokenizer.decode(ids, clean_up_tokenization_spaces=False), tuple(ids))
-
-
-@dataclass(frozen=True)
 class ResponseTemplate:
     """A response template, with or without an instruction template."""
 
-    tokenizer: Any
-    response: Marker
-    instruction: Marker | None
-
-    @classmethod
-    def from_settings(
-        cls, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
-    ) -> "ResponseTemplate":
-        marker = _marker(tokenizer, response, "response_template")
-        other = None
+    def __init__(
+        self, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
+    ):
+        self.tokenizer = tokenizer
+        self.response = Marker(tokenizer, response, "response_template")
+        self.instruction = None
         if instruction is not None:
-            other = _marker(tokenizer, instruction, "instruction_template")
-        return cls(tokenizer, marker, other)
+            self.instruction = Marker(tokenizer, instruction, "instruction_template")
 
     def answers(self, document: str | np.ndarray) -> list[Span] | None:
         """Return what answers a template, in characters of a text or tokens of ids ``(T,)``.
@@ -204,9 +194,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
         self.ignore_index = ignore_index
         self.padding_free = padding_free
-        self.templates = ResponseTemplate.from_settings(
-            self.tokenizer, response_template, instruction_template
-        )
+        self.templates = ResponseTemplate(self.tokenizer, response_template, instruction_template)
         self._has_warned = False
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Any]:

@@ -18,10 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl import SFTConfig
-from trl.chat_template_utils import supports_tool_calling
-
-from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
 from trl_packing.data.messages import (
     Row,
@@ -175,37 +171,6 @@ class RowFormat:
     trains_prompts: bool = False
     formatting_func: Callable[[Row], str] | None = None
     calls_tools: bool = False
-
-    @classmethod
-    def from_args(
-        cls, args: SFTConfig, tokenizer: Any, *, chat_template: str | None, completion_only: bool
-    ) -> "RowFormat":
-        """Return the rules of a run; TRL decides on `chat_template` and `completion_only`."""
-        options = PackingOptions.of(args)
-        chat = ChatTemplate(tokenizer, chat_template)
-        chat.check_numbers()
-        response = options.response_template
-        prompt = options.prompt_template
-        calls_tools = False
-        with suppress(Exception):  # a template may raise anything; rows will show it
-            calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
-        answers = None
-        if response is not None:
-            instruction = options.instruction_template
-            answers = ResponseTemplate.from_settings(tokenizer, response, instruction)
-        return cls(
-            chat,
-            tokenizer.eos_token,
-            text_field=args.dataset_text_field,
-            completion_only=completion_only,
-            assistant_only=args.assistant_only_loss,
-            train_on=options.train_on,
-            flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
-            answers=answers,
-            prompt_template=None if prompt is None else PromptTemplate.from_setting(prompt),
-            trains_prompts=args.completion_only_loss is False,
-            calls_tools=calls_tools,
-        )
 
     @property
     def makes_turns(self) -> bool:

@@ -6,17 +6,20 @@ rows, which a run on prepared documents does not have any more, are stored as th
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig
+from trl.chat_template_utils import supports_tool_calling
 
-from trl_packing.config import PackingOptions
+from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
-from trl_packing.data.row_format import RowFormat
+from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.stop_tokens import EosRule, stop_token_ids
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
@@ -54,13 +57,34 @@ class Rules:
         `chat_template` None leaves that of the tokenizer; with `completion_only`, only completions
         of prompts are trained; `generation_config` is the model's, which may be None.
         """
-        row_format = RowFormat.from_args(
-            args, tokenizer, chat_template=chat_template, completion_only=completion_only
+        options = PackingOptions.of(args)
+        chat = ChatTemplate(tokenizer, chat_template)
+        chat.check_numbers()
+        response = options.response_template
+        answers = None
+        if response is not None:
+            answers = ResponseTemplate(tokenizer, response, options.instruction_template)
+        prompt = options.prompt_template
+        calls_tools = False
+        with suppress(Exception):  # a template may raise anything; rows will show it
+            calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
+        row_format = RowFormat(
+            chat,
+            tokenizer.eos_token,
+            text_field=args.dataset_text_field,
+            completion_only=completion_only,
+            assistant_only=args.assistant_only_loss,
+            train_on=options.train_on,
+            flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
+            answers=answers,
+            prompt_template=None if prompt is None else PromptTemplate.from_setting(prompt),
+            trains_prompts=args.completion_only_loss is False,
+            calls_tools=calls_tools,
         )
         own = None if processing_class is tokenizer else processing_class
         template = getattr(own, "chat_template", None)  # of a processor
         stop_ids = stop_token_ids(tokenizer, generation_config, template)
-        eos = EosRule(tokenizer, stop_ids, PackingOptions.of(args).append_eos)
+        eos = EosRule(tokenizer, stop_ids, options.append_eos)
         return cls(args, processing_class, packing, row_format, eos, by_trl, labeler)
 
     @property
@@ -104,28 +128,17 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
 
 
 # Rows decide on the last, and documents may have a source that a run does not ask for.
-_MAY_BE_NONE = ("source_column", "completion_only_loss")
+MAY_BE_NONE = ("source_column", "completion_only_loss")
 _AS_SET = (
-    *("assistant_only_loss", "shuffle_dataset", "dataset_text_field", *_MAY_BE_NONE),
+    *("assistant_only_loss", "shuffle_dataset", "dataset_text_field", *MAY_BE_NONE),
     *("response_template", "instruction_template", "append_eos"),
 )
 
 
-def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each difference between the settings of prepared documents and those of a run."""
-    for name, before in stored.items():
-        value = now[name]
-        if before == value or (name in _MAY_BE_NONE and value is None):
-            continue
-        is_long = name == "tokenizer" or max(len(repr(before)), len(repr(value))) > 60
-        words = f"{name}={before!r} there and {value!r} here"
-        yield f"another {name.replace('_', ' ')}" if is_long else words
-
-
 def hash_of_tokenizer(tokenizer: Any) -> str:
     """Return a hash of everything that decides how `tokenizer` makes tokens of text."""
-    tokens = {**tokenizer.special_tokens_map}
-    tokens.pop("pad_token", None)  # none of a document's tokens
+    # The padding token is none of a document's tokens.
+    tokens = {k: v for k, v in tokenizer.special_tokens_map.items() if k != "pad_token"}
     special = [tokens, getattr(tokenizer, "split_special_tokens", False)]
     text = json.dumps(special, sort_keys=True, default=str)
     if tokenizer.is_fast:  # without padding and truncation, which each call sets

@@ -39,28 +39,18 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Tokenized:
-    """The T tokens of a document, and which of them are trained."""
+    """The T tokens of a document, and their weights."""
 
     input_ids: list[int]
-    spans: Sequence[tuple[int, int, float]] | None = None  # first, stop, weight; None trains all
-    num_prompt: int = 0  # first tokens, which are not trained whatever the spans are
+    weights: np.ndarray  # of each token, ``(T,)`` float32; 0 if it is not trained
     lost_prompt: Sequence[int] = ()  # end of the prompt alone that differs from the whole
 
 
 def flat_tokens(documents: Sequence[Tokenized]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ids, labels and weights of the T tokens of documents end to end, ``(T,)`` each."""
-    stops = np.cumsum([len(document.input_ids) for document in documents]).tolist()
-    input_ids = np.fromiter(
-        chain.from_iterable(d.input_ids for d in documents), np.int64, stops[-1]
-    )
-    weights = np.ones(len(input_ids), np.float32)
-    for document, stop in zip(documents, stops, strict=True):
-        begin = stop - len(document.input_ids)
-        if document.spans is not None:
-            weights[begin:stop] = 0
-            for first, last, weight in document.spans:
-                weights[begin + first : begin + last] = weight
-        weights[begin : begin + document.num_prompt] = 0
+    weights = np.concatenate([document.weights for document in documents])
+    ids = chain.from_iterable(document.input_ids for document in documents)
+    input_ids = np.fromiter(ids, np.int64, len(weights))
     return input_ids, np.where(weights > 0, input_ids, IGNORE_INDEX), weights
 
 
@@ -77,21 +67,22 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     processor = tokenizer.backend_tokenizer.post_processor
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
     found, open_ends = [], []
-    for document, ids, encoding in zip(
-        documents, encoded["input_ids"], encoded.encodings, strict=True
-    ):
+    for number, document in enumerate(documents):
+        ids = encoded["input_ids"][number]
+        weights = np.full(len(ids), document.spans is None, np.float32)
+        found.append(Tokenized(ids, weights))
         if document.spans is None and document.prompt is None:
-            found.append(Tokenized(ids))
             continue
+        encoding = encoded.encodings[number]
         offsets = _Offsets(encoding, ids, encoding.tokens if trims else None)
-        spans = document.spans and [
-            (*offsets.tokens_of(start, stop, document.only_whole), weight)
-            for start, stop, weight in document.spans
-        ]
+        for start, stop, weight in document.spans or ():
+            first, last = offsets.tokens_of(start, stop, document.only_whole)
+            weights[first:last] = weight
         end = 0 if document.prompt is None else _prompt_end(offsets, document, tokenizer)
         if end is None:
-            open_ends.append(len(found))
-        found.append(Tokenized(ids, spans, end or 0))
+            open_ends.append(number)
+        else:
+            weights[:end] = 0
     if open_ends:
         prompts = tokenizer([documents[n].prompt or "" for n in open_ends], **options)["input_ids"]
         for number, prompt in zip(open_ends, prompts, strict=True):
@@ -100,7 +91,8 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
             if end < len(prompt) and document.keeps_prompt_tokens:
                 found[number] = _behind_its_prompt(tokenizer, document, tokens, prompt)
             else:
-                found[number] = replace(tokens, num_prompt=end, lost_prompt=prompt[end:])
+                tokens.weights[:end] = 0
+                found[number] = replace(tokens, lost_prompt=prompt[end:])
     return found
 
 
@@ -108,7 +100,7 @@ def _behind_its_prompt(
     tokenizer: Any, document: Rendered, tokens: Tokenized, prompt: list[int]
 ) -> Tokenized:
     """Return the tokens of the prompt alone and those of the text after it, which would merge."""
-    size, behind = len(document.prompt or ""), len(prompt)
+    size = len(document.prompt or "")
     spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
     rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
     [apart] = tokenize(tokenizer, [rest])
@@ -118,8 +110,7 @@ def _behind_its_prompt(
             "its tokens merge where the generation prompt ends and the turn "
             f"{quote(rest.text[:20])} begins; begin the turn with another character"
         )
-    trained = [(first + behind, last + behind, weight) for first, last, weight in apart.spans or ()]
-    return Tokenized(ids, trained)
+    return Tokenized(ids, np.pad(apart.weights, (len(prompt), 0)))
 
 
 # Ends of a prompt that a tokenizer may split differently once more text follows: the last of

@@ -5,7 +5,7 @@
     documents      each ≤ max_length, each with something to train
 
 Of a stream, EOS and fit run while it is read. Prepared documents stay as they are, if the run has
-the rules that made them (prepared).
+the rules that made them (files).
 """
 
 from collections.abc import Sequence
@@ -113,8 +113,9 @@ def whole_documents(
     notes = [note for note in (missing, not_found, second) if note is not None]
     for note in notes:
         logger.warning(f"{name} dataset: {note}")
-    said = (*notes, *([] if hint is None else [hint]))
-    return WholeDocuments(tokens.dataset, replace(found, notes=said))
+    if hint is not None:
+        notes.append(hint)
+    return WholeDocuments(tokens.dataset, replace(found, notes=tuple(notes)))
 
 
 def fit_documents(
@@ -194,10 +195,9 @@ def _tokenize(
     if "input_ids" in columns:
         if formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
-        only = rules.row_format.completion_only
         documents = label_tokenized(
             without_padding(dataset, name),
-            completion_only=only,
+            completion_only=rules.row_format.completion_only,
             template=template,
             num_proc=num_proc,
             name=name,

@@ -33,7 +33,7 @@ class EosRule:
     @cached_property
     def spaces(self) -> list[int]:
         """Tokens of the white space that templates and texts have behind a stop token."""
-        texts = [*("\n", "\n\n", "\n\n\n", "\r\n", " ", "  ", " \n", "\t")]
+        texts = ["\n", "\n\n", "\n\n\n", "\r\n", " ", "  ", " \n", "\t"]
         tokens = chain.from_iterable(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         blank = [token for token in {*tokens} if not self.tokenizer.decode([token]).strip()]
         return sorted({*blank} - self.stop_ids)
@@ -82,11 +82,9 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
         return None
     stops = sorted(eos.stop_ids)
     names = ", ".join(quote(eos.tokenizer.convert_ids_to_tokens(n) or str(n)) for n in stops)
-    remedy = (
-        "their last tokens are not trained: check the completion or assistant masks"
-        if eos.appends
-        else "set append_eos=True, or end them in one"
-    )
+    remedy = "set append_eos=True, or end them in one"
+    if eos.appends:
+        remedy = "their last tokens are not trained: check the completion or assistant masks"
     return (
         f"{len(wrong):,} of {trained.sum():,} documents ({len(wrong) / trained.sum():.1%}) do not "
         f"end in a trained stop token ({'one of ' * (len(stops) > 1)}{names}); {remedy} (the first "
