@@ -28,7 +28,7 @@ def print_json(value: Any) -> None:
 
 
 # The values of --hub_token, --api_key and --password are secrets, those of --eos_token are not.
-_SECRET = re.compile(r"(?i)(--(?!eos|pad)[\w-]*(?:token|key|password|secret)[= ])('[^']*'|\S)+")
+_SECRET = re.compile(r"(?i)(--(?!eos|pad)[\w-]*(?:token|key|password|secret)[=\0])[^\0]*")
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
@@ -37,8 +37,11 @@ def command_line(program: str, words: Sequence[str]) -> str:
     Examples:
         >>> command_line("trl-packing", ["plan", "--hub_token", "hf_123", "--eos_token", "</s>"])
         "trl-packing plan --hub_token ... --eos_token '</s>'"
+        >>> command_line("trl-packing", ["plan", "--password=it's mine", "--api_key", "'a' b"])
+        'trl-packing plan --password=... --api_key ...'
     """
-    return _SECRET.sub(r"\1...", shlex.join([program, *words]))
+    shown = _SECRET.sub(r"\1...", "\0".join([program, *words]))  # no word has a NUL
+    return shlex.join(shown.split("\0"))
 
 
 def note(text: str) -> None:

@@ -126,7 +126,8 @@ class RunRecorder(TrainerCallback):
             return
         now = Totals(seconds=counts["seconds"])
         if self.path().startswith("TRL"):
-            now = now._replace(tokens=self.trainer._total_train_tokens or None)
+            tokens = self.trainer._total_train_tokens - self.meter.tokens_before
+            now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
             if self.trainer.attention.backend in _PADS:  # inside the model, where nobody counts
