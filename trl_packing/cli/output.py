@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 
@@ -54,13 +55,11 @@ def note(text: str) -> None:
 @contextmanager
 def short_log() -> Iterator[None]:
     """Print each warning of this package once inside the block, as a note."""
-    seen: set[str] = set()
+    note_once = cache(note)
 
     def emit(record: logging.LogRecord) -> None:
         text = record.getMessage().removeprefix("[RANK 0] ")
-        if text not in seen:
-            note(text.replace("the inspected dataset", "the data set"))
-        seen.add(text)
+        note_once(text.replace("the inspected dataset", "the data set"))
 
     handler = logging.Handler(logging.WARNING)
     log = logging.getLogger("trl_packing")

@@ -140,9 +140,9 @@ class ThroughputMeter:
         self._local = np.zeros_like(self._local)
         if args.world_size > 1:
             vector = vector.to(args.device, non_blocking=True)
-        elif pending is not None:
-            pending = pending.to("cpu", non_blocking=True)  # readable after the wait
-        if args.world_size == 1:
+        else:
+            if pending is not None:
+                pending = pending.to("cpu", non_blocking=True)  # readable after the wait
             wait_for(args.device)
         if pending is not None:
             vector[: len(pending)] += pending

@@ -217,8 +217,7 @@ def all_settings(args: Any) -> dict[str, Any]:
         return {name: "…" if name in is_secret else value for name, value in pairs}
 
     text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
-    settings: dict[str, Any] = json.loads(text, object_pairs_hook=hide)
-    return settings
+    return dict(json.loads(text, object_pairs_hook=hide))
 
 
 def changed_settings(args: Any) -> list[str]:
