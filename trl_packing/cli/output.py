@@ -10,10 +10,13 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+
+from trl_packing.data.printable import escape_hidden
 
 
 def uses_color(choice: str) -> bool:
@@ -47,8 +50,6 @@ def command_line(program: str, words: Sequence[str]) -> str:
 
 def note(text: str) -> None:
     """Print a sentence on stderr that is no part of the result."""
-    from trl_packing.data.printable import escape_hidden
-
     print(escape_hidden(text), file=sys.stderr)
 
 
@@ -73,8 +74,6 @@ def short_log() -> Iterator[None]:
 
 def quiet_libraries() -> None:
     """Turn off what libraries log, and progress bars where stderr is no terminal."""
-    import warnings
-
     import datasets
     from transformers.utils import logging as transformers_logging
 

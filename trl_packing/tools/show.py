@@ -53,7 +53,16 @@ def show_document(
     labels = document_labels(document, ids)
     weights = np.where(labels == IGNORE_INDEX, 0, token_weights(document, len(ids)))
     weights[:1] = 0
-    heading = _heading(name, ids, weights, len(images_of(document)), tokenizer)
+    heading = f"{escape_hidden(name)} · empty"
+    if len(ids):
+        trained = int((weights > 0).sum())
+        images = len(images_of(document))
+        words = f"{len(ids):,} tokens" + f" · {quantity(images, 'image')}" * bool(images)
+        last = quote(tokenizer.decode(ids[-1:].tolist()))
+        heading = (
+            f"{escape_hidden(name)} · {words} · {trained:,} trained ({trained / len(ids):.0%}) · "
+            f"ends in {last}, {'trained' if weights[-1] else 'not trained'}"
+        )
     return "\n".join([heading, "".join(_marked(document, ids, weights, tokenizer, color))])
 
 
@@ -64,21 +73,6 @@ def image_in_words(image: ImageTokens, sizes: Sequence[Sequence[int]] | None) ->
         height, width = sizes[image.image]
         size = f" {width}×{height}"
     return f"[image{size}, {quantity(image.stop - image.start, 'token')}]"
-
-
-def _heading(
-    name: str, ids: np.ndarray, weights: np.ndarray, num_images: int, tokenizer: Any
-) -> str:
-    if not len(ids):
-        return f"{escape_hidden(name)} · empty"
-    trained = int((weights > 0).sum())
-    last = tokenizer.decode(ids[-1:].tolist())
-    share = f"{trained:,} trained ({trained / len(ids):.0%})"
-    images = f" · {quantity(num_images, 'image')}" * bool(num_images)
-    return (
-        f"{escape_hidden(name)} · {len(ids):,} tokens{images} · {share} · "
-        f"ends in {quote(last)}, {'trained' if weights[-1] else 'not trained'}"
-    )
 
 
 def _marked(
