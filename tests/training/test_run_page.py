@@ -72,17 +72,20 @@ def test_a_point_joins_a_log_entry_with_the_totals_of_its_step():
     assert RunRecord("a", totals=totals, step=25).total == UNKNOWN, "not those of an earlier step"
 
 
-def test_a_record_is_the_same_after_it_was_written_and_read():
+def test_a_record_is_the_same_after_it_was_written_and_read(tmp_path):
+    file = tmp_path / "run.json"
     settings = {"a": None, "b": [1, 2.5, "NaN is a text here"]}
     written = record(log=LOG, settings=settings)
     json.loads(written.to_json(), parse_constant=pytest.fail)  # strict JSON
-    read = RunRecord.from_json(written.to_json())
+    file.write_text(written.to_json(), encoding="utf-8")
+    read = RunRecord.load(file)
     assert read.to_json() == written.to_json()
     assert (read.totals, read.settings, read.resumed) == (written.totals, settings, [50])
     assert repr(read.log) == repr(LOG)  # NaN differs from itself
     for text in ("[]", "not json", '{"format": 2}', '{"format": 1}'):
+        file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=r"not the record|another version|Expecting value"):
-            RunRecord.from_json(text)
+            RunRecord.load(file)
 
 
 # --- charts ---------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ def test_on_trls_path_tokens_and_hours_are_known(tmp_path):
         found = record.totals[entry["step"]]
         assert found == Totals(tokens=entry["num_tokens"], seconds=found.seconds)
         assert found.seconds > 0
+    made.train()  # TRL goes on counting
+    assert RunRecord.load(tmp_path / FILE).total.tokens == record.total.tokens > 0
 
 
 # --- settings and versions ------------------------------------------------------------------------

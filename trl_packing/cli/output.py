@@ -10,9 +10,13 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
+
+from trl_packing.data.printable import escape_hidden
 
 
 def uses_color(choice: str) -> bool:
@@ -28,7 +32,7 @@ def print_json(value: Any) -> None:
 
 
 # The values of --hub_token, --api_key and --password are secrets, those of --eos_token are not.
-_SECRET = re.compile(r"(?i)(--(?!eos|pad)[\w-]*(?:token|key|password|secret)[= ])('[^']*'|\S)+")
+_SECRET = re.compile(r"(?i)(--(?!eos|pad)[\w-]*(?:token|key|password|secret)[=\0])[^\0]*")
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
@@ -37,27 +41,26 @@ def command_line(program: str, words: Sequence[str]) -> str:
     Examples:
         >>> command_line("trl-packing", ["plan", "--hub_token", "hf_123", "--eos_token", "</s>"])
         "trl-packing plan --hub_token ... --eos_token '</s>'"
+        >>> command_line("trl-packing", ["plan", "--password=it's mine", "--api_key", "'a' b"])
+        'trl-packing plan --password=... --api_key ...'
     """
-    return _SECRET.sub(r"\1...", shlex.join([program, *words]))
+    shown = _SECRET.sub(r"\1...", "\0".join([program, *words]))  # no word has a NUL
+    return shlex.join(shown.split("\0"))
 
 
 def note(text: str) -> None:
     """Print a sentence on stderr that is no part of the result."""
-    from trl_packing.data.printable import escape_hidden
-
     print(escape_hidden(text), file=sys.stderr)
 
 
 @contextmanager
 def short_log() -> Iterator[None]:
     """Print each warning of this package once inside the block, as a note."""
-    seen: set[str] = set()
+    note_once = cache(note)
 
     def emit(record: logging.LogRecord) -> None:
         text = record.getMessage().removeprefix("[RANK 0] ")
-        if text not in seen:
-            note(text.replace("the inspected dataset", "the data set"))
-        seen.add(text)
+        note_once(text.replace("the inspected dataset", "the data set"))
 
     handler = logging.Handler(logging.WARNING)
     log = logging.getLogger("trl_packing")
@@ -71,8 +74,6 @@ def short_log() -> Iterator[None]:
 
 def quiet_libraries() -> None:
     """Turn off what libraries log, and progress bars where stderr is no terminal."""
-    import warnings
-
     import datasets
     from transformers.utils import logging as transformers_logging
 

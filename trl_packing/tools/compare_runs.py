@@ -47,9 +47,8 @@ def load_run(given: str) -> RunRecord:
     if file is None:
         raise ValueError(f"{given} holds no run ({FILE} or {STATE}); name the output_dir of one")
     try:
-        text = file.read_text(encoding="utf-8")
-        is_ours = "format" in json.loads(text)
-        record = RunRecord.from_json(text) if is_ours else _run_of_state(json.loads(text))
+        found = json.loads(file.read_text(encoding="utf-8"))
+        record = RunRecord.load(file) if "format" in found else _run_of_state(found)
     except (OSError, ValueError, TypeError, KeyError) as problem:
         raise ValueError(f"{file} cannot be read as a run: {problem!r}") from problem
     return replace(record, name="/".join(path.absolute().parts[-2:]))

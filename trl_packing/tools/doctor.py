@@ -123,9 +123,10 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
     heading = "Attention (a tiny Llama, packed against each document alone)"
     sections = {"Versions": versions, "Devices": found, heading: _attention(trials, first)}
     every = [finding for section in sections.values() for finding in section]
+    failures = [f"{name}: {text}" for status, name, text in every if status == "fail"]
     facts = {
-        "trains": not any(finding.status == "fail" for finding in every),
-        "failures": [f"{name}: {text}" for status, name, text in every if status == "fail"],
+        "trains": not failures,
+        "failures": failures,
         "versions": installed,
         "machine": {"system": system, "devices": [device.name for device in devices]},
         "attention": {"chosen": chosen_of(trials)}
@@ -152,6 +153,8 @@ def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
     """Try all backends on a device, from fast to slow, those of half precision in `dtype`."""
     tiny = tiny_llama().to(device)
     reasons = refusals(tiny, device=device, dtype=dtype)
+    options: Any = {"training": True, "gradients": True, "max_length": _MAX_LENGTH}
+    models: dict[str, Any] = {}
     trials = {}
     for name in CHOICES[1:]:
         if name in {*flash_attn.VERSIONS} - {*flash_attn.installed()}:
@@ -159,30 +162,17 @@ def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
         elif reason := reasons.get(name):
             trials[name] = Trial("refused", reason)
         else:
-            trials[name] = Trial.of(_check(_in_dtype(tiny, name, dtype), name, gradients=True))
+            of_kernel = dtype if name in HALF_PRECISION else torch.float32
+            models[name] = model = copy.deepcopy(tiny).to(of_kernel).train()
+            trials[name] = Trial.of(check_backend(model, resolve_attention(model, name), **options))
     best = resolve_attention(tiny, device=device, dtype=dtype)
     for choice in (best, *best.slower):
         name = choice.backend
         if trials[name].verdict == "exact":
             trials[name] = Trial("chosen", trials[name].text)
-            return trials | {PREFIXES: trial_of_prefixes(tiny, name, dtype)}
+            shared = verify_prefixes(models[name], name, _MAX_LENGTH)
+            return trials | {PREFIXES: Trial.of(shared)}
     return trials
-
-
-def trial_of_prefixes(tiny: Any, name: str, dtype: torch.dtype) -> Trial:
-    """Return the result of a row that computes the common prefixes of its documents once."""
-    model = _in_dtype(tiny, name, dtype)
-    _check(model, name)  # installs the backend
-    return Trial.of(verify_prefixes(model, name, _MAX_LENGTH))
-
-
-def _check(model: Any, name: str, *, gradients: bool = False) -> CheckResult:
-    options: Any = {"training": True, "gradients": gradients, "max_length": _MAX_LENGTH}
-    return check_backend(model, resolve_attention(model, name), **options)
-
-
-def _in_dtype(tiny: Any, name: str, dtype: torch.dtype) -> Any:
-    return copy.deepcopy(tiny).to(dtype if name in HALF_PRECISION else torch.float32).train()
 
 
 def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:

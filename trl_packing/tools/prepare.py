@@ -49,41 +49,36 @@ def prepare_run(
     Raises:
         ValueError: the data cannot be prepared, or `out` cannot be written.
     """
+    started = perf_counter()
     check_place(out)
     place = out.resolve()  # a link stays one
+    sets = _sets_of(call)
+    run = PreviewedRun.from_call(call)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as beside:
             result = Path(beside) / "result"
-            made = _write(call, result, options or {})
+            manifest = {
+                FORMAT_KEY: FORMAT,
+                "versions": {package: version(package) for package in _PACKAGES},
+                "tokenizer": run.preparation.row_format.chat.tokenizer.name_or_path,
+                "options": dict(options or {}),
+                "sets": {name: _write_set(name, rows, run, result) for name, rows in sets.items()},
+            }
+            text = json.dumps(manifest, indent=1, default=str)
+            (result / MANIFEST).write_text(text, encoding="utf-8")
+            size = sum(file.stat().st_size for file in result.rglob("*.arrow"))
             os.rename(result, place)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
-    return {"folder": str(out), **made}
+    seconds = perf_counter() - started
+    return {"folder": str(out), "bytes": size, "seconds": seconds, **manifest}
 
 
 def check_place(out: Path) -> None:
     """Raise ValueError if `out` cannot become a folder of prepared data."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"{out} is there already; name a new folder for the prepared data")
-
-
-def _write(call: TrainerCall, result: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare all sets of a run, write them and their manifest into `result`; return that."""
-    started = perf_counter()
-    sets = _sets_of(call)
-    run = PreviewedRun.from_call(call)
-    manifest = {
-        FORMAT_KEY: FORMAT,
-        "versions": {package: version(package) for package in _PACKAGES},
-        "tokenizer": run.preparation.row_format.chat.tokenizer.name_or_path,
-        "options": dict(options),
-        "sets": {name: _write_set(name, rows, run, result) for name, rows in sets.items()},
-    }
-    text = json.dumps(manifest, indent=1, default=str)
-    (result / MANIFEST).write_text(text, encoding="utf-8")
-    size = sum(file.stat().st_size for file in result.rglob("*.arrow"))
-    return {"bytes": size, "seconds": perf_counter() - started, **manifest}
 
 
 def _sets_of(call: TrainerCall) -> dict[str, Dataset]:

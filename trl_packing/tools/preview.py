@@ -128,8 +128,6 @@ class PreviewedRun:
             raise ValueError(f"{trl_path}: TRL's own code prepares it; it cannot be shown here")
         labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
         processing_class = call.processing_class or (labeler and labeler.tokenizer)
-        if processing_class is None:
-            processing_class = processing_class_of(model, args)
         loaded = {
             name: rows
             if isinstance(rows, Dataset)
@@ -137,7 +135,7 @@ class PreviewedRun:
             for name, rows in sets.items()
         }
         rows = next(iter(loaded.values()))
-        tokenizer = configure_tokenizer(processing_class, args)
+        tokenizer = configure_tokenizer(processing_class or processing_class_of(model, args), args)
         template = _training_template(args, tokenizer, rows)
         rules = Rules.of_run(
             args,

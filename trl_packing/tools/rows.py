@@ -60,6 +60,8 @@ class PackedRow:
     Attributes:
         micro_batch: its number in the epoch, over all ranks.
         index: which row of the micro-batch it is.
+        start: its first token in the micro-batch.
+        stop: the position after its last token.
         batch: the micro-batch as the data loader yields it.
         documents: in the order of their tokens, padding included.
         apart: the micro-batch without shared prefixes; may be `batch`.
@@ -68,20 +70,12 @@ class PackedRow:
 
     micro_batch: int
     index: int
+    start: int
+    stop: int
     batch: Any = field(repr=False)
     documents: tuple[RowDocument, ...]
     apart: Any = field(repr=False)
     segments: Sequence[dict[str, Any]] = ()
-
-    @property
-    def start(self) -> int:
-        """Return the first token in the micro-batch."""
-        return 0 if self.segments else self.documents[0].start
-
-    @property
-    def stop(self) -> int:
-        """Return the position after the last token in the micro-batch."""
-        return self.batch["labels"].shape[1] if self.segments else self.documents[-1].stop
 
     def values(self, name: str) -> np.ndarray:
         """Return the row's part of a tensor of the batch, ``(tokens,)``."""
@@ -218,13 +212,14 @@ class PackedEpoch:
         if tree is not None:
             found = [real[at] for at in tree.order]
             batch = self.collator(documents)
-            segments = segments_of(tree)
-            yield PackedRow(number, 0, batch, tuple(found), apart, segments)
+            stop = batch["labels"].shape[1]
+            yield PackedRow(number, 0, 0, stop, batch, tuple(found), apart, segments_of(tree))
             return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
         for index, (first, end) in enumerate(pairwise([0, *changes, len(found)])):
-            yield PackedRow(number, index, apart, tuple(found[first:end]), apart)
+            held = tuple(found[first:end])
+            yield PackedRow(number, index, held[0].start, held[-1].stop, apart, held, apart)
 
     def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
         if number is None:

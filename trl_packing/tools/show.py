@@ -8,8 +8,9 @@ document · 422 tokens · 1 image · 13 trained (3%) · ends in '<|im_end|>', tr
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,17 @@ def show_document(
     labels = document_labels(document, ids)
     weights = np.where(labels == IGNORE_INDEX, 0, token_weights(document, len(ids)))
     weights[:1] = 0
-    images = images_of(document)
-    words = {image.start: image_in_words(image, document.get(IMAGE_SIZES)) for image in images}
-    numbers = np.zeros(len(ids), np.int64)
-    for image in images:
-        numbers[image.start : image.stop] = image.start + 1
-    body = mark_trained(_stretches(ids, weights, numbers, words, tokenizer), color=color)
-    return "\n".join([_heading(name, ids, weights, len(images), tokenizer), body])
+    heading = f"{escape_hidden(name)} · empty"
+    if len(ids):
+        trained = int((weights > 0).sum())
+        images = len(images_of(document))
+        words = f"{len(ids):,} tokens" + f" · {quantity(images, 'image')}" * bool(images)
+        last = quote(tokenizer.decode(ids[-1:].tolist()))
+        heading = (
+            f"{escape_hidden(name)} · {words} · {trained:,} trained ({trained / len(ids):.0%}) · "
+            f"ends in {last}, {'trained' if weights[-1] else 'not trained'}"
+        )
+    return "\n".join([heading, "".join(_marked(document, ids, weights, tokenizer, color))])
 
 
 def image_in_words(image: ImageTokens, sizes: Sequence[Sequence[int]] | None) -> str:
@@ -70,51 +75,30 @@ def image_in_words(image: ImageTokens, sizes: Sequence[Sequence[int]] | None) ->
     return f"[image{size}, {quantity(image.stop - image.start, 'token')}]"
 
 
-def _heading(
-    name: str, ids: np.ndarray, weights: np.ndarray, num_images: int, tokenizer: Any
-) -> str:
-    if not len(ids):
-        return f"{escape_hidden(name)} · empty"
-    trained = int((weights > 0).sum())
-    last = tokenizer.decode(ids[-1:].tolist())
-    share = f"{trained:,} trained ({trained / len(ids):.0%})"
-    images = f" · {quantity(num_images, 'image')}" * bool(num_images)
-    return (
-        f"{escape_hidden(name)} · {len(ids):,} tokens{images} · {share} · "
-        f"ends in {quote(last)}, {'trained' if weights[-1] else 'not trained'}"
-    )
-
-
-def mark_trained(stretches: Iterable[tuple[float, str]], *, color: bool = False) -> str:
-    """Return stretches of text, each with its weight, with the trained ones marked."""
+def _marked(
+    document: Mapping[str, Any], ids: np.ndarray, weights: np.ndarray, tokenizer: Any, color: bool
+) -> Iterator[str]:
+    """Yield consecutive tokens of one weight as text, marked if trained, and images as words."""
     opening, closing = _COLORS if color else MARKS
-    parts = []
-    for weight, text in stretches:
-        shown = escape_hidden(text)
-        if weight == 1:
-            shown = _FAKED_WEIGHT.sub(r"\1\\xd7", shown)
-        times = "" if weight in (0, 1) else f"{weight:g}×"
-        parts.append(f"{opening}{times}{shown}{closing}" if weight else shown)
-    return "".join(parts)
-
-
-def _stretches(
-    ids: np.ndarray, weights: np.ndarray, images: np.ndarray, words: dict[int, str], tokenizer: Any
-) -> Iterator[tuple[float, str]]:
-    """Yield consecutive tokens of one weight as text, and those of an image as its words.
-
-    `images` ``(T,)`` is equal for the tokens of an image, and 0 on text; `words` has the words of
-    each image, by its first token.
-    """
+    images = images_of(document)
+    words = {image.start: image_in_words(image, document.get(IMAGE_SIZES)) for image in images}
+    numbers = np.zeros(len(ids), np.int64)  # equal for the tokens of an image, and 0 on text
+    for image in images:
+        numbers[image.start : image.stop] = image.start + 1
     changes = np.diff(weights, prepend=np.nan) != 0
-    starts = np.flatnonzero(changes | (np.diff(images, prepend=0) != 0))
-    shown = ""
-    for start, stop in zip(starts.tolist(), [*starts.tolist(), len(ids)][1:], strict=True):
+    starts = np.flatnonzero(changes | (np.diff(numbers, prepend=0) != 0)).tolist()
+    before = ""
+    for start, stop in pairwise([*starts, len(ids)]):
         # Decode from the start: the space before a word, or half of a character, may depend on it.
         text = tokenizer.decode(ids[:stop].tolist(), clean_up_tokenization_spaces=False)
         text = text.rstrip(_UNFINISHED) if stop < len(ids) else text
-        yield float(weights[start]), words.get(start, "") if images[start] else text[len(shown) :]
-        shown = text
+        shown = escape_hidden(words.get(start, "") if numbers[start] else text[len(before) :])
+        before = text
+        weight = weights[start]
+        if weight == 1:
+            shown = _FAKED_WEIGHT.sub(r"\1\\xd7", shown)
+        times = "" if weight in (0, 1) else f"{weight:g}×"
+        yield f"{opening}{times}{shown}{closing}" if weight else shown
 
 
 def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:

@@ -55,23 +55,16 @@ def show_rows(
         documents = [range(start, end) for start, end in pairwise(ends.tolist())]
     lines: list[str] = []
     for lengths, numbers in zip(rows, documents, strict=True):
-        cells = _cells(lengths, numbers, capacity)[tokens_per_cell // 2 :: tokens_per_cell]
+        owners = np.repeat(np.asarray(numbers, np.int64), np.asarray(lengths, np.int64))
+        room = len(owners) if capacity is None else capacity
+        if len(owners) > room:
+            raise ValueError(f"a row of {len(owners)} tokens is beyond capacity={room}; raise it")
+        owners = np.pad(owners, (0, room - len(owners)), constant_values=_PADDING)
+        cells = owners[tokens_per_cell // 2 :: tokens_per_cell].tolist()
         step = cells_per_line or max(len(cells), 1)
         lines += [_line(cells[i : i + step], color, html) for i in range(0, len(cells), step)]
     text = "\n".join(lines)
     return f'<pre style="line-height:1.3">{text}</pre>' if html else text
-
-
-def _cells(lengths: Sequence[int], numbers: Sequence[int], capacity: int | None) -> list[int]:
-    """Return the document of each token of a row."""
-    owners = np.repeat(np.asarray(numbers, np.int64), np.asarray(lengths, np.int64))
-    if capacity is not None:
-        if len(owners) > capacity:
-            raise ValueError(
-                f"a row of {len(owners)} tokens is beyond capacity={capacity}; raise it"
-            )
-        owners = np.pad(owners, (0, capacity - len(owners)), constant_values=_PADDING)
-    return owners.tolist()
 
 
 def _line(cells: Sequence[int], color: bool, html: bool) -> str:
@@ -80,7 +73,7 @@ def _line(cells: Sequence[int], color: bool, html: bool) -> str:
     for document, group in groupby(cells):
         sign = "·" if document == _PADDING else _LETTERS[document % len(_LETTERS)]
         text = sign * len([*group])
-        (code, rgb) = _HUES[document % len(_HUES)]
+        code, rgb = _HUES[document % len(_HUES)]
         if document != _PADDING and html:
             text = f'<span style="background:{rgb};color:#000">{text}</span>'
         elif document != _PADDING and color:

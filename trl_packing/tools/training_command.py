@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is
 
 # A machine without a GPU accepts these settings. None of them affects the data.
 _OFF = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "push_to_hub")
-_ON_ANY_MACHINE: dict[str, Any] = dict.fromkeys(_OFF, False) | {"use_cpu": True}
-_ON_ANY_MACHINE |= {"tf32": None, "deepspeed": None, "fsdp": None, "report_to": "none"}
+ON_ANY_MACHINE: dict[str, Any] = dict.fromkeys(_OFF, False) | {"use_cpu": True}
+ON_ANY_MACHINE |= {"tf32": None, "deepspeed": None, "fsdp": None, "report_to": "none"}
 
 # Recipes import this package, so it imports them only by name.
 _RECIPES = "trl_packing.recipes"
@@ -107,7 +107,7 @@ def fits_any_machine() -> Any:
     post_init = TrainingArguments.__post_init__
 
     def fit(self: Any) -> None:
-        vars(self).update(_ON_ANY_MACHINE)
+        vars(self).update(ON_ANY_MACHINE)
         post_init(self)
 
     return patch.object(TrainingArguments, "__post_init__", fit)

@@ -61,7 +61,7 @@ class ThroughputMeter:
         self.trained.take()
         self._local = np.zeros(self.trained.width + len(COUNTS) + len(self._sources))
         self._interval, self._run = self._local.copy(), self._local.copy()  # of all ranks
-        self._tokens_before = self.trainer._total_train_tokens
+        self.tokens_before = self.trainer._total_train_tokens  # by earlier runs of this trainer
         self._added_up_at: int | None = None  # the optimizer step of the last `add_up`
         self._first_step = self._last_step = self.trainer.state.global_step
         self._seconds = self._last_seconds = 0.0
@@ -125,7 +125,7 @@ class ThroughputMeter:
         run = self._counts(self._run)
         means = trainer._metrics["train"]
         # A class of a user may make rows without a CPU copy. TRL would also count the padding.
-        tokens = self._tokens_before + int(run["tokens"] if run["room"] else self._run[4])
+        tokens = self.tokens_before + int(run["tokens"] if run["room"] else self._run[4])
         if self._interval[5] or means.get("num_tokens"):  # micro-batches were scored
             means["num_tokens"] = [tokens]
         trainer._total_train_tokens = tokens
@@ -140,9 +140,9 @@ class ThroughputMeter:
         self._local = np.zeros_like(self._local)
         if args.world_size > 1:
             vector = vector.to(args.device, non_blocking=True)
-        elif pending is not None:
-            pending = pending.to("cpu", non_blocking=True)  # readable after the wait
-        if args.world_size == 1:
+        else:
+            if pending is not None:
+                pending = pending.to("cpu", non_blocking=True)  # readable after the wait
             wait_for(args.device)
         if pending is not None:
             vector[: len(pending)] += pending

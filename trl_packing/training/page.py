@@ -38,7 +38,7 @@ def _environment(folder: Path) -> Environment:
     made = Environment(loader=loader, autoescape=True, finalize=_shown, undefined=StrictUndefined)
     made.trim_blocks = made.lstrip_blocks = True
     made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])
-    made.filters |= {"count": _count, "percent": _percent, "change": _change, "quantity": quantity}
+    made.filters |= {"number": _number, "change": _change, "quantity": quantity}
     made.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return made
 
@@ -47,12 +47,8 @@ def _shown(value: Any) -> Any:
     return value if isinstance(value, Markup) else escape_hidden(str(value))
 
 
-def _count(number: float | None, digits: int = 0) -> str:
-    return "–" if number is None else f"{number:,.{digits}f}"
-
-
-def _percent(share: float | None, digits: int) -> str:
-    return "–" if share is None else f"{share:.{digits}%}"
+def _number(number: float | None, form: str = ",") -> str:
+    return "–" if number is None else f"{number:{form}}"
 
 
 def _change(number: int) -> str:

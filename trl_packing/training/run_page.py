@@ -123,10 +123,10 @@ class RunRecord:
         return json.dumps(storable({"format": _FORMAT, **plain}), allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> "RunRecord":
-        """Return the record that `to_json` has written; ValueError: the text is none."""
+    def load(cls, path: Path) -> "RunRecord":
+        """Read the record that `to_json` has written to `path`; ValueError: it holds none."""
         try:
-            found = json.loads(text)
+            found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("format") != _FORMAT:
                 raise ValueError("written by another version of trl_packing")
             found["totals"] = {int(s): Totals(*t) for s, t in found["totals"].items()}
@@ -138,11 +138,6 @@ class RunRecord:
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"not the record of a run ({problem!r})") from problem
-
-    @classmethod
-    def load(cls, path: Path) -> "RunRecord":
-        """Read the record that `to_json` has written to `path`."""
-        return cls.from_json(path.read_text(encoding="utf-8"))
 
 
 def is_number(value: Any) -> TypeGuard[float]:

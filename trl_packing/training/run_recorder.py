@@ -24,6 +24,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.run_page import (
@@ -40,7 +41,6 @@ from trl_packing.versions import TESTED, installed_version
 
 logger = get_logger(__name__)
 
-_PADS = ("padded", "equal_lengths")  # attention backends
 _RESUMED_WITHOUT = (
     "Resumed at step {:,}, and what was trained by then is unknown ({}), so the curves can be "
     "shown over steps alone."
@@ -126,10 +126,11 @@ class RunRecorder(TrainerCallback):
             return
         now = Totals(seconds=counts["seconds"])
         if self.path().startswith("TRL"):
-            now = now._replace(tokens=self.trainer._total_train_tokens or None)
+            tokens = self.trainer._total_train_tokens - self.meter.tokens_before
+            now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
-            if self.trainer.attention.backend in _PADS:  # inside the model, where nobody counts
+            if self.trainer.attention.backend in PADDED:  # inside the model, where nobody counts
                 counted["computed_tokens"] = None
             now = Totals(**counted)
         pairs = zip(self._before, now, strict=True)
@@ -216,8 +217,7 @@ def all_settings(args: Any) -> dict[str, Any]:
         return {name: "…" if name in is_secret else value for name, value in pairs}
 
     text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
-    settings: dict[str, Any] = json.loads(text, object_pairs_hook=hide)
-    return settings
+    return dict(json.loads(text, object_pairs_hook=hide))
 
 
 def changed_settings(args: Any) -> list[str]:

@@ -16,7 +16,8 @@ from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.tools.plan.charts import histogram
 from trl_packing.tools.plan.plan import RunPlan, Variant, token_documents
-from trl_packing.tools.show import token_texts
+from trl_packing.tools.show import image_in_words, token_texts
+from trl_packing.tools.training_command import ON_ANY_MACHINE
 from trl_packing.training.page import HtmlPage, render
 from trl_packing.training.prefix_sharing import times_fewer
 from trl_packing.training.report import times
@@ -30,8 +31,6 @@ _SETTINGS = (
     *("max_length", "packing", "packing_strategy", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "seed"),
 )
-# That a preview sets itself.
-_OF_ANY_MACHINE = ("use_cpu", "bf16", "report_to")
 
 
 def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
@@ -154,8 +153,8 @@ def _losses(plan: RunPlan) -> dict[str, Any] | None:
 
 
 def settings_of(args: Any) -> dict[str, Any]:
-    """Return the settings on which a plan depends, and all others that are not the default."""
-    changed = [name for name in changed_settings(args) if name not in _OF_ANY_MACHINE]
+    """Return the settings on which a plan depends, and all others that a user has changed."""
+    changed = [name for name in changed_settings(args) if name not in ON_ANY_MACHINE]
     shown = all_settings(args)
     return {name: shown[name] for name in dict.fromkeys((*_SETTINGS, *changed))}
 
@@ -268,7 +267,7 @@ def _document(
         shown = stop
         texts = token_texts(ids[start:stop].tolist(), plan.run.preparation.eos.tokenizer)
         for image in images:  # in words, at its first token
-            said = f"[image, {quantity(image.stop - image.start, 'token')}]"
+            said = image_in_words(image, None)
             for at in range(max(image.start, start), min(image.stop, stop)):
                 texts[at - start] = said * (at == image.start)
         inside = changes[(changes > start) & (changes < stop)].tolist()

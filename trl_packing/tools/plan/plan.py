@@ -201,6 +201,8 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
     lengths = documents.lengths()
     facts = sampling.facts(documents)
     sampler = sampling.sampler(lengths, **facts)
+    columns = prepared.column_names
+    report = report_of(sampling, documents, sampler, columns=columns, preparation=counts)
     own = run.args.max_length
     what_if: Iterable[Variant] = ()
     # Documents that are cut elsewhere have other numbers, patches and common prefixes.
@@ -210,7 +212,7 @@ def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
         what_if = other_max_lengths(whole, run.preparation, sampling, limits)
     return RunPlan(
         run=run,
-        report=report_on(sampling, documents, sampler, counts),
+        report=report,
         documents=documents,
         epoch=PlannedEpoch(sampler),
         bins=None if sampler.rows else sampler.plan(),
@@ -322,26 +324,12 @@ def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
     sampling = run.sampling(ranks)
     prepared, counts = run.documents()
     documents = token_documents(prepared)
-    return report_on(sampling, documents, sampling.for_training(documents), counts)
+    sampler = sampling.for_training(documents)
+    columns = prepared.column_names
+    return report_of(sampling, documents, sampler, columns=columns, preparation=counts)
 
 
 def token_documents(prepared: Dataset) -> ArrowDocuments:
     """Return the tokens, labels and boundaries of prepared documents."""
     columns = [*token_columns(prepared.column_names), SEQ_LENGTHS]
     return ArrowDocuments(prepared, [c for c in columns if c in prepared.column_names])
-
-
-def report_on(
-    sampling: Sampling,
-    documents: ArrowDocuments,
-    sampler: PackedBatchSampler,
-    counts: PreparationCounts | None,
-) -> PackingReport:
-    """Return the report on the epoch of a sampler that `sampling` has made of these documents."""
-    return report_of(
-        sampling,
-        documents,
-        sampler,
-        columns=documents.dataset.column_names,
-        preparation=counts,
-    )
