@@ -189,6 +189,7 @@ class PackedSFTTrainer(SFTTrainer):
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
+            logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
         check_arguments(args, train_dataset)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
@@ -285,16 +286,16 @@ class PackedSFTTrainer(SFTTrainer):
         dataloader_key: str | None = None,
     ) -> Any:
         """Make micro-batches of documents, read from Arrow, that are known to stay apart."""
+        make = super()._get_dataloader
 
         def by_trl(rows: Any, sampler_of: Any) -> Any:
-            make = super(PackedSFTTrainer, self)._get_dataloader
             return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
 
         self._sampling.configure(self)
         check_set_afterwards(self.data_collator, self._loaders.collators.packed, self.train_dataset)
         if is_training:
             return self._loaders.train(by_trl, dataset, sampler_fn)
-        return self._loaders.evaluate(by_trl, dataset, sampler_fn, dataloader_key or "test")
+        return self._loaders.evaluate(by_trl, dataset, sampler_fn, dataloader_key)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
@@ -29,8 +28,6 @@ from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.columns import columns_of, documents_of, has_weights
-
-logger = get_logger(__name__)
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
@@ -67,7 +64,7 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
 
 
 def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: Any) -> None:
-    """Turn `packing` off if it has our default, and warn that the run takes TRL's path.
+    """Turn `packing` off if it has our default: the run takes TRL's path, for `reason`.
 
     Raises:
         ValueError: a setting, weights or preparation would be ignored there.
@@ -79,7 +76,7 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         if value != getattr(PackingOptions, name) and name not in _ON_ANY_PATH
     ]
     # A collator may read weights, if `Trainer` leaves them in the rows.
-    if collator is None or args.remove_unused_columns:
+    if collator is None or getattr(args, "remove_unused_columns", True):
         sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
         ignored += [" or ".join(WEIGHT_COLUMNS) for dataset in sets if has_weights(dataset)]
     ignored += [f"{record.folder}, prepared for packed runs," for record in records_of(train)]
@@ -89,7 +86,6 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         )
     if getattr(args, "_packing_is_default", False):
         args.packing = False
-    logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
 
 
 @contextmanager

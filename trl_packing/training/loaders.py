@@ -244,18 +244,19 @@ class PackedLoaders:
                 "leave the method out, or return super()'s, to pack them"
             )
 
-    def evaluate(self, by_trl: ByTrl, dataset: Any, sampler_of: Any, name: str) -> DataLoader:
-        """Return the data loader of an evaluation set, or of a "test" set to predict.
+    def evaluate(self, by_trl: ByTrl, dataset: Any, sampler_of: Any, key: str | None) -> DataLoader:
+        """Return the data loader of an evaluation set, or of a set to predict.
 
         Args:
             by_trl: makes TRL's loader of a data set with a method for its sampler.
             dataset: the documents; rows to predict may not be prepared yet.
             sampler_of: TRL's or a user's method.
-            name: of the set.
+            key: name of an evaluation set; None for a set to predict.
         """
         trainer = self.trainer
         isolation = self.isolation
-        is_test = name == "test"
+        is_test = key is None
+        name = key or "test"
         if trainer._skip_prepare_dataset:  # TRL knows only its own collator
             self.data.check_nothing_is_skipped([dataset])
             trainer._reject_skip_prepare_without_labels({name: dataset}, self.collators.padded)
