@@ -231,7 +231,11 @@ class PackedSFTTrainer(SFTTrainer):
         collators = RunCollators(self, guard, sampling, options, collator, rows)
         sharing = PrefixSharing(self, collators, loss_is_ours=self._loss_is_ours)
         self._run_report = report = RunReport(
-            *(self, collators, data.counts, sharing, self._epochs),
+            self,
+            collators,
+            data.counts,
+            sharing,
+            self._epochs,
             samples_bins=self._is_ours("_get_train_sampler"),
             before_first_step=self._before_first_step,
         )
@@ -333,20 +337,11 @@ class PackedSFTTrainer(SFTTrainer):
         """Count the epochs and steps that are left from where a resumed epoch continues."""
         return self._epochs.schedule(super().set_initial_training_values(args, dataloader))
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Continue where the record in the checkpoint says, or where a stream was."""
-        epoch, skipped = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        epoch, skipped = super()._init_training_state(*args, **kwargs)
         self._meter.start_run()
-        return self._epochs.resume(epoch, skipped, resume_from_checkpoint)
+        return self._epochs.resume(epoch, skipped)
 
     @packed_runs_only
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:

@@ -40,12 +40,11 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / MARK).touch()
     trainer.accelerator.wait_for_everyone()
-    trainer._push_from_checkpoint = lambda folder: None  # the mark would go with it
-    try:
-        with temporarily(args, save_total_limit=None):
-            yield checkpoint
-    finally:
-        del trainer._push_from_checkpoint
+    with (
+        temporarily(args, save_total_limit=None),
+        temporarily(trainer, _push_from_checkpoint=lambda folder: None),  # the mark would go along
+    ):
+        yield checkpoint
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
         (checkpoint / MARK).unlink(missing_ok=True)
