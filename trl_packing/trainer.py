@@ -50,7 +50,6 @@ from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (
     check_arguments,
-    check_loss_options,
     check_set_afterwards,
     generation_config_of,
     hide_packing,
@@ -178,7 +177,6 @@ class PackedSFTTrainer(SFTTrainer):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
         self._trl_path = reason
         self._options = options = PackingOptions.of(args)
-        check_loss_options(options, compute_loss_func)
         self._step_loss = StepLoss(self)
         self._meter = ThroughputMeter(self, self._step_loss.trained)
         self._sampling = Sampling(args, image_loads=self._images.loads)
@@ -191,7 +189,7 @@ class PackedSFTTrainer(SFTTrainer):
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
-        check_arguments(args, train_dataset)
+        check_arguments(args, train_dataset, compute_loss_func)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
             self._run_data.completion_only, data_collator = data_collator, None
             rest["processing_class"] = processing_class or self._run_data.completion_only.tokenizer

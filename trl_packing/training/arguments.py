@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
 
+from trl_packing.attention.model_facts import loading_options
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
@@ -98,12 +99,17 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
         yield packing, packing if eval_packing is None else eval_packing
 
 
-def check_arguments(args: Any, train_dataset: Any) -> None:
-    """Raise ValueError for settings that packing cannot serve with this training set."""
+def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
+    """Raise ValueError for settings that packing cannot serve with this training set and loss."""
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
-    curriculum = PackingOptions.of(args).curriculum
+    options = PackingOptions.of(args)
+    for name in ("loss_weighting", "source_column"):  # they need the losses of tokens
+        value = getattr(options, name)
+        if compute_loss_func is not None and value != getattr(PackingOptions, name):
+            raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
+    curriculum = options.curriculum
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(f"curriculum={curriculum!r} cannot order a stream; load it as a Dataset")
     # On a single process the trainer turns both off.
@@ -112,14 +118,6 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
             if getattr(getattr(args, "accelerator_config", None), name, None):
                 said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
                 raise ValueError(f"{said}; leave {name} unset")
-
-
-def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
-    """Raise ValueError for settings that need the losses of tokens, beside a user's loss."""
-    for name in ("loss_weighting", "source_column"):
-        value = getattr(options, name)
-        if compute_loss_func is not None and value != getattr(PackingOptions, name):
-            raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
 
 
 def check_weights_and_sources(
@@ -157,8 +155,7 @@ def generation_config_of(model: Any, args: Any) -> Any:
     """Return the generation config of `model`, a model or its name; None without one."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
-    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision") or "main"
     try:
-        return GenerationConfig.from_pretrained(model, revision=revision)
+        return GenerationConfig.from_pretrained(model, revision=loading_options(args)["revision"])
     except (OSError, ValueError):  # there is none, or TRL will report what is wrong with the name
         return None

@@ -199,11 +199,10 @@ class PackedLoaders:
         if isinstance(dataset, IterableDataset):
             if sampling.packing:
                 self.room = trainer.args.max_length * sampling.batch_size
-            stream = self._stream(dataset, sources, training=True)
-            self.epochs.set_stream(stream)
-            return self._loader_of(stream)
-        ids = None if sources is None else sources.ids
-        documents = documents_of(dataset, trainer.compute_loss_func, ids)
+            dataloader = self._stream(dataset, sources, self.collators.packed, training=True)
+            self.epochs.set_stream(dataloader.dataset)
+            return dataloader
+        documents = documents_of(dataset, trainer.compute_loss_func, sources)
         dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
         drawn: Any = dataloader.batch_sampler
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
@@ -274,8 +273,6 @@ class PackedLoaders:
                 isolation.ensure(trainer.model, dataset, training=False)
         is_stream = isinstance(dataset, IterableDataset)
         column = self.options.source_column
-        if padded and is_stream:  # the reader of packed streams checks the limits itself
-            dataset = dataset.map(limits.checked, with_indices=True)
         if padded and SEQ_LENGTHS in columns_of(dataset):
             raise ValueError(
                 f"rows of the {name} dataset were packed (they have {SEQ_LENGTHS}), but "
@@ -285,14 +282,13 @@ class PackedLoaders:
         sources = Sources.of(dataset, column) if column is not None and is_known else None
         collator = self.collators.for_evaluation(padded=padded)
         if is_stream and not padded:
-            with temporarily(trainer, data_collator=collator):
-                dataloader = self._loader_of(self._stream(dataset, None, training=False))
+            dataloader = self._stream(dataset, None, collator, training=False)
         else:
-            if is_stream:
-                rows = dataset.select_columns(training_columns(dataset))
+            if is_stream:  # the reader of packed streams checks the limits itself
+                checked = dataset.map(limits.checked, with_indices=True)
+                rows = checked.select_columns(training_columns(dataset))
             else:
-                ids = None if sources is None else sources.ids
-                rows = documents_of(dataset, trainer.compute_loss_func, ids)
+                rows = documents_of(dataset, trainer.compute_loss_func, sources)
             if not padded and type(trainer)._get_eval_sampler is SFTTrainer._get_eval_sampler:
                 sampler_of = self.sampling.for_evaluation
             dataloader = self._by_trl(by_trl, rows, sampler_of, collator)
@@ -314,14 +310,15 @@ class PackedLoaders:
             return by_trl(rows, sampler_of)
 
     def _stream(
-        self, dataset: IterableDataset, sources: Sources | None, *, training: bool
-    ) -> StreamBatches:
+        self, dataset: IterableDataset, sources: Sources | None, collator: Any, *, training: bool
+    ) -> Any:
+        """Return the data loader of a stream; its `dataset` is the `StreamBatches`."""
         args, sampling, (ranks, rank) = self.trainer.args, self.sampling, self.sampling.ranks
         packing = sampling.packing if training else sampling.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = packing and sampling.draws_groups(training)
         columns = training_columns(dataset, *([] if sources is None else [SOURCE]))
-        return StreamBatches(
+        stream = StreamBatches(
             dataset.select_columns(columns),
             StreamSettings(
                 args.max_length if packing else None,
@@ -332,7 +329,7 @@ class PackedLoaders:
                 prefix_group_size=self.options.prefix_group_size if groups else None,
                 mixture=str(self.options.mixture) if training and self.options.mixture else None,
             ),
-            self.trainer.data_collator,
+            collator,
             rank=rank,
             accumulation=args.gradient_accumulation_steps if training else 1,
             num_workers=args.dataloader_num_workers,
@@ -344,8 +341,6 @@ class PackedLoaders:
             limits=self.isolation.guard.limits,
             sources=None if sources is None else sources.names,
         )
-
-    def _loader_of(self, stream: StreamBatches) -> DataLoader:
         # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches
         # of unequal size, and repeat documents at the end.
         accelerator = self.trainer.accelerator

@@ -93,10 +93,6 @@ class RunData:
         given = self.trainer.eval_dataset
         return given if isinstance(given, dict) else {"eval": given}
 
-    def all(self) -> list[Any]:
-        """Return the training set, then the evaluation sets."""
-        return [self.trainer.train_dataset, *self.evaluated().values()]
-
     def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
         """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
         changes = self.completion_only or self.options.append_eos or self.sets
@@ -114,8 +110,8 @@ class RunData:
     def check(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
         trainer = self.trainer
-        (train, *evaluated) = self.all()
-        self.check_nothing_is_skipped(self.all())
+        evaluated = [*self.evaluated().values()]
+        self.check_nothing_is_skipped([trainer.train_dataset, *evaluated])
         pads = self.pad_to_multiple_of() or self.options.static_shapes
         if trainer.aux_loss_enabled and pads:
             raise ValueError(
@@ -127,7 +123,9 @@ class RunData:
                 "average_tokens_across_devices=False weights a token by the rank that it falls on; "
                 "leave it True"
             )
-        check_weights_and_sources(train, evaluated, self.options, trainer.compute_loss_func)
+        check_weights_and_sources(
+            trainer.train_dataset, evaluated, self.options, trainer.compute_loss_func
+        )
 
     def check_limits(self, limits: ModelLimits) -> None:
         """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
