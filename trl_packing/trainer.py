@@ -213,8 +213,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _build_packed_run(self, collator: Any) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
-        options, data, meter = self._options, self._run_data, self._meter
-        sampling = self._sampling
+        options, data, sampling = self._options, self._run_data, self._sampling
         sampling.configure(self)
         self._guard = guard = self._images.guard(
             self.model,
@@ -238,7 +237,7 @@ class PackedSFTTrainer(SFTTrainer):
             before_first_step=self._before_first_step,
         )
         self._isolation = RunIsolation(self, collators, report, sharing)
-        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, meter)
+        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, self._meter)
         self._other_models = OtherModels(self.model)
         data.check_limits(guard.limits)
         self.add_callback(report)
@@ -290,8 +289,13 @@ class PackedSFTTrainer(SFTTrainer):
         """Make micro-batches of documents, read from Arrow, that are known to stay apart."""
         make = super()._get_dataloader
 
-        def by_trl(rows: Any, sampler_of: Any) -> Any:
-            return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
+        def by_trl(rows: Any, sampler_of: Any, collator: Any) -> Any:
+            # Columns are chosen already: TRL would remove weights.
+            with (
+                temporarily(self, data_collator=collator),
+                temporarily(self.args, remove_unused_columns=False),
+            ):
+                return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
 
         self._sampling.configure(self)
         check_set_afterwards(self.data_collator, self._loaders.collators.packed, self.train_dataset)

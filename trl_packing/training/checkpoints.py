@@ -57,9 +57,7 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
     """Return the last checkpoint of a run that is not half-written; None if there is none."""
-    steps = {
-        path.name.rpartition("-")[2]: path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    }
+    steps = {p.name.rpartition("-")[2]: p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
     whole = [n for n, path in steps.items() if n.isdecimal() and not (path / MARK).exists()]
     return steps[max(whole, key=int)] if whole else None
 

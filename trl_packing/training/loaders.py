@@ -24,7 +24,6 @@ from trl import SFTTrainer
 from trl_packing.attention.calls import allows_other_rows, settle_first
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
-from trl_packing.attention.state import temporarily
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.lm_head import add_trained_positions_head
@@ -45,8 +44,8 @@ from trl_packing.training.stream_reader import StreamSettings
 
 logger = get_logger(__name__)
 
-# TRL's data loader, of documents and of the method that makes their sampler.
-ByTrl = Callable[[Any, Any], DataLoader]
+# TRL's data loader, of documents, the method that makes their sampler, and a collator.
+ByTrl = Callable[[Any, Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
 _OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture")
@@ -203,7 +202,7 @@ class PackedLoaders:
             self.epochs.set_stream(dataloader.dataset)
             return dataloader
         documents = documents_of(dataset, trainer.compute_loss_func, sources)
-        dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
+        dataloader = by_trl(documents, sampler_of, self.collators.packed)
         drawn: Any = dataloader.batch_sampler
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
         if isinstance(planned, PackedBatchSampler):
@@ -247,13 +246,13 @@ class PackedLoaders:
         """Return the data loader of an evaluation set, or of a set to predict.
 
         Args:
-            by_trl: makes TRL's loader of a data set with a method for its sampler.
+            by_trl: makes TRL's loader.
             dataset: the documents; rows to predict may not be prepared yet.
             sampler_of: TRL's or a user's method.
             key: name of an evaluation set; None for a set to predict.
         """
         trainer = self.trainer
-        isolation = self.isolation
+        guard = self.isolation.guard
         is_test = key is None
         name = key or "test"
         if trainer._skip_prepare_dataset:  # TRL knows only its own collator
@@ -264,13 +263,12 @@ class PackedLoaders:
         # Callers that ask for logits expect a row for each document, of which none can leak.
         asks = not trainer.args.prediction_loss_only if is_test else trainer.compute_metrics
         padded = bool(asks)
-        limits = isolation.guard.limits
-        limits.check(dataset, name)
-        with use_attention(trainer.model, isolation.guard.attention):
+        guard.limits.check(dataset, name)
+        with use_attention(trainer.model, guard.attention):
             if padded:
-                isolation.guard.check_head(trainer.model)
+                guard.check_head(trainer.model)
             else:
-                isolation.ensure(trainer.model, dataset, training=False)
+                self.isolation.ensure(trainer.model, dataset, training=False)
         is_stream = isinstance(dataset, IterableDataset)
         column = self.options.source_column
         if padded and SEQ_LENGTHS in columns_of(dataset):
@@ -285,13 +283,13 @@ class PackedLoaders:
             dataloader = self._stream(dataset, None, collator, training=False)
         else:
             if is_stream:  # the reader of packed streams checks the limits itself
-                checked = dataset.map(limits.checked, with_indices=True)
+                checked = dataset.map(guard.limits.checked, with_indices=True)
                 rows = checked.select_columns(training_columns(dataset))
             else:
                 rows = documents_of(dataset, trainer.compute_loss_func, sources)
             if not padded and type(trainer)._get_eval_sampler is SFTTrainer._get_eval_sampler:
                 sampler_of = self.sampling.for_evaluation
-            dataloader = self._by_trl(by_trl, rows, sampler_of, collator)
+            dataloader = by_trl(rows, sampler_of, collator)
         self.sources[dataloader] = sources
         return dataloader
 
@@ -300,14 +298,6 @@ class PackedLoaders:
         stream = getattr(dataloader, "dataset", None)
         if isinstance(stream, StreamBatches) and (words := str(stream.counts_of_all_ranks())):
             logger.warning_once(f"evaluation stream: {words}")
-
-    def _by_trl(self, by_trl: ByTrl, rows: Any, sampler_of: Any, collator: Any) -> DataLoader:
-        # Columns are chosen already: TRL would remove weights.
-        with (
-            temporarily(self.trainer, data_collator=collator),
-            temporarily(self.trainer.args, remove_unused_columns=False),
-        ):
-            return by_trl(rows, sampler_of)
 
     def _stream(
         self, dataset: IterableDataset, sources: Sources | None, collator: Any, *, training: bool

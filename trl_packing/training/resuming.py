@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,10 @@ class EpochRecord:
     @classmethod
     def load(cls, path: Path) -> "EpochRecord":
         """Read what `save` has written; ValueError if it was changed."""
-        try:
+        with suppress(ValueError):  # of JSON that is cut off
             values, checksum = json.loads(path.read_text(encoding="utf-8"))
             if zlib.crc32(values.encode()) == checksum:
                 return cls(**json.loads(values))
-        except ValueError:
-            pass
         raise ValueError(
             f"{path} is damaged; resume from another checkpoint, or delete the file and set "
             "ignore_data_skip=True to restart the epoch"
@@ -220,10 +218,9 @@ class ResumedEpochs:
             epoch = epoch + 1
             steps = 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
-        marks = self._marks
         trained = self._trained_in(steps)
         settings = self.sampling.settings()
-        EpochRecord(step, epoch, steps, settings, marks, trained).save(checkpoint / FILE)
+        EpochRecord(step, epoch, steps, settings, self._marks, trained).save(checkpoint / FILE)
 
     def _stream_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"stream_{self.trainer.args.process_index}.json"

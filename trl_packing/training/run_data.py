@@ -110,8 +110,9 @@ class RunData:
     def check(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
         trainer = self.trainer
+        train = trainer.train_dataset
         evaluated = [*self.evaluated().values()]
-        self.check_nothing_is_skipped([trainer.train_dataset, *evaluated])
+        self.check_nothing_is_skipped([train, *evaluated])
         pads = self.pad_to_multiple_of() or self.options.static_shapes
         if trainer.aux_loss_enabled and pads:
             raise ValueError(
@@ -123,9 +124,7 @@ class RunData:
                 "average_tokens_across_devices=False weights a token by the rank that it falls on; "
                 "leave it True"
             )
-        check_weights_and_sources(
-            trainer.train_dataset, evaluated, self.options, trainer.compute_loss_func
-        )
+        check_weights_and_sources(train, evaluated, self.options, trainer.compute_loss_func)
 
     def check_limits(self, limits: ModelLimits) -> None:
         """Raise ValueError for evaluation sets with ids or lengths that the model cannot read."""
