@@ -191,8 +191,9 @@ class PackedSFTTrainer(SFTTrainer):
             return
         check_arguments(args, train_dataset, compute_loss_func)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
-            self._run_data.completion_only, data_collator = data_collator, None
-            rest["processing_class"] = processing_class or self._run_data.completion_only.tokenizer
+            self._run_data.completion_only = data_collator
+            rest["processing_class"] = processing_class or data_collator.tokenizer
+            data_collator = None
         rows = self._images.take(rows, "train")
         eval_dataset = self._images.take(eval_dataset, "eval")
         if sets:
