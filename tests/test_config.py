@@ -12,6 +12,7 @@ from transformers import HfArgumentParser
 from trl import SFTConfig, TrlParser
 
 from trl_packing import PackedSFTConfig
+from trl_packing.attention.model_facts import loading_options
 from trl_packing.config import check_options
 
 HERE = {"output_dir": "o", "use_cpu": True, "bf16": False}
@@ -112,3 +113,11 @@ def test_without_max_length_documents_are_trained_as_without_packing(tmp_path):
     assert trainer.packing_report.bins is None
     assert trainer.packing_report.documents_per_step == 4
     trainer.train()
+
+
+def test_a_model_is_read_at_the_revision_and_with_the_trust_that_trl_loads_it_with():
+    assert loading_options(None) == {"revision": "main", "trust_remote_code": False}
+    trusting = SFTConfig(**HERE, trust_remote_code=True)
+    assert loading_options(trusting)["trust_remote_code"]
+    trusting.model_init_kwargs = {"revision": "v2", "trust_remote_code": False}
+    assert loading_options(trusting) == {"revision": "v2", "trust_remote_code": False}

@@ -50,7 +50,6 @@ from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (
     check_arguments,
-    check_loss_options,
     check_set_afterwards,
     generation_config_of,
     hide_packing,
@@ -178,7 +177,6 @@ class PackedSFTTrainer(SFTTrainer):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
         self._trl_path = reason
         self._options = options = PackingOptions.of(args)
-        check_loss_options(options, compute_loss_func)
         self._step_loss = StepLoss(self)
         self._meter = ThroughputMeter(self, self._step_loss.trained)
         self._sampling = Sampling(args, image_loads=self._images.loads)
@@ -189,11 +187,13 @@ class PackedSFTTrainer(SFTTrainer):
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
+            logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
-        check_arguments(args, train_dataset)
+        check_arguments(args, train_dataset, compute_loss_func)
         if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
-            self._run_data.completion_only, data_collator = data_collator, None
-            rest["processing_class"] = processing_class or self._run_data.completion_only.tokenizer
+            self._run_data.completion_only = data_collator
+            rest["processing_class"] = processing_class or data_collator.tokenizer
+            data_collator = None
         rows = self._images.take(rows, "train")
         eval_dataset = self._images.take(eval_dataset, "eval")
         if sets:
@@ -214,8 +214,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _build_packed_run(self, collator: Any) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
-        options, data, meter = self._options, self._run_data, self._meter
-        sampling = self._sampling
+        options, data, sampling = self._options, self._run_data, self._sampling
         sampling.configure(self)
         self._guard = guard = self._images.guard(
             self.model,
@@ -230,12 +229,16 @@ class PackedSFTTrainer(SFTTrainer):
         collators = RunCollators(self, guard, sampling, options, collator, rows)
         sharing = PrefixSharing(self, collators, loss_is_ours=self._loss_is_ours)
         self._run_report = report = RunReport(
-            *(self, collators, data.counts, sharing, self._epochs),
+            self,
+            collators,
+            data.counts,
+            sharing,
+            self._epochs,
             samples_bins=self._is_ours("_get_train_sampler"),
             before_first_step=self._before_first_step,
         )
         self._isolation = RunIsolation(self, collators, report, sharing)
-        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, meter)
+        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, self._meter)
         self._other_models = OtherModels(self.model)
         data.check_limits(guard.limits)
         self.add_callback(report)
@@ -285,16 +288,21 @@ class PackedSFTTrainer(SFTTrainer):
         dataloader_key: str | None = None,
     ) -> Any:
         """Make micro-batches of documents, read from Arrow, that are known to stay apart."""
+        make = super()._get_dataloader
 
-        def by_trl(rows: Any, sampler_of: Any) -> Any:
-            make = super(PackedSFTTrainer, self)._get_dataloader
-            return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
+        def by_trl(rows: Any, sampler_of: Any, collator: Any) -> Any:
+            # Columns are chosen already: TRL would remove weights.
+            with (
+                temporarily(self, data_collator=collator),
+                temporarily(self.args, remove_unused_columns=False),
+            ):
+                return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
 
         self._sampling.configure(self)
         check_set_afterwards(self.data_collator, self._loaders.collators.packed, self.train_dataset)
         if is_training:
             return self._loaders.train(by_trl, dataset, sampler_fn)
-        return self._loaders.evaluate(by_trl, dataset, sampler_fn, dataloader_key or "test")
+        return self._loaders.evaluate(by_trl, dataset, sampler_fn, dataloader_key)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -332,20 +340,11 @@ class PackedSFTTrainer(SFTTrainer):
         """Count the epochs and steps that are left from where a resumed epoch continues."""
         return self._epochs.schedule(super().set_initial_training_values(args, dataloader))
 
-    def _init_training_state(
-        self,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: str | None,
-        trial: Any,
-    ) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Continue where the record in the checkpoint says, or where a stream was."""
-        epoch, skipped = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        epoch, skipped = super()._init_training_state(*args, **kwargs)
         self._meter.start_run()
-        return self._epochs.resume(epoch, skipped, resume_from_checkpoint)
+        return self._epochs.resume(epoch, skipped)
 
     @packed_runs_only
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:

@@ -55,4 +55,4 @@ def test_one_process_has_no_batches_to_cut(tmp_path, name, packing):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     args = types.SimpleNamespace(accelerator_config=asked.args.accelerator_config, world_size=2)
     with pytest.raises(ValueError, match=name):
-        check_arguments(args, tiny_dataset("language_modeling"))
+        check_arguments(args, tiny_dataset("language_modeling"), None)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import transformers
+from datasets import Dataset
 from harness import make_trainer
-from helpers.tiny import documents_of_lengths, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_model, tiny_tokenizer
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
@@ -33,6 +35,28 @@ def test_every_method_that_knows_packed_rows_is_trls_on_trls_path(tmp_path):
     assert type(trainer._get_train_sampler(trainer.train_dataset)) is type(theirs)
     for mixed in (trainer, make_trainer(tmp_path, ROWS, cls=Mixed)):
         assert mixed._prepare_inputs(batch)["seen"], "a class below ours is called on both paths"
+
+
+def test_without_a_config_a_users_collator_trains_by_trls_defaults(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    # bf16, the default, asks for a GPU that has it
+    monkeypatch.setattr(transformers.training_args, "is_torch_bf16_gpu_available", lambda: True)
+    rows = Dataset.from_list(ROWS)
+    tokenizer = tiny_tokenizer()
+    collator = DataCollatorForSeq2Seq(tokenizer=tokenizer)
+    options = {"data_collator": collator, "processing_class": tokenizer}
+    trainer = PackedSFTTrainer(tiny_model(), train_dataset=rows, **options)
+    assert trainer.data_collator is collator
+    assert "taking TRL's path unchanged" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["test", "eval", "train"])
+def test_an_evaluation_set_of_any_name_is_packed(tmp_path, name):
+    evaluated = {name: Dataset.from_list(ROWS)}
+    trainer = make_trainer(tmp_path, ROWS, max_length=32, evaluated=evaluated)
+    batch = next(iter(trainer.get_eval_dataloader(name)))
+    assert len(batch["cu_seq_lens_q"]) > 2
+    assert "cu_seq_lens_q" not in next(iter(trainer.get_test_dataloader(evaluated[name])))
 
 
 def test_weights_that_a_users_collator_cannot_see_are_refused(tmp_path):

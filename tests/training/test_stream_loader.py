@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset
@@ -153,8 +154,8 @@ class Run:
         options |= {"accumulation": accumulation, "global_step": lambda: self.global_step}
         self.stream = stream_of(source, **options)
 
-    def file(self, step: int) -> str:
-        return str(self.folder / f"{step}_{self.rank}.json")
+    def file(self, step: int) -> Path:
+        return self.folder / f"{step}_{self.rank}.json"
 
     def steps(self, last_epoch: int, *, after: int = 0):
         """Return the steps of all epochs up to `last_epoch`, or of those left `after` a step."""

@@ -12,6 +12,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoConfig
+
+
+def loading_options(args: Any) -> dict[str, Any]:
+    """Return the revision of the model of a run, and whether its code may run, as TRL does."""
+    given = getattr(args, "model_init_kwargs", None) or {}
+    trusts = given.get("trust_remote_code", getattr(args, "trust_remote_code", False))
+    return {"revision": given.get("revision") or "main", "trust_remote_code": trusts}
+
+
+def config_of(model: Any, args: Any) -> Any:
+    """Return the config of a model, or of its name in a run with the settings `args`."""
+    if isinstance(model, str):
+        return AutoConfig.from_pretrained(model, **loading_options(args))
+    return model.config
 
 
 def text_config(model: Any) -> Any:

@@ -45,7 +45,6 @@ from trl_packing.tools.training_command import (
 )
 from trl_packing.training.arguments import (
     check_arguments,
-    check_loss_options,
     check_weights_and_sources,
     generation_config_of,
     reason_for_trl_path,
@@ -116,9 +115,8 @@ class PreviewedRun:
         model = call.model
         sets = source_sets(given, args, collator) or {"train": given}
         first = next(iter(sets.values()))
-        check_arguments(args, first)
+        check_arguments(args, first, call.compute_loss_func)
         check_is_backend(options.attention)
-        check_loss_options(options, call.compute_loss_func)
         trl_path = reason_for_trl_path(first, collator)
         if not trl_path and has_images(given):
             if model is None:
@@ -144,7 +142,7 @@ class PreviewedRun:
             packing=args.packing,
             chat_template=template,
             completion_only=trains_completions(rows, args.completion_only_loss),
-            generation_config=None if model is None else generation_config_of(model, args),
+            generation_config=generation_config_of(model, args),
             by_trl=_refuse,
             labeler=labeler,
         )

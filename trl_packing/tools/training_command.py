@@ -189,32 +189,20 @@ def processing_class_of(model: Any, args: Any) -> Any:
     """Return the tokenizer or processor of a model or its name, as the trainer loads it."""
     from transformers import AutoProcessor
 
+    from trl_packing.attention.model_facts import loading_options
+
     name = model if isinstance(model, str) else model.config.name_or_path
     return AutoProcessor.from_pretrained(name, **loading_options(args))
 
 
-def config_of(model: Any, args: Any) -> Any:
-    """Return the config of `model`, a model or its name."""
-    from transformers import AutoConfig
-
-    if not isinstance(model, str):
-        return model.config
-    return AutoConfig.from_pretrained(model, **loading_options(args))
-
-
 def hidden_size_of(model: Any, args: Any) -> int | None:
     """Return the hidden size of a text model; None if it is unknown."""
+    from trl_packing.attention.model_facts import config_of
+
     try:
         return getattr(config_of(model, args).get_text_config(), "hidden_size", None)
     except (OSError, ValueError):  # a folder with only a tokenizer
         return None
-
-
-def loading_options(args: Any) -> dict[str, Any]:
-    """Return the revision, and whether code of the model may run, as the run has them."""
-    given = args.model_init_kwargs or {}
-    trusts = given.get("trust_remote_code", args.trust_remote_code)
-    return {"revision": given.get("revision") or "main", "trust_remote_code": trusts}
 
 
 def configure_tokenizer(tokenizer: Any, args: Any) -> Any:

@@ -17,12 +17,12 @@ from transformers.models.auto.modeling_auto import (
 
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import take_prefix_keys
+from trl_packing.attention.model_facts import config_of, loading_options
 from trl_packing.config import PackingOptions
 from trl_packing.isolation.check import CheckResult, Refusal, attempt, check_prefixes
 from trl_packing.isolation.guard import check_backend
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.training_command import config_of, loading_options
 
 
 def load_model(

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import ParallelismConfig
-from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
 
+from trl_packing.attention.model_facts import loading_options
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
@@ -29,8 +29,6 @@ from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.columns import columns_of, documents_of, has_weights
-
-logger = get_logger(__name__)
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
@@ -67,7 +65,7 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
 
 
 def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: Any) -> None:
-    """Turn `packing` off if it has our default, and warn that the run takes TRL's path.
+    """Turn `packing` off if it has our default: the run takes TRL's path, for `reason`.
 
     Raises:
         ValueError: a setting, weights or preparation would be ignored there.
@@ -79,7 +77,7 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         if value != getattr(PackingOptions, name) and name not in _ON_ANY_PATH
     ]
     # A collator may read weights, if `Trainer` leaves them in the rows.
-    if collator is None or args.remove_unused_columns:
+    if collator is None or getattr(args, "remove_unused_columns", True):
         sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
         ignored += [" or ".join(WEIGHT_COLUMNS) for dataset in sets if has_weights(dataset)]
     ignored += [f"{record.folder}, prepared for packed runs," for record in records_of(train)]
@@ -89,7 +87,6 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         )
     if getattr(args, "_packing_is_default", False):
         args.packing = False
-    logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
 
 
 @contextmanager
@@ -102,12 +99,17 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
         yield packing, packing if eval_packing is None else eval_packing
 
 
-def check_arguments(args: Any, train_dataset: Any) -> None:
-    """Raise ValueError for settings that packing cannot serve with this training set."""
+def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
+    """Raise ValueError for settings that packing cannot serve with this training set and loss."""
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
-    curriculum = PackingOptions.of(args).curriculum
+    options = PackingOptions.of(args)
+    for name in ("loss_weighting", "source_column"):  # they need the losses of tokens
+        value = getattr(options, name)
+        if compute_loss_func is not None and value != getattr(PackingOptions, name):
+            raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
+    curriculum = options.curriculum
     if curriculum is not None and isinstance(train_dataset, IterableDataset):
         raise ValueError(f"curriculum={curriculum!r} cannot order a stream; load it as a Dataset")
     # On a single process the trainer turns both off.
@@ -116,14 +118,6 @@ def check_arguments(args: Any, train_dataset: Any) -> None:
             if getattr(getattr(args, "accelerator_config", None), name, None):
                 said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
                 raise ValueError(f"{said}; leave {name} unset")
-
-
-def check_loss_options(options: PackingOptions, compute_loss_func: Any) -> None:
-    """Raise ValueError for settings that need the losses of tokens, beside a user's loss."""
-    for name in ("loss_weighting", "source_column"):
-        value = getattr(options, name)
-        if compute_loss_func is not None and value != getattr(PackingOptions, name):
-            raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
 
 
 def check_weights_and_sources(
@@ -161,8 +155,7 @@ def generation_config_of(model: Any, args: Any) -> Any:
     """Return the generation config of `model`, a model or its name; None without one."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
-    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision") or "main"
     try:
-        return GenerationConfig.from_pretrained(model, revision=revision)
+        return GenerationConfig.from_pretrained(model, revision=loading_options(args)["revision"])
     except (OSError, ValueError):  # there is none, or TRL will report what is wrong with the name
         return None

@@ -40,12 +40,11 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / MARK).touch()
     trainer.accelerator.wait_for_everyone()
-    trainer._push_from_checkpoint = lambda folder: None  # the mark would go with it
-    try:
-        with temporarily(args, save_total_limit=None):
-            yield checkpoint
-    finally:
-        del trainer._push_from_checkpoint
+    with (
+        temporarily(args, save_total_limit=None),
+        temporarily(trainer, _push_from_checkpoint=lambda folder: None),  # the mark would go along
+    ):
+        yield checkpoint
     trainer.accelerator.wait_for_everyone()
     if args.should_save:
         (checkpoint / MARK).unlink(missing_ok=True)
@@ -58,9 +57,7 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
 
 def last_whole_checkpoint(folder: Path) -> Path | None:
     """Return the last checkpoint of a run that is not half-written; None if there is none."""
-    steps = {
-        path.name.rpartition("-")[2]: path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    }
+    steps = {p.name.rpartition("-")[2]: p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
     whole = [n for n, path in steps.items() if n.isdecimal() and not (path / MARK).exists()]
     return steps[max(whole, key=int)] if whole else None
 

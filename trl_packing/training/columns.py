@@ -18,18 +18,18 @@ from trl_packing.documents.labels import (
     WEIGHT_COLUMNS,
 )
 from trl_packing.documents.weights import check_token_weights, document_weights_from_rows
-from trl_packing.loss.sums import check_weights_can_be_used
+from trl_packing.loss.sums import Sources, check_weights_can_be_used
 
 _ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, IMAGE_IDS, SEQ_LENGTHS)
 
 
 def documents_of(
-    dataset: Dataset, compute_loss_func: Any, source_ids: np.ndarray | None = None
+    dataset: Dataset, compute_loss_func: Any, sources: Sources | None = None
 ) -> ArrowDocuments:
     """Return the documents of prepared rows, read from Arrow without a copy.
 
-    `source_ids` is the source of each row, ``(rows,)`` int64, where losses are told apart. Raises
-    ValueError for weights that are damaged, or that `compute_loss_func`, a user's, does not know.
+    `sources` are those of the rows whose losses are told apart. Raises ValueError for weights that
+    are damaged, or that `compute_loss_func`, a user's, does not know.
     """
     check_weights_can_be_used(compute_loss_func, dataset.column_names)
     scalars = {}
@@ -37,8 +37,8 @@ def documents_of(
         scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "the prepared data set")
     if IMAGE_ROW in dataset.column_names:
         scalars[IMAGE_ROW] = np.asarray(dataset.with_format("numpy")[IMAGE_ROW][:])
-    if source_ids is not None:
-        scalars[SOURCE_IDS] = source_ids
+    if sources is not None:
+        scalars[SOURCE_IDS] = sources.ids
     present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
     documents = ArrowDocuments(dataset, present, scalars)
     if TOKEN_WEIGHTS in present:

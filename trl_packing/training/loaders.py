@@ -24,7 +24,6 @@ from trl import SFTTrainer
 from trl_packing.attention.calls import allows_other_rows, settle_first
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
-from trl_packing.attention.state import temporarily
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.lm_head import add_trained_positions_head
@@ -45,8 +44,8 @@ from trl_packing.training.stream_reader import StreamSettings
 
 logger = get_logger(__name__)
 
-# TRL's data loader, of documents and of the method that makes their sampler.
-ByTrl = Callable[[Any, Any], DataLoader]
+# TRL's data loader, of documents, the method that makes their sampler, and a collator.
+ByTrl = Callable[[Any, Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
 _OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture")
@@ -199,12 +198,11 @@ class PackedLoaders:
         if isinstance(dataset, IterableDataset):
             if sampling.packing:
                 self.room = trainer.args.max_length * sampling.batch_size
-            stream = self._stream(dataset, sources, training=True)
-            self.epochs.set_stream(stream)
-            return self._loader_of(stream)
-        ids = None if sources is None else sources.ids
-        documents = documents_of(dataset, trainer.compute_loss_func, ids)
-        dataloader = self._by_trl(by_trl, documents, sampler_of, self.collators.packed)
+            dataloader = self._stream(dataset, sources, self.collators.packed, training=True)
+            self.epochs.set_stream(dataloader.dataset)
+            return dataloader
+        documents = documents_of(dataset, trainer.compute_loss_func, sources)
+        dataloader = by_trl(documents, sampler_of, self.collators.packed)
         drawn: Any = dataloader.batch_sampler
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
         if isinstance(planned, PackedBatchSampler):
@@ -244,18 +242,19 @@ class PackedLoaders:
                 "leave the method out, or return super()'s, to pack them"
             )
 
-    def evaluate(self, by_trl: ByTrl, dataset: Any, sampler_of: Any, name: str) -> DataLoader:
-        """Return the data loader of an evaluation set, or of a "test" set to predict.
+    def evaluate(self, by_trl: ByTrl, dataset: Any, sampler_of: Any, key: str | None) -> DataLoader:
+        """Return the data loader of an evaluation set, or of a set to predict.
 
         Args:
-            by_trl: makes TRL's loader of a data set with a method for its sampler.
+            by_trl: makes TRL's loader.
             dataset: the documents; rows to predict may not be prepared yet.
             sampler_of: TRL's or a user's method.
-            name: of the set.
+            key: name of an evaluation set; None for a set to predict.
         """
         trainer = self.trainer
-        isolation = self.isolation
-        is_test = name == "test"
+        guard = self.isolation.guard
+        is_test = key is None
+        name = key or "test"
         if trainer._skip_prepare_dataset:  # TRL knows only its own collator
             self.data.check_nothing_is_skipped([dataset])
             trainer._reject_skip_prepare_without_labels({name: dataset}, self.collators.padded)
@@ -264,17 +263,14 @@ class PackedLoaders:
         # Callers that ask for logits expect a row for each document, of which none can leak.
         asks = not trainer.args.prediction_loss_only if is_test else trainer.compute_metrics
         padded = bool(asks)
-        limits = isolation.guard.limits
-        limits.check(dataset, name)
-        with use_attention(trainer.model, isolation.guard.attention):
+        guard.limits.check(dataset, name)
+        with use_attention(trainer.model, guard.attention):
             if padded:
-                isolation.guard.check_head(trainer.model)
+                guard.check_head(trainer.model)
             else:
-                isolation.ensure(trainer.model, dataset, training=False)
+                self.isolation.ensure(trainer.model, dataset, training=False)
         is_stream = isinstance(dataset, IterableDataset)
         column = self.options.source_column
-        if padded and is_stream:  # the reader of packed streams checks the limits itself
-            dataset = dataset.map(limits.checked, with_indices=True)
         if padded and SEQ_LENGTHS in columns_of(dataset):
             raise ValueError(
                 f"rows of the {name} dataset were packed (they have {SEQ_LENGTHS}), but "
@@ -284,17 +280,16 @@ class PackedLoaders:
         sources = Sources.of(dataset, column) if column is not None and is_known else None
         collator = self.collators.for_evaluation(padded=padded)
         if is_stream and not padded:
-            with temporarily(trainer, data_collator=collator):
-                dataloader = self._loader_of(self._stream(dataset, None, training=False))
+            dataloader = self._stream(dataset, None, collator, training=False)
         else:
-            if is_stream:
-                rows = dataset.select_columns(training_columns(dataset))
+            if is_stream:  # the reader of packed streams checks the limits itself
+                checked = dataset.map(guard.limits.checked, with_indices=True)
+                rows = checked.select_columns(training_columns(dataset))
             else:
-                ids = None if sources is None else sources.ids
-                rows = documents_of(dataset, trainer.compute_loss_func, ids)
+                rows = documents_of(dataset, trainer.compute_loss_func, sources)
             if not padded and type(trainer)._get_eval_sampler is SFTTrainer._get_eval_sampler:
                 sampler_of = self.sampling.for_evaluation
-            dataloader = self._by_trl(by_trl, rows, sampler_of, collator)
+            dataloader = by_trl(rows, sampler_of, collator)
         self.sources[dataloader] = sources
         return dataloader
 
@@ -304,23 +299,16 @@ class PackedLoaders:
         if isinstance(stream, StreamBatches) and (words := str(stream.counts_of_all_ranks())):
             logger.warning_once(f"evaluation stream: {words}")
 
-    def _by_trl(self, by_trl: ByTrl, rows: Any, sampler_of: Any, collator: Any) -> DataLoader:
-        # Columns are chosen already: TRL would remove weights.
-        with (
-            temporarily(self.trainer, data_collator=collator),
-            temporarily(self.trainer.args, remove_unused_columns=False),
-        ):
-            return by_trl(rows, sampler_of)
-
     def _stream(
-        self, dataset: IterableDataset, sources: Sources | None, *, training: bool
-    ) -> StreamBatches:
+        self, dataset: IterableDataset, sources: Sources | None, collator: Any, *, training: bool
+    ) -> Any:
+        """Return the data loader of a stream; its `dataset` is the `StreamBatches`."""
         args, sampling, (ranks, rank) = self.trainer.args, self.sampling, self.sampling.ranks
         packing = sampling.packing if training else sampling.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = packing and sampling.draws_groups(training)
         columns = training_columns(dataset, *([] if sources is None else [SOURCE]))
-        return StreamBatches(
+        stream = StreamBatches(
             dataset.select_columns(columns),
             StreamSettings(
                 args.max_length if packing else None,
@@ -331,7 +319,7 @@ class PackedLoaders:
                 prefix_group_size=self.options.prefix_group_size if groups else None,
                 mixture=str(self.options.mixture) if training and self.options.mixture else None,
             ),
-            self.trainer.data_collator,
+            collator,
             rank=rank,
             accumulation=args.gradient_accumulation_steps if training else 1,
             num_workers=args.dataloader_num_workers,
@@ -343,8 +331,6 @@ class PackedLoaders:
             limits=self.isolation.guard.limits,
             sources=None if sources is None else sources.names,
         )
-
-    def _loader_of(self, stream: StreamBatches) -> DataLoader:
         # Not `accelerator.prepare`: its dispatcher and its shard wrapper cannot take micro-batches
         # of unequal size, and repeat documents at the end.
         accelerator = self.trainer.accelerator

@@ -59,14 +59,10 @@ class Mixture:
     def shares(self, documents: ArrowDocuments) -> tuple[SourceShare, ...]:
         """Return what the first epoch draws of each source."""
         names, held, ids = self.sources.names, self.sources.num_documents, self.sources.ids
-        drawn = np.arange(len(ids))
-        counts = held
-        if self.draw is not None:
-            drawn = self.draw.documents(0)
-            counts = self.draw.counts
-        values = (documents.lengths(), documents.num_trained())
+        drawn = np.arange(len(ids)) if self.draw is None else self.draw.documents(0)
+        values = (np.ones(len(ids)), documents.lengths(), documents.num_trained())
         sums = [np.bincount(ids[drawn], each[drawn], len(names)) for each in values]
-        numbers = np.stack([held, counts, *sums]).astype(np.int64).T.tolist()
+        numbers = np.stack([held, *sums]).astype(np.int64).T.tolist()
         return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
 
 

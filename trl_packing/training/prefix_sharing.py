@@ -68,11 +68,10 @@ class PrefixSharing:
         # Bins of groups hold the tokens of shared rows.
         shares = self.mode == "group" or (self.mode == "bin" and pays)
         if shares:
-            reason = self._why_not(training)
             key = (self.guard.attention.backend, training)
-            if reason is None and key not in self._failures:
+            if key not in self._failures and self._why_not(training) is None:
                 self._failures[key] = self._failure(model, documents, training)
-            reason = reason or self._failures[key]
+            reason = self.reason(training)
             shares = reason is None
             if reason:
                 logger.warning_once(
@@ -179,8 +178,7 @@ def prefix_savings(
         return PrefixSavings(sharing)
     total = len(sampler) * sampler.num_ranks  # micro-batches
     tokens = int(sampler.lengths.sum())
-    number = len(documents)
-    most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // number)
+    most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // len(documents))
     batches = sampler.micro_batches(max(most, _FEWEST_BATCHES))
     looked_at = documents.__getitems__(np.concatenate(batches))
     lengths = np.array([len(document["input_ids"]) for document in looked_at])

@@ -9,7 +9,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,10 @@ class EpochRecord:
     @classmethod
     def load(cls, path: Path) -> "EpochRecord":
         """Read what `save` has written; ValueError if it was changed."""
-        try:
+        with suppress(ValueError):  # of JSON that is cut off
             values, checksum = json.loads(path.read_text(encoding="utf-8"))
             if zlib.crc32(values.encode()) == checksum:
                 return cls(**json.loads(values))
-        except ValueError:
-            pass
         raise ValueError(
             f"{path} is damaged; resume from another checkpoint, or delete the file and set "
             "ignore_data_skip=True to restart the epoch"
@@ -79,7 +77,8 @@ class ResumedEpochs:
         self.trainer = trainer
         self.sampling = sampling
         self.stream: StreamBatches | None = None  # that the run trains
-        self._record: EpochRecord | None = None  # of the checkpoint to resume from
+        self._checkpoint: Path | None = None  # to resume from
+        self._record: EpochRecord | None = None  # in it
         self._sampler: Any = None  # of the training that runs, if it is ours
         self._marks: Any = None  # of its documents
         self._position: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
@@ -88,11 +87,12 @@ class ResumedEpochs:
 
     @contextmanager
     def resuming(self, checkpoint: Any) -> Iterator[None]:
-        """Continue inside the block where the record in `checkpoint` says, if it has one."""
+        """Continue inside the block where `checkpoint` was saved, if it is a folder."""
+        folder = Path(checkpoint) if isinstance(checkpoint, (str, Path)) else None
         record = None
-        if isinstance(checkpoint, (str, Path)) and (Path(checkpoint) / FILE).is_file():
-            record = EpochRecord.load(Path(checkpoint) / FILE)
-        with temporarily(self, _record=record):
+        if folder is not None and (folder / FILE).is_file():
+            record = EpochRecord.load(folder / FILE)
+        with temporarily(self, _checkpoint=folder, _record=record):
             yield
 
     def set_stream(self, stream: StreamBatches | None) -> None:
@@ -167,19 +167,20 @@ class ResumedEpochs:
                 num_epochs += -(-(max_steps - step + behind) // per_epoch)
         return (num_epochs, per_epoch, *others, max_steps)
 
-    def resume(self, epoch: int, skipped: int, checkpoint: str | None) -> tuple[int, int]:
+    def resume(self, epoch: int, skipped: int) -> tuple[int, int]:
         """Return the epoch in which the run continues, and the micro-batches to skip in it.
 
-        `Trainer` computes `epoch` and `skipped` from the number of steps; `checkpoint` is the
-        folder to resume from. ValueError: it was saved within an epoch of another order.
+        `Trainer` computes `epoch` and `skipped` from the number of steps. ValueError: the
+        checkpoint was saved within an epoch of another order.
         """
         accumulation = self.trainer.args.gradient_accumulation_steps
         if self._position is not None:
             epoch, steps = self._position
             return epoch, steps * accumulation
+        checkpoint = self._checkpoint
         if checkpoint is None or self.trainer.args.ignore_data_skip:
             return epoch, skipped
-        of_stream = any(Path(checkpoint).glob("stream_*.json"))
+        of_stream = any(checkpoint.glob("stream_*.json"))
         was_planned = self._record is not None and self._record.steps
         if (of_stream and self.stream is None) or (skipped and was_planned):
             raise ValueError(
@@ -217,10 +218,9 @@ class ResumedEpochs:
             epoch = epoch + 1
             steps = 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
-        marks = self._marks
         trained = self._trained_in(steps)
         settings = self.sampling.settings()
-        EpochRecord(step, epoch, steps, settings, marks, trained).save(checkpoint / FILE)
+        EpochRecord(step, epoch, steps, settings, self._marks, trained).save(checkpoint / FILE)
 
-    def _stream_file(self, checkpoint: str | Path) -> str:
-        return str(Path(checkpoint) / f"stream_{self.trainer.args.process_index}.json")
+    def _stream_file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"stream_{self.trainer.args.process_index}.json"

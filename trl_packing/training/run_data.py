@@ -93,10 +93,6 @@ class RunData:
         given = self.trainer.eval_dataset
         return given if isinstance(given, dict) else {"eval": given}
 
-    def all(self) -> list[Any]:
-        """Return the training set, then the evaluation sets."""
-        return [self.trainer.train_dataset, *self.evaluated().values()]
-
     def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
         """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
         changes = self.completion_only or self.options.append_eos or self.sets
@@ -114,8 +110,9 @@ class RunData:
     def check(self) -> None:
         """Raise ValueError for settings and data that cannot be trained as they are."""
         trainer = self.trainer
-        (train, *evaluated) = self.all()
-        self.check_nothing_is_skipped(self.all())
+        train = trainer.train_dataset
+        evaluated = [*self.evaluated().values()]
+        self.check_nothing_is_skipped([train, *evaluated])
         pads = self.pad_to_multiple_of() or self.options.static_shapes
         if trainer.aux_loss_enabled and pads:
             raise ValueError(

@@ -29,10 +29,8 @@ from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler, attentio
 from trl_packing.training.mixture import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
-_SETTINGS_OF_PLAN = (
-    *("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last"),
-    *("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow"),
-)
+_OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")
+_OF_OURS = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow")
 
 
 @dataclass(eq=False)
@@ -226,8 +224,9 @@ class Sampling:
     def settings(self) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
         args, options = self.args, self.options
-        named = {n: getattr(options, n, getattr(args, n, None)) for n in _SETTINGS_OF_PLAN}
-        return named | {
+        return {
+            **{name: getattr(args, name) for name in _OF_TRL},
+            **{name: getattr(options, name) for name in _OF_OURS},
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
             "packing": self.packing,

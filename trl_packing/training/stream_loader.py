@@ -126,20 +126,20 @@ class StreamBatches(IterableDataset):
 
     # --- positions --------------------------------------------------------------------------------
 
-    def save(self, path: str) -> None:
+    def save(self, path: Path) -> None:
         """Write the position behind the optimizer steps taken so far."""
-        Path(path).write_text(json.dumps(self._identity() | self._positions[self.global_step()]))
+        path.write_text(json.dumps(self._identity() | self._positions[self.global_step()]))
 
-    def load(self, path: str) -> tuple[int, int]:
+    def load(self, path: Path) -> tuple[int, int]:
         """Continue at the position in `path`; return its epoch and the steps in that epoch.
 
         Raises:
             ValueError: a rank has no such file, or the position was saved with other settings.
         """
-        found = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
+        found = json.loads(path.read_text()) if path.is_file() else {}
         if self.agree(int("place" not in found)):
             raise ValueError(
-                f"{Path(path).parent} has no position of the stream for every rank, so the "
+                f"{path.parent} has no position of the stream for every rank, so the "
                 "documents left are unknown; set ignore_data_skip=True to restart the stream"
             )
         for name, value in self._identity().items():

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import datasets
@@ -122,27 +122,24 @@ class PackedStream(IterableDataset):
 
     def _batches(self, documents: list[Document], window: int) -> list[list[Document]]:
         settings, capacity = self.settings, self.settings.capacity
-        lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
-        groups = None
         size = settings.bins_per_batch
-        if settings.prefix_group_size is not None and capacity is not None:
-            index = PrefixIndex.of_loaded(documents)
-            groups = group_documents(index, lengths, capacity, settings.prefix_group_size)
         if capacity is None:
-            bins = [*np.arange(len(documents))[:, None]]
-            cuts = [*range(0, len(bins), size), len(bins)]
-        else:
-            seed = None
-            if settings.seed is not None:
-                seed = [settings.seed, self.epoch, self.rank, window]
-            pack_all = partial(pack, lengths) if groups is None else groups.pack
-            bins = list(pack_all(capacity, settings.strategy, seed))
-            if seed is not None:
-                order = np.random.default_rng([*seed, 1]).permutation(len(bins))
-                bins = [bins[i] for i in order]
-            # All of about equal size; otherwise every window would end with a small micro-batch.
-            number = -(-len(bins) // size)
-            cuts = np.linspace(0, len(bins), number + 1).astype(int).tolist()
+            return [documents[start : start + size] for start in range(0, len(documents), size)]
+        lengths = np.array([max(1, len(document["input_ids"])) for document in documents])
+        pack_all: Any = partial(pack, lengths)
+        if settings.prefix_group_size is not None:
+            index = PrefixIndex.of_loaded(documents)
+            pack_all = group_documents(index, lengths, capacity, settings.prefix_group_size).pack
+        seed = None
+        if settings.seed is not None:
+            seed = [settings.seed, self.epoch, self.rank, window]
+        bins = list(pack_all(capacity, settings.strategy, seed))
+        if seed is not None:
+            order = np.random.default_rng([*seed, 1]).permutation(len(bins))
+            bins = [bins[i] for i in order]
+        # All of about equal size; otherwise every window would end with a small micro-batch.
+        number = -(-len(bins) // size)
+        cuts = np.linspace(0, len(bins), number + 1).astype(int).tolist()
         return [
             [documents[i] for packed in bins[start:stop] for i in packed]
             for start, stop in pairwise(cuts)
@@ -160,27 +157,23 @@ class Windows:
     def __init__(self, stream: PackedStream, begin: dict[str, Any], state: Any):
         """Read from `state` on; without one, read and skip the documents before `begin`."""
         self._stream = stream
-        settings = stream.settings
-        packs = settings.capacity is not None
-        ranks = settings.num_ranks
+        ranks = stream.settings.num_ranks
+        packs = stream.settings.capacity is not None
         self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
         self._part.set_epoch(stream.epoch)
-        if state is not None:
-            self._part.load_state_dict(state)
-        self._documents = iter(self._part)
         self.number = begin["number"] - 1
         self._num_read = begin["documents"]
-        if state is None:
-            skipped = self._num_read
-            for _ in zip(range(skipped), self._documents, strict=False):
-                pass
+        if state is not None:
+            self._part.load_state_dict(state)
+        skipped = 0 if state is not None else self._num_read
+        self._documents = islice(self._part, skipped, None)
         self.next()
         self._state = begin["state"]
 
     def next(self) -> None:
         """Begin the next window."""
         self._state = self._part.state_dict() if self._num_read else None
-        self.number = self.number + 1
+        self.number += 1
         self._num_before = self._num_read
         self.documents: list[Document] = []
         self._size = 0

@@ -19,7 +19,8 @@ class OtherModels:
     """Watches the first micro-batches of a user's loss, by a hook on modules other than `model`."""
 
     def __init__(self, model: nn.Module):
-        self._model, self._watched_steps = model, 4
+        self._model = model
+        self._watched_steps = 4
 
     @contextmanager
     def watch(self) -> Iterator[None]:

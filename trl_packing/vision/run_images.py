@@ -21,7 +21,7 @@ from transformers import ProcessorMixin
 from trl import SFTTrainer
 
 from trl_packing.attention.backends import PADDED, AttentionChoice
-from trl_packing.attention.model_facts import text_config
+from trl_packing.attention.model_facts import config_of, text_config
 from trl_packing.data.rules import Rules
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
@@ -36,7 +36,6 @@ from trl_packing.vision.images import ImageStore
 from trl_packing.vision.sizes import patch_size_of
 from trl_packing.vision.support import (
     check_no_other_media,
-    config_of,
     has_images,
     holds_conversations,
     named_sets,

@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 import transformers
 from datasets import Dataset, IterableDataset
 from packaging.version import Version
-from transformers import AutoConfig
 from trl.data_utils import get_dataset_column_names, is_conversational
 
+from trl_packing.attention.model_facts import config_of
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
@@ -80,15 +80,6 @@ def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> s
     model_type = config_of(model, args).model_type
     reason = f"the data set has images, which are not packed for {model_type} models"
     return None if model_type in FAMILIES else reason
-
-
-def config_of(model: Any, args: Any) -> Any:
-    """Return the config of a model, or of its name."""
-    if (config := getattr(model, "config", None)) is not None:
-        return config
-    given = getattr(args, "model_init_kwargs", None) or {}
-    chosen = {k: v for k, v in given.items() if k in ("revision", "trust_remote_code")}
-    return AutoConfig.from_pretrained(model, **chosen)
 
 
 def check_no_other_media(dataset: Dataset, name: str) -> None:
