@@ -92,7 +92,9 @@ class PackedDataset(torch.utils.data.Dataset):
         rows_multiple_of: int = 1,
     ):
         if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-            dataset = Dataset.from_list(list(dataset))
+            rows = list(dataset)
+            names = dict.fromkeys(name for row in rows for name in row)  # not of row 0 alone
+            dataset = Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
         for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in dataset.column_names:
                 raise ValueError(

@@ -14,6 +14,7 @@ from packaging.version import Version
 from transformers import AutoConfig
 from trl.data_utils import get_dataset_column_names, is_conversational
 
+from trl_packing.data.messages import messages_in
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
@@ -33,7 +34,7 @@ FAMILIES = (
 _LEFT_OUT = ("tools", "chat_template_kwargs")  # by TRL, of rows with images
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _OTHER_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
-_MESSAGES = ("messages", "prompt", "completion")
+_MESSAGES = ("messages", "conversations", "prompt", "completion")
 
 
 def has_images(dataset: Any) -> bool:
@@ -93,28 +94,35 @@ def config_of(model: Any, args: Any) -> Any:
 
 def check_no_other_media(dataset: Dataset, name: str) -> None:
     """Raise ValueError if a data set for a model with a processor has videos or audio."""
-    columns = dataset.column_names
-    if found := sorted({*_OTHER_MEDIA} & {*columns}):
+    if found := sorted({*_OTHER_MEDIA} & {*dataset.column_names}):
         raise ValueError(
             f"the {name} dataset has {found[0]!r}; only text and images can be trained here, so "
             "remove the column"
         )
-    rows = dataset.with_format(None)
-    for column in (c for c in _MESSAGES if c in columns and _other_parts(dataset.data.column(c))):
-        for row, messages in enumerate(rows[column]):  # a filter may hide them
-            kinds = {part.get("type") for m in messages or () for part in m["content"] or ()}
-            if found := sorted(kinds & {*_OTHER_PARTS}):
-                raise ValueError(
-                    f"row {row} of the {name} dataset: a message has a part of type {found[0]!r}; "
-                    "only text and images can be trained here"
-                )
+    columns = [column for column in _MESSAGES if column in dataset.column_names]
+    if not any(_may_hold_media(part) for c in columns for part in dataset.data.column(c).chunks):
+        return
+    for number, row in enumerate(dataset.select_columns(columns).with_format(None)):
+        contents = [m.get("content") for m in messages_in(row) if isinstance(m, dict)]
+        parts = [part for each in contents if isinstance(each, list) for part in each]
+        kinds = {part.get("type") for part in parts if isinstance(part, dict)}
+        if found := sorted(kinds & {*_OTHER_PARTS}):
+            raise ValueError(
+                f"row {number} of the {name} dataset: a message has a part of type {found[0]!r}; "
+                "only text and images can be trained here"
+            )
 
 
-def _other_parts(column: pa.ChunkedArray) -> set[str]:
-    """Return the other media among the parts of messages; none where contents are no parts."""
-    try:
-        parts = pc.list_flatten(pc.struct_field(pc.list_flatten(column), "content"))
-        kinds = pc.unique(pc.struct_field(parts, "type"))
-    except pa.ArrowException:
-        return set()
-    return {*kinds.to_pylist()} & {*_OTHER_PARTS}
+def _may_hold_media(values: pa.Array) -> bool:
+    """Return whether a look at the rows is needed: a text, or the JSON, has the name of a part."""
+    kind = values.type
+    if isinstance(kind, pa.BaseExtensionType):
+        names = f'"({"|".join(_OTHER_PARTS)})"'
+        return bool(pc.any(pc.match_substring_regex(values.storage, names)).as_py())
+    if pa.types.is_struct(kind):
+        return any(map(_may_hold_media, values.flatten()))
+    if pa.types.is_nested(kind):
+        return _may_hold_media(values.flatten())
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return bool(pc.any(pc.is_in(values, pa.array(_OTHER_PARTS, kind))).as_py())
+    return False
