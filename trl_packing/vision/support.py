@@ -57,11 +57,6 @@ def holds_conversations(dataset: Dataset) -> bool:
     return is_conversational(next(iter(rows), {}))
 
 
-def named_sets(given: Any, name: str) -> list[tuple[str, Any]]:
-    """Return names and data sets of a dictionary, or one data set with `name`."""
-    return list(given.items()) if isinstance(given, dict) else [(name, given)]
-
-
 def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> str | None:
     """Return why a run on sets with images takes TRL's path, or None if it is packed."""
     installed = transformers.__version__
@@ -94,9 +89,9 @@ def config_of(model: Any, args: Any) -> Any:
 
 def check_no_other_media(dataset: Dataset, name: str) -> None:
     """Raise ValueError if a data set for a model with a processor has videos or audio."""
-    if found := sorted({*_OTHER_MEDIA} & {*dataset.column_names}):
+    if found := {*_OTHER_MEDIA} & {*dataset.column_names}:
         raise ValueError(
-            f"the {name} dataset has {found[0]!r}; only text and images can be trained here, so "
+            f"the {name} dataset has {min(found)!r}; only text and images can be trained here, so "
             "remove the column"
         )
     columns = [column for column in _MESSAGES if column in dataset.column_names]
@@ -105,10 +100,10 @@ def check_no_other_media(dataset: Dataset, name: str) -> None:
     for number, row in enumerate(dataset.select_columns(columns).with_format(None)):
         contents = [m.get("content") for m in messages_in(row) if isinstance(m, dict)]
         parts = [part for each in contents if isinstance(each, list) for part in each]
-        kinds = {part.get("type") for part in parts if isinstance(part, dict)}
-        if found := sorted(kinds & {*_OTHER_PARTS}):
+        kinds: Any = {part.get("type") for part in parts if isinstance(part, dict)}
+        if kinds := kinds & {*_OTHER_PARTS}:
             raise ValueError(
-                f"row {number} of the {name} dataset: a message has a part of type {found[0]!r}; "
+                f"row {number} of the {name} dataset: a message has a part of type {min(kinds)!r}; "
                 "only text and images can be trained here"
             )
 
@@ -123,6 +118,5 @@ def _may_hold_media(values: pa.Array) -> bool:
         return any(map(_may_hold_media, values.flatten()))
     if pa.types.is_nested(kind):
         return _may_hold_media(values.flatten())
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return bool(pc.any(pc.is_in(values, pa.array(_OTHER_PARTS, kind))).as_py())
-    return False
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_text and bool(pc.any(pc.is_in(values, pa.array(_OTHER_PARTS, kind))).as_py())
