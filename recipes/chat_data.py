@@ -69,9 +69,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     rows = arguments.rows()
     if "instruction" in rows.column_names:
         rows = rows.map(to_conversation, remove_columns=rows.column_names)
-    trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path, args=training_args, train_dataset=rows
-    )
+    trainer = PackedSFTTrainer(arguments.model_name_or_path, training_args, train_dataset=rows)
     show(trainer)
     trainer.train(training_args.resume_from_checkpoint)
     finish(trainer)

@@ -89,13 +89,11 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     tokenizer = None
     if model is None:
         rows = demo_rows()
-        (model, tokenizer) = load_model(training_args, ModelConfig())
+        model, tokenizer = load_model(training_args, ModelConfig())
         tokenizer.chat_template = DEMO_TEMPLATE
     else:
         rows = arguments.rows()
-    trainer = PackedSFTTrainer(
-        model=model, args=training_args, train_dataset=rows, processing_class=tokenizer
-    )
+    trainer = PackedSFTTrainer(model, training_args, train_dataset=rows, processing_class=tokenizer)
     show(trainer, 2)
     trainer.train(training_args.resume_from_checkpoint)
     finish(trainer)

@@ -154,7 +154,7 @@ def load_data(
                 raise ValueError(f"with datasets, {option} belongs into the entries: move it there")
         if needs_test and share is None:
             raise ValueError("with datasets, evaluation needs a test_split_size to hold out")
-        (sources, shares) = _by_name(args.datasets)
+        sources, shares = _by_name(args.datasets)
         streaming = args.streaming
         if shares and run.mixture:
             raise ValueError("mixture and a weight or epochs in datasets say the same; give one")
@@ -201,11 +201,8 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
     loader = entry.path
     files = entry.data_files
     if is_prepared(entry.path):
-        if given := [
-            *entry.named(),
-            *["columns"] * bool(entry.columns),
-            *["streaming"] * streaming,
-        ]:
+        given = entry.named() + ["columns"] * bool(entry.columns) + ["streaming"] * streaming
+        if given:
             raise ValueError(f"{entry.path} holds prepared data: leave {given[0]} out")
         return load_prepared(entry.path, entry.split)
     if path.suffix in LOADERS:
@@ -231,7 +228,7 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
 def _load_prepared(args: DataArguments, own: dict[str, Any], needs_test: bool) -> tuple[Any, Any]:
     """Return the sets of a folder that `trl-packing prepare` wrote, if they fit the options."""
     folder = str(args.dataset_name)
-    manifest = read_manifest(str(args.dataset_name))
+    manifest = read_manifest(folder)
     if args.dataset_streaming:
         raise ValueError(f"{folder} holds prepared data: leave dataset_streaming out")
     # Options that made the columns and the splits. They must not change afterwards.

@@ -1,7 +1,8 @@
 """The beginning and the end of a recipe: its arguments, and the model that it saves.
 
 arguments, training_args = parse(argv, Arguments, output_dir="outputs/chat_data")
-trainer = PackedSFTTrainer(arguments.model_name_or_path, training_args, arguments.rows())
+rows = arguments.rows()
+trainer = PackedSFTTrainer(arguments.model_name_or_path, training_args, train_dataset=rows)
 trainer.train(training_args.resume_from_checkpoint)
 finish(trainer)
 """
@@ -113,9 +114,8 @@ def answers(trainer: Any, documents: list[Any], longest: int) -> list[str]:
         model.eval()
         for at in range(0, len(prompts), size):
             batch = tokenizer.pad(prompts[at : at + size], padding_side="left", return_tensors="pt")
-            tokens = model.generate(
-                **batch.to(model.device), do_sample=False, max_new_tokens=longest
-            )
+            batch = batch.to(model.device)
+            tokens = model.generate(**batch, do_sample=False, max_new_tokens=longest)
             completions = tokens[:, batch["input_ids"].shape[1] :]
             written += tokenizer.batch_decode(completions, skip_special_tokens=True)
     return written

@@ -58,9 +58,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     rows = arguments.rows()
     if training_args.dataset_text_field in rows.column_names:  # not those that are prepared
         rows = rows.select_columns(training_args.dataset_text_field)
-    trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path, args=training_args, train_dataset=rows
-    )
+    trainer = PackedSFTTrainer(arguments.model_name_or_path, training_args, train_dataset=rows)
     show(trainer)
     trainer.train(training_args.resume_from_checkpoint)
     finish(trainer)

@@ -51,9 +51,8 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         argv, Arguments, output_dir="outputs/resuming", save_steps=50, save_total_limit=2
     )
 
-    trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path, args=training_args, train_dataset=arguments.rows()
-    )
+    rows = arguments.rows()
+    trainer = PackedSFTTrainer(arguments.model_name_or_path, training_args, train_dataset=rows)
     say = trainer.accelerator.print
     checkpoint = last_whole_checkpoint(Path(training_args.output_dir))
     if checkpoint is None:

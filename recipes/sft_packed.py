@@ -99,9 +99,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class RecipeArguments(DataArguments):
     """The data, and the number of held-out prompts to answer before and after training."""
 
-    num_samples: int = HfArg(
-        default=0, help="Held-out prompts to answer before and after training."
-    )
+    num_samples: int = HfArg(default=0, help="Held-out prompts answered before and after training.")
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     is_demo = model is None
     if is_demo:
         rows = demo_rows()
-        (model, tokenizer) = load_model(training_args, ModelConfig())
+        model, tokenizer = load_model(training_args, ModelConfig())
     else:
         rows = arguments.rows()
     if "labels" not in rows.column_names:  # documents of `trl-packing prepare` have them

@@ -61,9 +61,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     stream = read(SourceConfig(arguments.dataset_name, **place), streaming=True)
     if arguments.shuffle_buffer:
         stream = stream.shuffle(seed=training_args.seed, buffer_size=arguments.shuffle_buffer)
-    trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path, args=training_args, train_dataset=stream
-    )
+    trainer = PackedSFTTrainer(arguments.model_name_or_path, training_args, train_dataset=stream)
     say, ranks = trainer.accelerator.print, training_args.world_size
     shards = trainer.train_dataset.num_shards
     part = "its own shards" if shards % ranks == 0 else f"the whole stream, for 1/{ranks} of it"

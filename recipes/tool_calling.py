@@ -62,10 +62,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
     else:
         train, held_out = rows.select(range(len(rows) - 1)), rows.select([len(rows) - 1])
     trainer = PackedSFTTrainer(
-        model=arguments.model_name_or_path,
-        args=training_args,
-        train_dataset=train,
-        eval_dataset=held_out,
+        arguments.model_name_or_path, training_args, train_dataset=train, eval_dataset=held_out
     )
     show(trainer)
     say = trainer.accelerator.print

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         from trl_packing.recipes.demo_pictures import demo_model, demo_rows, exchanged
 
         rows = demo_rows(600)
-        (model, processor) = demo_model(training_args.seed)
+        model, processor = demo_model(training_args.seed)
     else:
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
         processor = AutoProcessor.from_pretrained(model, **pixels)
@@ -102,11 +102,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         matrices = "all-linear" if arguments.train_tower else LANGUAGE_MODEL
         adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=matrices)
     trainer = PackedSFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=rows,
-        processing_class=processor,
-        peft_config=adapter,
+        model, training_args, train_dataset=rows, processing_class=processor, peft_config=adapter
     )
     trainer.train(training_args.resume_from_checkpoint)
     say = trainer.accelerator.print

@@ -48,6 +48,10 @@ def test_what_cannot_be_packed_is_refused():
     padded = [DOCUMENTS[0] | {"attention_mask": [0, 1, 1]}]
     with pytest.raises(ValueError, match=r"document 0 .* tokenize without padding"):
         PackedDataset(padded, None, 50)
+    with pytest.raises(ValueError, match="'labels' has a null row"):  # those of row 1 are read, too
+        PackedDataset(
+            [{"input_ids": [1, 2, 3]}, DOCUMENTS[0] | {"labels": [-100, -100, 3]}], None, 50
+        )
     for column, value in (("loss_weights", [1.0] * 3), ("seq_lengths", [2, 1])):
         rows = Dataset.from_list([{**DOCUMENTS[0], column: value}])
         with pytest.raises(ValueError, match=f"the data set has {column}.*PackedSFTTrainer"):

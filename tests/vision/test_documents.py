@@ -168,11 +168,11 @@ def rows(**values):
     return {"dataset": Dataset.from_dict(given | values)}
 
 
-def chats(part, **columns):
+def chats(part, first=None, **columns):
     """Return two conversations, of which the second has the part."""
     text = {"type": "text", "text": "a"}
-    made = [[{"role": "user", "content": content}] for content in ([text], [text, part])]
-    return {"dataset": Dataset.from_dict({"messages": made, **columns})}
+    made = [[{"role": "user", "content": content}] for content in (first or [text], [text, part])]
+    return {"dataset": Dataset.from_dict({"messages": made, **columns}, on_mixed_types="use_json")}
 
 
 PAYLOAD = {"type": "image", "text": None, "path": "a.png"}
@@ -188,6 +188,7 @@ REFUSALS = {
         PAYLOAD, images=[[], [noise(9, 9, 0)]]
     ),
     "row 1 of the train .* part of type 'video'": chats({"type": "video", "text": None}),
+    "row 1 of the train .* part of type 'audio'": chats({"type": "audio"}, first="as JSON"),
     "has 'videos'.*remove the column": rows(videos=[[], ["a.mp4"]]),
     "append_eos": {"append_eos": True},
     "patches, but max_patches=8; raise max_patches": {"max_patches": 8},

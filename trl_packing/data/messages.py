@@ -157,25 +157,39 @@ def has_flag(message: Any) -> bool:
 
 def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
     """Return whether a message has "train" or "weight"; of a stream, one of its first row."""
-    rows: Iterable[Row] = [first]
-    if isinstance(dataset, Dataset):
-        columns = [name for name in _COLUMNS if name in dataset.column_names]
-        if not any(_may_hold_flags(p) for c in columns for p in dataset.data.column(c).chunks):
-            return False
-        rows = dataset.select_columns(columns).with_format(None)  # without those left out
-    lists = (row.get(name) for row in rows for name in _COLUMNS)
-    return any(has_flag(message) for each in lists if isinstance(each, list) for message in each)
+    rows = [first] if isinstance(dataset, IterableDataset) else rows_with(dataset, _FLAGS)
+    return any(has_flag(message) for row in rows for message in messages_in(row))
 
 
-def _may_hold_flags(values: pa.Array) -> bool:
-    """Whether a look at the rows is needed: a key has a value, or the JSON has its name."""
+def messages_in(row: Row) -> list[Any]:
+    """Return the messages in all columns of a row."""
+    lists = [row.get(name) for name in _COLUMNS]
+    return [message for each in lists if isinstance(each, list) for message in each]
+
+
+def rows_with(dataset: Dataset, words: Sequence[str]) -> Iterable[Row]:
+    """Return the messages of all rows; no row if none of `words` is a key or a text in them."""
+    columns = [name for name in _COLUMNS if name in dataset.column_names]
+    if not any(_may_hold(part, words) for c in columns for part in dataset.data.column(c).chunks):
+        return []
+    return dataset.select_columns(columns).with_format(None)  # without rows that are left out
+
+
+def _may_hold(values: pa.Array, words: Sequence[str]) -> bool:
+    """Whether a look at the rows is needed: a key has a value, or a text or JSON is a word."""
     kind = values.type
     if isinstance(kind, pa.BaseExtensionType):
-        return bool(pc.any(pc.match_substring_regex(values.storage, '"(train|weight)"')).as_py())
+        quoted = f'"({"|".join(words)})"'
+        return bool(pc.any(pc.match_substring_regex(values.storage, quoted)).as_py())
     if pa.types.is_struct(kind):
-        names = {*_FLAGS} & {field.name for field in kind}
-        return any(values.field(name).null_count < len(values) for name in names)
-    return pa.types.is_nested(kind) and _may_hold_flags(values.flatten())
+        keys = {*words} & {field.name for field in kind}
+        if any(values.field(key).null_count < len(values) for key in keys):
+            return True
+        return any(_may_hold(part, words) for part in values.flatten())
+    if pa.types.is_nested(kind):
+        return _may_hold(values.flatten(), words)
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return is_text and bool(pc.any(pc.is_in(values, pa.array(words, kind))).as_py())
 
 
 def texts_of(content: Sequence[Message]) -> list[str]:

@@ -92,7 +92,9 @@ class PackedDataset(torch.utils.data.Dataset):
         rows_multiple_of: int = 1,
     ):
         if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
-            dataset = Dataset.from_list(list(dataset))
+            rows = list(dataset)
+            names = dict.fromkeys(name for row in rows for name in row)  # not of row 0 alone
+            dataset = Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
         for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in dataset.column_names:
                 raise ValueError(
@@ -146,25 +148,19 @@ class PackedDataset(torch.utils.data.Dataset):
         return self.__dict__ | {"_enabled_where_pickled": bool(enabled_models)}
 
     def _joined(self, rows: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        documents = [self._document(int(i)) for row in rows for i in row]
-        lengths = [len(ids) for ids, _ in documents]
+        token = getattr(self.tokenizer, "pad_token_id", None) or 0
+        empty = {"input_ids": np.array([token]), "labels": np.array([IGNORE_INDEX])}
+        documents = [self.documents[i] if i >= 0 else empty for row in rows for i in row]
+        ids = [document["input_ids"].astype(np.int64) for document in documents]
+        lengths = [*map(len, ids)]
         first = 2 if len(documents) == 1 else 1  # a mask of ones may be any collator's
         columns = {
-            "input_ids": np.concatenate([ids for ids, _ in documents]),
-            "labels": np.concatenate([labels for _, labels in documents]),
+            "input_ids": np.concatenate(ids),
+            "labels": np.concatenate([*map(document_labels, documents, ids)]),
             "attention_mask": np.repeat(np.arange(first, len(documents) + first), lengths),
         }
         columns["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
         return {name: torch.from_numpy(values) for name, values in columns.items()}
-
-    def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return `input_ids` and `labels` of a document, or of a row without one (-1)."""
-        if index < 0:
-            token = getattr(self.tokenizer, "pad_token_id", None) or 0
-            return np.array([token]), np.array([IGNORE_INDEX])
-        row = self.documents[index]
-        ids = row["input_ids"].astype(np.int64)
-        return ids, document_labels(row, ids)
 
     def stat(self) -> None:
         """Print the number of documents and rows, their mean tokens, and the utilization."""
@@ -233,8 +229,8 @@ def make_supervised_dset(
         if len(names) != len(paths):
             raise ValueError(f"{len(names)} fields {names} for {len(paths)} paths; give one name")
         fields.append(names)
-    packs = pack_len is not None and pack_len > 0
-    limits = (pack_len if packs else None, tokenizer.model_max_length)
+    pack_len = max(pack_len or 0, 0)  # 0: not packed
+    limits = (pack_len, tokenizer.model_max_length)
     capacity = min((n for n in limits if n and n < _NO_LIMIT), default=None)
     parts = []
     for path, query, response in zip(paths, *fields, strict=True):
@@ -256,7 +252,7 @@ def make_supervised_dset(
             logger.warning(f"{path}: {counts}")
         parts.append(fitted)
     documents = concatenate_datasets(parts)
-    if packs and pack_len is not None:
+    if pack_len:
         return PackedDataset(
             documents, tokenizer, pack_len, shuffle_seed, rows_multiple_of=rows_multiple_of
         )

@@ -97,11 +97,9 @@ def enable_packing(
         documents = [np.asarray(document, np.int64) for document in dataset or ()]
         for number, document in enumerate(documents):
             limits.check_document({"input_ids": document}, f"document {number}")
+    # Not ours: no forward waits for other ranks, and here they need not all be present.
     guard = IsolationGuard(
-        model,
-        attention=attention,
-        isolation_check=isolation_check,
-        is_ours=False,  # no forward waits for other ranks, and here they need not all be present
+        model, attention=attention, isolation_check=isolation_check, is_ours=False
     )
     earlier = getattr(base, "enabled_packing", None)
     divides = earlier.divides_by_count if earlier else _divides_by_count(base)
@@ -122,24 +120,21 @@ def enable_packing(
 def _check_model(model: Any, base: Any) -> None:
     """Raise an error for a model that is not packed exactly; `base` is the model inside PEFT's."""
     config: Any = getattr(base, "config", None)
+    name = type(base).__name__
     if not isinstance(base, nn.Module) or config is None:
-        raise TypeError(f"enable_packing takes a transformers model, got {type(base).__name__}")
+        raise TypeError(f"enable_packing takes a transformers model, got {name}")
     adapter = getattr(model, "active_peft_config", None)
     takes_mask = "attention_mask" in inspect.signature(base.forward).parameters
+    balances = getattr(text_config(base), "output_router_logits", False)
     for fault, why in (
         (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder"),
         (not takes_mask, "it takes no attention_mask, in which Trainer passes documents on"),
-        (
-            getattr(text_config(base), "output_router_logits", False),
-            "output_router_logits=True adds the balance of a micro-batch to the loss",
-        ),
+        (balances, "output_router_logits=True adds the balance of a micro-batch to the loss"),
         (getattr(adapter, "is_prompt_learning", False), "virtual tokens belong to one document"),
         (invokes_adapter(model), "alora_invocation_tokens activate the adapter once in each row"),
     ):
         if fault:
-            raise ValueError(
-                f"{type(base).__name__} cannot be enabled: {why}; use PackedSFTTrainer"
-            )
+            raise ValueError(f"{name} cannot be enabled: {why}; use PackedSFTTrainer")
 
 
 @torch.no_grad()

@@ -120,10 +120,9 @@ class ImageBatches:
                 return_tensors="pt",
             )
         except Exception as error:  # processors raise all kinds of errors
-            names = [self._name(d) for d, found in zip(documents, images, strict=True) if found]
-            said = (
-                f"the processor refuses images of {', '.join(names)}: {error}; convert or remove it"
-            )
+            pairs = zip(documents, images, strict=True)
+            names = ", ".join(self._name(document) for document, found in pairs if found)
+            said = f"the processor refuses images of {names}: {error}; convert or remove it"
             raise ImageError(said) from error
         feature = feature_id(self.processor)
         made = iter(output.pop("input_ids"))
@@ -210,8 +209,7 @@ class StillTower(TrainerCallback):
     One rank gives it none. DeepSpeed steps on gradients of its own, zeros on any number of ranks.
     """
 
-    def __init__(self) -> None:
-        self._sees_images = True
+    _sees_images = True
 
     def measure(self, batches: Iterable[Mapping[str, Any]]) -> None:
         """Note whether any rank has an image in the micro-batches of a step."""

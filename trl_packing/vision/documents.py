@@ -109,7 +109,7 @@ def documents_with_images(
     compared = ("input_ids", "labels") if row_format.train_on is None else ("input_ids",)
     for number in _spread(sizes):
         row = {key: value for key, value in dataset[number].items() if value is not None}
-        expected = collate([{**row, "images": store.load(row.pop(IMAGE_ROW))}])
+        expected = collate([{**row, "images": store.load(row[IMAGE_ROW])}])
         for column in compared:
             if expected[column][0].tolist() != documents[number][column]:
                 raise ValueError(
@@ -121,7 +121,7 @@ def documents_with_images(
 
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings and columns that rows with images cannot serve."""
-    options, kind = rules.options, type(rules.processing_class).__name__
+    options = rules.options
     names = ("prompt_template", "response_template", "static_shapes", "append_eos")
     given = [f"{name}={getattr(options, name)!r}" for name in names if getattr(options, name)]
     given += ["train_on='every_turn'"] * (options.train_on == "every_turn")
@@ -129,8 +129,8 @@ def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
         raise ValueError(f"{given[0]} is not available for data sets with images; leave it out")
     if not isinstance(rules.processing_class, ProcessorMixin):
         raise ValueError(
-            f"the {name} dataset has images, but processing_class is a {kind}; pass the model's "
-            "processor (AutoProcessor)"
+            f"the {name} dataset has images, but processing_class is a "
+            f"{type(rules.processing_class).__name__}; pass the model's processor (AutoProcessor)"
         )
     check_weights_have_tokens(dataset.column_names, name)
 
@@ -158,7 +158,7 @@ def _tokenize_batch(
     weighted: bool,
 ) -> dict[str, list[Any]]:
     texts: list[Any] = []
-    columns: tuple[list[Any], ...] = ([], [], [], [])
+    made = []
     for index, *values in zip(indices, *batch.values(), strict=True):
         with _naming(index, name):
             row = dict(zip(batch, values, strict=True))
@@ -170,10 +170,9 @@ def _tokenize_batch(
             parts = [_in_full_length(next(tokens), runs, feature, token) for _, runs in of_row]
         ids, weights, numbers = map(np.concatenate, zip(*parts, strict=True))
         labels = np.where(weights > 0, ids, IGNORE_INDEX)
-        for column, array in zip(columns, (ids, labels, numbers, weights), strict=True):
-            column.append(array)
+        made.append((ids, labels, numbers, weights))
     names = ("input_ids", "labels", IMAGE_IDS, *[TOKEN_WEIGHTS] * weighted)
-    return dict(zip(names, columns, strict=False))
+    return dict(zip(names, map(list, zip(*made, strict=True)), strict=False))
 
 
 @contextmanager
@@ -232,7 +231,6 @@ def _in_full_length(
     times, images = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
     times[at] = [length for _, length in runs]
     images[at] = [number for number, _ in runs]
-    weights = np.ones(len(ids), np.float32) if weights is None else weights
     return [np.repeat(values, times) for values in (ids, weights, images)]
 
 

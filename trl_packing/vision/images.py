@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,19 +30,13 @@ class ImageError(ValueError):
     """An image that cannot be read, or a row whose images do not fit its text."""
 
 
-class Source(NamedTuple):
-    """The images of a data set."""
-
-    files: Any  # of each row: a dict of one column, or an empty one
-    name: str  # for messages
-    first: int  # number of its first row in the run
-
-
 class ImageStore:
     """The images of all data sets of a run, by row."""
 
     def __init__(self) -> None:
-        self._sources: list[Source] = []
+        # By the number of its first row in the run: the files of each row of a data set (a dict of
+        # one column, or an empty one), and its name.
+        self._sources: dict[int, tuple[Any, str]] = {}
         self._sizes: list[np.ndarray] = []
 
     def take(self, dataset: Dataset, name: str) -> Dataset:
@@ -63,7 +57,7 @@ class ImageStore:
                 "text or messages, not tokens"
             )
         files: Any = _files_of(dataset, found[0], name) if found else [{}] * len(dataset)
-        self._sources.append(Source(files, name, first))
+        self._sources[first] = (files, name)
         for row, of_row in enumerate(map(_files, files)):
             where = f"in row {row} of the {name} dataset"
             sizes = [_size(file, f"image {at} {where}") for at, file in enumerate(of_row)]
@@ -77,20 +71,22 @@ class ImageStore:
 
     def load(self, row: int) -> list["PillowImage.Image"]:
         """Return the images of a row, as `datasets` decodes them. ImageError names a bad one."""
-        source = self._source_of(row)
+        files, _, number = self._place_of(row)
         images = []
-        for at, given in enumerate(_files(source.files[row - source.first])):
+        for at, given in enumerate(_files(files[number])):
             with _reading(given, f"image {at} in {self.name_of(row)}") as file:
                 images.append(Image().decode_example(file))
         return images
 
     def name_of(self, row: int) -> str:
         """Return the words by which messages name a row."""
-        source = self._source_of(row)
-        return f"row {row - source.first} of the {source.name} dataset"
+        _, name, number = self._place_of(row)
+        return f"row {number} of the {name} dataset"
 
-    def _source_of(self, row: int) -> Source:
-        return next(source for source in reversed(self._sources) if source.first <= row)
+    def _place_of(self, row: int) -> tuple[Any, str, int]:
+        """Return the files and the name of the data set that has a row, and its number there."""
+        first = max(first for first in self._sources if first <= row)
+        return *self._sources[first], row - first
 
 
 def _files_of(dataset: Dataset, column: str, name: str) -> Dataset:

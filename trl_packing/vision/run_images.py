@@ -38,7 +38,6 @@ from trl_packing.vision.support import (
     check_no_other_media,
     has_images,
     holds_conversations,
-    named_sets,
     why_not_packed,
 )
 
@@ -64,7 +63,9 @@ class RunImages:
         `model` may be a name, `train` and `evaluated` a dictionary of sets; `scores` is the user's
         `compute_metrics`. Raises ValueError for videos or audio.
         """
-        sets = [*named_sets(train, "train"), *named_sets(evaluated, "eval")]
+        sets: list[tuple[str, Any]] = []
+        for name, given in (("train", train), ("eval", evaluated)):
+            sets += given.items() if isinstance(given, dict) else [(name, given)]
         for name, dataset in sets:
             if isinstance(dataset, Dataset):
                 check_no_other_media(dataset, name)
@@ -222,25 +223,22 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
 
 def image_probes(documents: Sequence[Document]) -> list[Probe]:
     """Return a probe of each document, with its `images`, behind another one."""
-    return [_probe(*pair) for pair in zip([*documents[1:], *documents[:1]], documents, strict=True)]
-
-
-def _probe(before: Document, document: Document) -> Probe:
     from PIL import ImageOps
 
-    at = np.arange(len(document["input_ids"]) - 1)[-_MOST_POSITIONS:]
-    negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in before["images"]]
-    others = [before, {**before, "images": negatives}]
-    behind = len(before["input_ids"]) + at
-    rows = [Row([other, document], behind) for other in others]
-    rows += [Row([document, before], at), Row([before, document, before], behind)]
-    whole = [
-        {
-            "input_ids": np.concatenate([other["input_ids"], document["input_ids"]]),
-            "images": [*other["images"], *document["images"]],
-        }
-        for other in others
-    ]
-    count, before_it = (sum(map(len, d["images"])) for d in (document, before))
-    name = f"{count} image(s) after {before_it}"
-    return Probe(name, document, at, rows, [Row([one], behind) for one in whole])
+    made = []
+    for before, document in zip([*documents[1:], *documents[:1]], documents, strict=True):
+        negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in before["images"]]
+        at = np.arange(len(document["input_ids"]) - 1)[-_MOST_POSITIONS:]
+        behind = len(before["input_ids"]) + at
+        ids = np.concatenate([before["input_ids"], document["input_ids"]])
+        rows = []
+        whole = []
+        for images in (before["images"], negatives):
+            rows.append(Row([{**before, "images": images}, document], behind))
+            joined = {"input_ids": ids, "images": [*images, *document["images"]]}
+            whole.append(Row([joined], behind))
+        rows += [Row([document, before], at), Row([before, document, before], behind)]
+        count, before_it = (sum(map(len, d["images"])) for d in (document, before))
+        name = f"{count} image(s) after {before_it}"
+        made.append(Probe(name, document, at, rows, whole))
+    return made

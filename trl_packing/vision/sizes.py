@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 #: Height and width of an image, and how many images its row has, up to 2: LLaVA-OneVision cuts an
 #: image into tiles only if it is alone in its row.
 Size = tuple[int, int, int]
@@ -117,7 +115,7 @@ def gray_image(height: int, width: int) -> Any:
     """Return a PIL image of one gray."""
     from PIL import Image as PillowImage
 
-    return PillowImage.fromarray(np.full((height, width, 3), 127, np.uint8))
+    return PillowImage.new("RGB", (width, height), (127, 127, 127))
 
 
 def patch_size_of(config: Any) -> int:

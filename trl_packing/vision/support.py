@@ -6,14 +6,13 @@ Videos and audio are refused by name: only their placeholders would be trained.
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import transformers
 from datasets import Dataset, IterableDataset
 from packaging.version import Version
 from trl.data_utils import get_dataset_column_names, is_conversational
 
 from trl_packing.attention.model_facts import config_of
+from trl_packing.data.messages import messages_in, rows_with
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
@@ -33,7 +32,6 @@ FAMILIES = (
 _LEFT_OUT = ("tools", "chat_template_kwargs")  # by TRL, of rows with images
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _OTHER_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
-_MESSAGES = ("messages", "prompt", "completion")
 
 
 def has_images(dataset: Any) -> bool:
@@ -54,11 +52,6 @@ def holds_conversations(dataset: Dataset) -> bool:
         return False
     rows = dataset.with_format(None).select_columns(sorted(forms[0]))
     return is_conversational(next(iter(rows), {}))
-
-
-def named_sets(given: Any, name: str) -> list[tuple[str, Any]]:
-    """Return names and data sets of a dictionary, or one data set with `name`."""
-    return list(given.items()) if isinstance(given, dict) else [(name, given)]
 
 
 def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> str | None:
@@ -84,28 +77,17 @@ def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> s
 
 def check_no_other_media(dataset: Dataset, name: str) -> None:
     """Raise ValueError if a data set for a model with a processor has videos or audio."""
-    columns = dataset.column_names
-    if found := sorted({*_OTHER_MEDIA} & {*columns}):
+    if found := {*_OTHER_MEDIA} & {*dataset.column_names}:
         raise ValueError(
-            f"the {name} dataset has {found[0]!r}; only text and images can be trained here, so "
+            f"the {name} dataset has {min(found)!r}; only text and images can be trained here, so "
             "remove the column"
         )
-    rows = dataset.with_format(None)
-    for column in (c for c in _MESSAGES if c in columns and _other_parts(dataset.data.column(c))):
-        for row, messages in enumerate(rows[column]):  # a filter may hide them
-            kinds = {part.get("type") for m in messages or () for part in m["content"] or ()}
-            if found := sorted(kinds & {*_OTHER_PARTS}):
-                raise ValueError(
-                    f"row {row} of the {name} dataset: a message has a part of type {found[0]!r}; "
-                    "only text and images can be trained here"
-                )
-
-
-def _other_parts(column: pa.ChunkedArray) -> set[str]:
-    """Return the other media among the parts of messages; none where contents are no parts."""
-    try:
-        parts = pc.list_flatten(pc.struct_field(pc.list_flatten(column), "content"))
-        kinds = pc.unique(pc.struct_field(parts, "type"))
-    except pa.ArrowException:
-        return set()
-    return {*kinds.to_pylist()} & {*_OTHER_PARTS}
+    for number, row in enumerate(rows_with(dataset, _OTHER_PARTS)):
+        contents = [m.get("content") for m in messages_in(row) if isinstance(m, dict)]
+        parts = [part for each in contents if isinstance(each, list) for part in each]
+        kinds: Any = {part.get("type") for part in parts if isinstance(part, dict)}
+        if kinds := kinds & {*_OTHER_PARTS}:
+            raise ValueError(
+                f"row {number} of the {name} dataset: a message has a part of type {min(kinds)!r}; "
+                "only text and images can be trained here"
+            )
