@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from trl_packing.attention import neftune
 from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import requires
-from trl_packing.attention.state import all_reduce_max_if_sharded, temporarily
+from trl_packing.attention.state import all_reduce_max, is_sharded, temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -54,10 +54,10 @@ def pad_packed_calls(
         groups = group_documents(boundaries, thresholds, equal_lengths)
         rows = [_rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.
-        idle = rows[-1]._replace(
-            is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
-        )
-        rows += [idle] * (all_reduce_max_if_sharded(len(rows), module) - len(rows))
+        most = all_reduce_max(len(rows), device) if is_sharded(module) else len(rows)
+        none = np.empty(0, np.int64)
+        idle = _Rows(rows[-1].token, torch.zeros_like(rows[-1].is_real), none, none)
+        rows += [idle] * (most - len(rows))
         outputs = []
         for row in rows:
             _forget_longer_documents(module)
@@ -119,19 +119,14 @@ def _forget_longer_documents(model: nn.Module) -> None:
 class _Rows(NamedTuple):
     """Cells ``(rows, longest)`` of a padded forward, and their tokens in the packed row.
 
-    `token` is the token of each cell, `on_host` its copy; padding repeats the last of its row.
-    `real` are the flat indices of cells that are not padding.
+    `token` is the token of each cell; padding repeats the last of its row. `real` are the flat
+    indices of cells that are not padding, and `real_tokens` their tokens, on the CPU.
     """
 
     token: Tensor
     is_real: Tensor
-    is_padded: bool
-    on_host: np.ndarray
     real: np.ndarray
-
-    @property
-    def real_tokens(self) -> np.ndarray:
-        return self.on_host.ravel()[self.real]
+    real_tokens: np.ndarray
 
 
 def _rows_of(group: list[int], boundaries: np.ndarray, device: torch.device) -> _Rows:
@@ -140,8 +135,7 @@ def _rows_of(group: list[int], boundaries: np.ndarray, device: torch.device) -> 
     is_real = token < ends
     token = np.minimum(token, ends - 1)
     real = np.flatnonzero(is_real)
-    on_device = to_device(token, device), to_device(is_real, device)
-    return _Rows(*on_device, len(real) < is_real.size, token, real)
+    return _Rows(to_device(token, device), to_device(is_real, device), real, token.ravel()[real])
 
 
 def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
@@ -154,14 +148,14 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
     if made.get("labels") is not None:
         made["labels"] = made["labels"].masked_fill(~rows.is_real, IGNORE_INDEX)
         cache_values(made["labels"], _is_trained(batch["labels"], rows))
-    if rows.is_padded:
+    if 0 < len(rows.real) < rows.token.numel():  # a forward without documents hides no cell
         made["attention_mask"] = rows.is_real.long()
     return made
 
 
 def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
     """Return True on cells that are trained targets, ``(rows, longest)`` bool."""
-    found = np.zeros(row.on_host.shape, bool)
+    found = np.zeros(row.token.shape, bool)
     found.ravel()[row.real] = is_trained(labels)[0][row.real_tokens]
     return found
 
