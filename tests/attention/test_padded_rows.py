@@ -71,7 +71,7 @@ class Rows(nn.Module):
 def padded(make):
     """Return what a packed call gave."""
     model = Rows(make)
-    pad_packed_calls(model)
+    pad_packed_calls(model, "padded")
     return model(**PackedCollator()(DOCUMENTS))
 
 

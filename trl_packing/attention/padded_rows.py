@@ -38,9 +38,7 @@ EQUAL_LENGTHS = "equal_lengths"  # the same without padding
 _MOST_PADDING = 1 / 8
 
 
-def pad_packed_calls(
-    model: nn.Module, *, thresholds: Sequence[int] = (), equal_lengths: bool = False
-) -> None:
+def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] = ()) -> None:
     """Run packed calls of `model`, whole or a backbone, by forwards of `group_documents`."""
     keeps_position_ids = requires(model, "position_ids")
 
@@ -51,7 +49,7 @@ def pad_packed_calls(
             batch["position_ids"] = kwargs["position_ids"]
         tokens = kwargs.get("input_ids")
         device = (kwargs["inputs_embeds"] if tokens is None else tokens).device
-        groups = group_documents(boundaries, thresholds, equal_lengths)
+        groups = group_documents(boundaries, thresholds, backend == EQUAL_LENGTHS)
         rows = [_rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.
         most = all_reduce_max(len(rows), device) if is_sharded(module) else len(rows)
@@ -65,7 +63,7 @@ def pad_packed_calls(
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
         return _joined(outputs, rows, batch.get("labels"))
 
-    wrap_packed_calls(model, run_padded, attention=EQUAL_LENGTHS if equal_lengths else NAME)
+    wrap_packed_calls(model, run_padded, attention=backend)
 
 
 def group_documents(
