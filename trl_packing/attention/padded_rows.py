@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from trl_packing.attention import neftune
 from trl_packing.attention.calls import wrap_packed_calls
-from trl_packing.attention.model_facts import requires
+from trl_packing.attention.model_facts import requires, unwrap_peft
 from trl_packing.attention.state import all_reduce_max, is_sharded, temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
@@ -61,7 +61,7 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
             _forget_longer_documents(module)
             with temporarily(neftune, row_lengths=row.is_real.sum(1)):
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
-        return _joined(outputs, rows, batch.get("labels"))
+        return _joined(outputs, rows, _weights(unwrap_peft(module), batch, rows))
 
     wrap_packed_calls(model, run_padded, attention=backend)
 
@@ -158,13 +158,13 @@ def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
     return found
 
 
-def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any:
+def _joined(outputs: list[Any], rows: list[_Rows], weights: list[float]) -> Any:
     """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
     if torch.is_tensor(first):
-        return _joined_tensor(outputs, rows, labels)
+        return _joined_tensor(outputs, rows, weights)
     if isinstance(first, tuple):
-        return tuple(_joined(list(parts), rows, labels) for parts in zip(*outputs, strict=True))
+        return tuple(_joined(list(parts), rows, weights) for parts in zip(*outputs, strict=True))
     if not is_dataclass(first):  # no caches and states of single forwards
         return first if isinstance(first, (bool, int, str)) else None
     if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
@@ -173,12 +173,13 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         )
     names = [field.name for field in fields(first)]
     make = first.__class__
-    return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
+    return make(**{n: _joined([getattr(o, n) for o in outputs], rows, weights) for n in names})
 
 
-def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor | None:
+def _joined_tensor(parts: list[Tensor], rows: list[_Rows], weights: list[float]) -> Tensor | None:
     if parts[0].dim() == 0:
-        return _weighted_mean(parts, rows, labels)
+        weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
+        return torch.stack(weighted).sum() if weighted else parts[0] * 0
     shapes = [row.token.shape for row in rows]
     # Router logits have rows and tokens in one dimension.
     is_flat = any(len(p) == n * longest != n for p, (n, longest) in zip(parts, shapes, strict=True))
@@ -205,11 +206,14 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     return joined[None, 1:] if is_scores else joined[None]
 
 
-def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
+def _weights(model: Any, batch: dict[str, Any], rows: list[_Rows]) -> list[float]:
+    """Return the weight of each forward's loss in that of the packed row."""
+    labels = batch.get("labels")
     counts = [
         len(row.real) if labels is None else int(_is_trained(labels, row)[:, 1:].sum())
         for row in rows
     ]
-    total = sum(counts)
-    weighted = [part * (n / total) for part, n in zip(parts, counts, strict=True) if n]
-    return torch.stack(weighted).sum() if weighted else parts[0] * 0
+    total = max(sum(counts), 1)
+    if batch.get("num_items_in_batch") is not None and getattr(model, "accepts_loss_kwargs", True):
+        return [float(count > 0) for count in counts]  # losses are sums by one divisor, not means
+    return [count / total for count in counts]
