@@ -44,6 +44,7 @@ CHOICES = [
     ("llama", FLASH | {"capability": (7, 5)}, "documents", "packed_documents", "model"),
     ("llama", FLASH | {"dtype": torch.float32}, "documents", "packed_documents", "model"),
     ("llama", {"attention_dropout": 0.1}, "model", None, "mask"),
+    ("llama", FLASH | {"attention_probs_dropout_prob": 0.1}, *["flash_attention_2"] * 2, "model"),
 ]
 
 

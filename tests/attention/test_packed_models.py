@@ -40,6 +40,15 @@ def test_no_mask_of_the_whole_row_is_allocated(name):
     assert largest_in(packed_model(name, **own)) < 2048**2
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_positions_that_are_left_out_restart_in_every_document(name):
+    model = packed_model(name)
+    batch = packed_batch((5, 9, 3))
+    expected = model(**batch).logits
+    del batch["position_ids"]
+    assert torch.equal(model(**batch).logits, expected)
+
+
 @pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])
 def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
     """nn.DataParallel hands each GPU half of the boundaries; kernels compute no tokens behind."""

@@ -6,6 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 from harness import TWO_RUNS
+from helpers.tiny import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 
 from trl_packing import PackedCollator
 from trl_packing.attention.padded_rows import group_documents, pad_packed_calls
+from trl_packing.documents.host_row import for_kernels
 
 lengths_of_documents = st.lists(st.integers(1, 200), min_size=1, max_size=40)
 few_lengths = st.lists(st.sampled_from([3, 8, 9]), min_size=1, max_size=40)
@@ -71,7 +73,7 @@ class Rows(nn.Module):
 def padded(make):
     """Return what a packed call gave."""
     model = Rows(make)
-    pad_packed_calls(model)
+    pad_packed_calls(model, "padded")
     return model(**PackedCollator()(DOCUMENTS))
 
 
@@ -102,6 +104,14 @@ def test_losses_are_weighted_by_their_trained_tokens():
     predicting = [i for d in DOCUMENTS for i in d["input_ids"][:-1]]
     expected = sum(predicting) / len(predicting)
     assert padded(mean_of_forward).loss.item() == pytest.approx(expected, rel=TWO_RUNS)
+
+
+def test_losses_with_one_divisor_are_added():
+    model = tiny_model("llama")
+    row = for_kernels(PackedCollator()(DOCUMENTS))
+    expected = model(**row, num_items_in_batch=7).loss.item()
+    pad_packed_calls(model, "padded")
+    assert model(**row, num_items_in_batch=7).loss.item() == pytest.approx(expected, rel=TWO_RUNS)
 
 
 @pytest.mark.parametrize("virtual", [0, 1, 3])

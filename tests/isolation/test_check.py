@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from transformers import AttentionInterface
 
 from trl_packing import check_isolation
 from trl_packing.attention import document_sdpa
-from trl_packing.attention.interface import _attention_function
+from trl_packing.attention.interface import _attend
 from trl_packing.isolation.check import check_fused_head
 from trl_packing.isolation.probes import MIN_TOKENS
 
@@ -124,7 +125,7 @@ def test_a_kernel_that_computes_something_else_does_not_pass_for_rounding(monkey
         options = options._replace(window=None)
         return document_sdpa.document_attention(query, key, value, cu_seqlens, options)
 
-    wrong = _attention_function(without_window, "sdpa")
+    wrong = partial(_attend, without_window, "sdpa")
     monkeypatch.setitem(AttentionInterface._global_mapping, document_sdpa.NAME, wrong)
     assert check_isolation(packed_model("llama"))
     assert_leaks(packed_model("mistral"))

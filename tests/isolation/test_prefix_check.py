@@ -14,11 +14,11 @@ from trl_packing.packing.collator import PackedCollator
 DOCUMENT = np.random.default_rng(0).integers(6, 300, 400)
 
 
-def check(name="mistral", **options):
+def check(name="mistral", document=DOCUMENT, **options):
     """Check a model with a window of 8 tokens in two layers: 14 tokens behind the fork see it."""
     model = tiny_model(name)
     install_attention(model, resolve_attention(model, "documents"))
-    return check_prefixes(model, [DOCUMENT], collator=PackedCollator(), training=True, **options)
+    return check_prefixes(model, [document], collator=PackedCollator(), training=True, **options)
 
 
 def spoil_positions(monkeypatch, first: int, last: int) -> None:
@@ -42,6 +42,10 @@ def test_a_model_that_shares_passes_with_its_gradients(name):
     assert report, report
     assert report.gradient_difference < 1e-5
     assert report.attention
+
+
+def test_rows_of_the_check_fit_into_learned_positions():
+    assert check("gpt2", np.resize(DOCUMENT, 512))
 
 
 @pytest.mark.parametrize(("first", "last"), [(2, 6), (190, 200)])

@@ -171,7 +171,8 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
     elif reason is None and torch.cuda.get_device_capability() < (8, 0):
         reason = f"{torch.cuda.get_device_name()} is older than sm80"
     found: dict[str, str | None] = dict.fromkeys(CHOICES[1:])
-    dropout = layer_values(text_config(model), "attention_dropout", "attn_pdrop")
+    fields = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    dropout = [p for name in fields for p in layer_values(text_config(model), name)]
     for name in (*flash_attn.VERSIONS, "varlen", "documents"):
         found[name] = outside if name == "documents" else reason
         # Without an argument for dropout, transformers skips it with a warning.

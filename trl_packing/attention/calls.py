@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -25,6 +26,7 @@ from trl_packing.attention.model_facts import (
     is_packed_implementation,
     set_implementation,
 )
+from trl_packing.documents.boundaries import position_ids_from_lengths
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cached_values,
@@ -146,6 +148,7 @@ def _is_complete(kwargs: dict[str, Any]) -> bool:
     """Whether a call has all that kernels need, no mask and no cache."""
     return (
         kwargs.get("cu_seq_lens_q") is not None
+        and kwargs.get("position_ids") is not None
         and kwargs.get("attention_mask") is None
         and isinstance(kwargs.get("max_length_q"), int)
         and kwargs.get("use_cache") is False
@@ -158,13 +161,20 @@ def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
 
     ValueError for other tokens beside a row's, and for a mask under which documents see each other.
     """
-    if call.get("cu_seq_lens_q") is None:
+    boundaries = call.get("cu_seq_lens_q")
+    has_positions = call.get("position_ids") is not None
+    if call.get("key_index") is not None and (boundaries is None or not has_positions):
+        # Attention would gather keys, and read the row as one document.
+        raise ValueError("a call has key_index without boundaries or positions; use **inputs")
+    if boundaries is None:
         row = None if _allows_other_rows else _find_row(model, call)
-        if row is None and call.get("key_index") is None:
+        if row is None:
             return call
-        if row is None:  # attention would gather keys, and read the row as one document
-            raise ValueError("a call has key_index, but no boundaries; call model(**inputs)")
         call = call | row | {"position_ids": _valid_positions(model, call, row["position_ids"])}
+    elif not has_positions:  # the model would count on from document to document
+        lengths = torch.from_numpy(np.diff(host_values(boundaries)))
+        positions = position_ids_from_lengths(lengths)[None].to(boundaries.device)
+        call = call | {"position_ids": positions}
     return _as_packed(model, call)
 
 

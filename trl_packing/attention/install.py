@@ -42,11 +42,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     if choice.backend in PADDED:
         whole = _model_to_pad(model, base)
         for padded in (backbone, whole) if whole else (backbone,):
-            padded_rows.pad_packed_calls(
-                padded,
-                thresholds=rope_thresholds(base),
-                equal_lengths=choice.backend == padded_rows.EQUAL_LENGTHS,
-            )
+            padded_rows.pad_packed_calls(padded, choice.backend, rope_thresholds(base))
         if whole:
             return
     elif choice.backend == block_mask.NAME:

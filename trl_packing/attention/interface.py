@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_packing.attention.calls import needs_no_mask
 from trl_packing.attention.model_facts import PACKED_NAMES
 from trl_packing.attention.prefix_keys import prefix_keys
+from trl_packing.documents.host_row import BOUNDARIES
 
 
 class KernelOptions(NamedTuple):
@@ -39,7 +40,6 @@ class KernelOptions(NamedTuple):
 # Attention within documents; `document_sdpa.document_attention` describes the arguments.
 PackedKernel = Callable[..., Tensor]
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index")
 # Arguments of the interface that change the result and that no packed kernel computes.
 _UNSUPPORTED = ("position_bias", "attention_bias", "alibi", "head_mask", "dropout")
 
@@ -49,8 +49,8 @@ def register_packed_kernel(name: str, kernel: PackedKernel) -> None:
     for fallback in ("sdpa", "eager"):
         registered = implementation_name(name, fallback)
         PACKED_NAMES.add(registered)
-        AttentionInterface.register(registered, _attention_function(kernel, fallback))
-        AttentionMaskInterface.register(registered, _mask_function(fallback))
+        AttentionInterface.register(registered, functools.partial(_attend, kernel, fallback))
+        AttentionMaskInterface.register(registered, functools.partial(_mask, fallback))
 
 
 def implementation_name(name: str, fallback: str) -> str:
@@ -62,78 +62,71 @@ def implementation_name(name: str, fallback: str) -> str:
 # reveal packing, so both functions below ask for the call that runs.
 
 
-def _skip_search(find: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """Find no documents where no mask is built: the search waits for the device."""
-
-    @functools.wraps(find)
-    def search(position_ids: Tensor) -> Tensor | None:
-        return None if needs_no_mask() else find(position_ids)
-
-    return search
+_find_documents = masking_utils.find_packed_sequence_indices
 
 
-masking_utils.find_packed_sequence_indices = _skip_search(
-    masking_utils.find_packed_sequence_indices
-)
+@functools.wraps(_find_documents)
+def _find_documents_for_mask(position_ids: Tensor) -> Tensor | None:
+    # The search waits for the device.
+    return None if needs_no_mask() else _find_documents(position_ids)
 
 
-def _mask_function(fallback: str) -> Callable[..., Tensor | None]:
-    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
-        if needs_no_mask() and kwargs.get("attention_mask") is None:
-            return None
-        return ALL_MASK_ATTENTION_FUNCTIONS[fallback](*args, **kwargs)
-
-    return mask
+masking_utils.find_packed_sequence_indices = _find_documents_for_mask
 
 
-def _attention_function(kernel: PackedKernel, fallback: str) -> Callable[..., tuple[Tensor, Any]]:
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, Any]:
-        # Not every eager function of transformers takes every option: pass on only those given.
-        given = {name: option for name, option in options.items() if option is not None}
-        causal = given.get("is_causal", getattr(module, "is_causal", True))
-        if "cu_seq_lens_q" not in given or attention_mask is not None or not causal:
-            if "key_index" in given:
-                raise NotImplementedError(
-                    f"{type(module).__name__} has a mask of its own or is not causal, and the row "
-                    "has shared prefixes (key_index); set prefix_sharing='off'"
-                )
-            others = {name: given[name] for name in given if name not in _BOUNDARIES}
-            native = _fallback_function(fallback, module)
-            others |= {"dropout": dropout, "scaling": scaling}
-            return native(module, query, key, value, attention_mask, **others)
-        given |= {"dropout": dropout} if dropout else {}
-        if unknown := [argument for argument in _UNSUPPORTED if argument in given]:
+def _mask(fallback: str, *args: Any, **kwargs: Any) -> Tensor | None:
+    if needs_no_mask() and kwargs.get("attention_mask") is None:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[fallback](*args, **kwargs)
+
+
+def _attend(
+    kernel: PackedKernel,
+    fallback: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    # Not every eager function of transformers takes every option: pass on only those given.
+    given = {name: option for name, option in options.items() if option is not None}
+    causal = given.get("is_causal", getattr(module, "is_causal", True))
+    if "cu_seq_lens_q" not in given or attention_mask is not None or not causal:
+        if "key_index" in given:
             raise NotImplementedError(
-                f"{type(module).__name__} passes {unknown[0]!r} to attention, which packed kernels "
-                "do not compute; set attention='model'"
+                f"{type(module).__name__} has a mask of its own or is not causal, and the row "
+                "has shared prefixes (key_index); set prefix_sharing='off'"
             )
-        if query.shape[0] != 1:
-            raise ValueError(
-                f"a packed batch is one flat row, got {query.shape[0]} rows with cu_seq_lens_q; "
-                "flatten the rows as PackedCollator does"
-            )
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
-        keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
-        output = kernel(
-            *[x[0].transpose(0, 1) for x in _one_dtype(query, key, value)],
-            given["cu_seq_lens_q"],
-            KernelOptions(scale, window, softcap, sinks),
-            given.get("max_length_q"),
-            **({} if keys is None else {"keys": keys}),
+        others = {name: given[name] for name in given if name not in BOUNDARIES}
+        native = _fallback_function(fallback, module)
+        others |= {"dropout": dropout, "scaling": scaling}
+        return native(module, query, key, value, attention_mask, **others)
+    given |= {"dropout": dropout} if dropout else {}
+    if unknown := [argument for argument in _UNSUPPORTED if argument in given]:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {unknown[0]!r} to attention, which packed kernels "
+            "do not compute; set attention='model'"
         )
-        return output.unsqueeze(0), None
-
-    return attention
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"a packed batch is one flat row, got {query.shape[0]} rows with cu_seq_lens_q; "
+            "flatten the rows as PackedCollator does"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
+    keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
+    output = kernel(
+        *[x[0].transpose(0, 1) for x in _one_dtype(query, key, value)],
+        given["cu_seq_lens_q"],
+        KernelOptions(scale, window, softcap, sinks),
+        given.get("max_length_q"),
+        **({} if keys is None else {"keys": keys}),
+    )
+    return output.unsqueeze(0), None
 
 
 def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[Tensor, Any]]:

@@ -6,7 +6,6 @@ of their attention, because the backward reads it too, and the run around them r
 one, which pickles and copies always hold: no other process knows the packed one.
 """
 
-from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -165,7 +164,7 @@ def set_implementation(model: Any, implementation: str | None) -> None:
     """Make the text part of `model` compute attention by `implementation`; None: no-op."""
     if implementation is None or current_implementation(model) == implementation:
         return
-    before = [(config, vars(config).get(_FIELD)) for config in _configs(model)]
+    before = [(config, vars(config).get(_FIELD)) for config in configs_of(model)]
     is_composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
     model.set_attn_implementation(
         {"text_config": implementation} if is_composite else implementation
@@ -179,21 +178,20 @@ def set_implementation(model: Any, implementation: str | None) -> None:
 
 def restore_implementation(model: Any) -> None:
     """Restore the native `attn_implementation` of `model`; no-op if none was installed."""
-    for config in _configs(model):
+    for config in configs_of(model):
         name = vars(config).get(_FIELD)
         if isinstance(name, InstalledName):
             vars(config)[_FIELD] = name.native
 
 
-def _configs(model: Any) -> Iterator[Any]:
-    """Yield every config of `model` once, with the configs of its parts at every depth."""
-    found = [c for m in model.modules() if hasattr(c := getattr(m, "config", None), "__dict__")]
-    seen: set[int] = set()
+def configs_of(model: Any) -> list[Any]:
+    """Return every config of `model` once, with the configs of its parts at every depth."""
+    configs: dict[int, Any] = {}
+    found = [getattr(module, "config", None) for module in model.modules()]
     while found:
         config = found.pop()
-        if id(config) in seen:
-            continue
-        seen.add(id(config))
-        yield config
-        parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
-        found += [part for part in parts if hasattr(part, "__dict__")]
+        if hasattr(config, "__dict__") and id(config) not in configs:
+            configs[id(config)] = config
+            parts = getattr(config, "sub_configs", None) or ()
+            found += [getattr(config, name, None) for name in parts]
+    return list(configs.values())

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 from trl_packing.attention import neftune
 from trl_packing.attention.calls import wrap_packed_calls
-from trl_packing.attention.model_facts import requires
-from trl_packing.attention.state import all_reduce_max_if_sharded, temporarily
+from trl_packing.attention.model_facts import requires, unwrap_peft
+from trl_packing.attention.state import all_reduce_max, is_sharded, temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -38,9 +38,7 @@ EQUAL_LENGTHS = "equal_lengths"  # the same without padding
 _MOST_PADDING = 1 / 8
 
 
-def pad_packed_calls(
-    model: nn.Module, *, thresholds: Sequence[int] = (), equal_lengths: bool = False
-) -> None:
+def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] = ()) -> None:
     """Run packed calls of `model`, whole or a backbone, by forwards of `group_documents`."""
     keeps_position_ids = requires(model, "position_ids")
 
@@ -51,21 +49,21 @@ def pad_packed_calls(
             batch["position_ids"] = kwargs["position_ids"]
         tokens = kwargs.get("input_ids")
         device = (kwargs["inputs_embeds"] if tokens is None else tokens).device
-        groups = group_documents(boundaries, thresholds, equal_lengths)
+        groups = group_documents(boundaries, thresholds, backend == EQUAL_LENGTHS)
         rows = [_rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.
-        idle = rows[-1]._replace(
-            is_real=torch.zeros_like(rows[-1].is_real), real=np.empty(0, int), is_padded=False
-        )
-        rows += [idle] * (all_reduce_max_if_sharded(len(rows), module) - len(rows))
+        most = all_reduce_max(len(rows), device) if is_sharded(module) else len(rows)
+        none = np.empty(0, np.int64)
+        idle = _Rows(rows[-1].token, torch.zeros_like(rows[-1].is_real), none, none)
+        rows += [idle] * (most - len(rows))
         outputs = []
         for row in rows:
             _forget_longer_documents(module)
             with temporarily(neftune, row_lengths=row.is_real.sum(1)):
                 outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
-        return _joined(outputs, rows, batch.get("labels"))
+        return _joined(outputs, rows, _weights(unwrap_peft(module), batch, rows))
 
-    wrap_packed_calls(model, run_padded, attention=EQUAL_LENGTHS if equal_lengths else NAME)
+    wrap_packed_calls(model, run_padded, attention=backend)
 
 
 def group_documents(
@@ -119,19 +117,14 @@ def _forget_longer_documents(model: nn.Module) -> None:
 class _Rows(NamedTuple):
     """Cells ``(rows, longest)`` of a padded forward, and their tokens in the packed row.
 
-    `token` is the token of each cell, `on_host` its copy; padding repeats the last of its row.
-    `real` are the flat indices of cells that are not padding.
+    `token` is the token of each cell; padding repeats the last of its row. `real` are the flat
+    indices of cells that are not padding, and `real_tokens` their tokens, on the CPU.
     """
 
     token: Tensor
     is_real: Tensor
-    is_padded: bool
-    on_host: np.ndarray
     real: np.ndarray
-
-    @property
-    def real_tokens(self) -> np.ndarray:
-        return self.on_host.ravel()[self.real]
+    real_tokens: np.ndarray
 
 
 def _rows_of(group: list[int], boundaries: np.ndarray, device: torch.device) -> _Rows:
@@ -140,8 +133,7 @@ def _rows_of(group: list[int], boundaries: np.ndarray, device: torch.device) -> 
     is_real = token < ends
     token = np.minimum(token, ends - 1)
     real = np.flatnonzero(is_real)
-    on_device = to_device(token, device), to_device(is_real, device)
-    return _Rows(*on_device, len(real) < is_real.size, token, real)
+    return _Rows(to_device(token, device), to_device(is_real, device), real, token.ravel()[real])
 
 
 def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
@@ -154,25 +146,25 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
     if made.get("labels") is not None:
         made["labels"] = made["labels"].masked_fill(~rows.is_real, IGNORE_INDEX)
         cache_values(made["labels"], _is_trained(batch["labels"], rows))
-    if rows.is_padded:
+    if 0 < len(rows.real) < rows.token.numel():  # a forward without documents hides no cell
         made["attention_mask"] = rows.is_real.long()
     return made
 
 
 def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
     """Return True on cells that are trained targets, ``(rows, longest)`` bool."""
-    found = np.zeros(row.on_host.shape, bool)
+    found = np.zeros(row.token.shape, bool)
     found.ravel()[row.real] = is_trained(labels)[0][row.real_tokens]
     return found
 
 
-def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any:
+def _joined(outputs: list[Any], rows: list[_Rows], weights: list[float]) -> Any:
     """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
     if torch.is_tensor(first):
-        return _joined_tensor(outputs, rows, labels)
+        return _joined_tensor(outputs, rows, weights)
     if isinstance(first, tuple):
-        return tuple(_joined(list(parts), rows, labels) for parts in zip(*outputs, strict=True))
+        return tuple(_joined(list(parts), rows, weights) for parts in zip(*outputs, strict=True))
     if not is_dataclass(first):  # no caches and states of single forwards
         return first if isinstance(first, (bool, int, str)) else None
     if len(outputs) > 1 and getattr(first, "aux_loss", None) is not None:
@@ -181,12 +173,13 @@ def _joined(outputs: list[Any], rows: list[_Rows], labels: Tensor | None) -> Any
         )
     names = [field.name for field in fields(first)]
     make = first.__class__
-    return make(**{n: _joined([getattr(o, n) for o in outputs], rows, labels) for n in names})
+    return make(**{n: _joined([getattr(o, n) for o in outputs], rows, weights) for n in names})
 
 
-def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor | None:
+def _joined_tensor(parts: list[Tensor], rows: list[_Rows], weights: list[float]) -> Tensor | None:
     if parts[0].dim() == 0:
-        return _weighted_mean(parts, rows, labels)
+        weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
+        return torch.stack(weighted).sum() if weighted else parts[0] * 0
     shapes = [row.token.shape for row in rows]
     # Router logits have rows and tokens in one dimension.
     is_flat = any(len(p) == n * longest != n for p, (n, longest) in zip(parts, shapes, strict=True))
@@ -213,11 +206,14 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None
     return joined[None, 1:] if is_scores else joined[None]
 
 
-def _weighted_mean(parts: list[Tensor], rows: list[_Rows], labels: Tensor | None) -> Tensor:
+def _weights(model: Any, batch: dict[str, Any], rows: list[_Rows]) -> list[float]:
+    """Return the weight of each forward's loss in that of the packed row."""
+    labels = batch.get("labels")
     counts = [
         len(row.real) if labels is None else int(_is_trained(labels, row)[:, 1:].sum())
         for row in rows
     ]
-    total = sum(counts)
-    weighted = [part * (n / total) for part, n in zip(parts, counts, strict=True) if n]
-    return torch.stack(weighted).sum() if weighted else parts[0] * 0
+    total = max(sum(counts), 1)
+    if batch.get("num_items_in_batch") is not None and getattr(model, "accepts_loss_kwargs", True):
+        return [float(count > 0) for count in counts]  # losses are sums by one divisor, not means
+    return [count / total for count in counts]

@@ -72,21 +72,15 @@ def segments_with_prefixes(
 def blocks_of_nodes(segments: list[Segment]) -> Iterator[tuple[int, int, int, int]]:
     """Yield queries ``[q0, q1)`` and keys ``[k0, k1)`` that are in the prefix of all of them."""
     starts = np.array([q0 for q0, _, _ in segments])
-    open_nodes: list[tuple[int, int]] = []  # (segment, first query behind it)
-
-    def close(nodes: list[tuple[int, int]], end: int) -> Iterator[tuple[int, int, int, int]]:
-        for node, since in nodes:
-            yield since, end, *segments[node][:2]
-
-    for q0, _, prefix in segments:
-        heads = prefix[np.flatnonzero(np.isin(prefix, starts))]
-        path = np.searchsorted(starts, heads, side="right") - 1
-        common = 0
-        while common < min(len(path), len(open_nodes)) and path[common] == open_nodes[common][0]:
-            common += 1
-        yield from close(open_nodes[common:], q0)
-        open_nodes = open_nodes[:common] + [(int(node), q0) for node in path[common:]]
-    yield from close(open_nodes, segments[-1][1])
+    since: dict[int, int] = {}  # the first query behind each segment that is in a prefix now
+    end = (segments[-1][1], 0, np.empty(0, np.int64))
+    for q0, _, prefix in [*segments, end]:
+        heads = prefix[np.isin(prefix, starts)]
+        path = (np.searchsorted(starts, heads, side="right") - 1).tolist()
+        for node in [node for node in since if node not in path]:
+            yield since.pop(node), q0, *segments[node][:2]
+        for node in path:
+            since.setdefault(node, q0)
 
 
 def blocks_of_segments(segments: list[Segment]) -> Iterator[tuple[int, int, int, int, int]]:

@@ -25,7 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trl_packing.attention.calls import other_rows
-from trl_packing.attention.model_facts import text_config, unwrap_model
+from trl_packing.attention.model_facts import (
+    configs_of,
+    current_implementation,
+    text_config,
+    unwrap_model,
+)
 
 # Of heads of classification.
 _OF_OTHER_HEADS = ("classifier_", "cls_", "summary_", "score_")
@@ -48,9 +53,9 @@ def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
 def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
     """Run probes on `model` in this mode (None: its own), without randomness, and restore all."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
     with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         stack.enter_context(torch.random.fork_rng(devices))
         # Probes of many lengths would use up a compiled model's recompilations.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -65,22 +70,12 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
         if isinstance(model, DistributedDataParallel):
             # A rank that raises leaves the others no broadcast to wait for.
             model.broadcast_buffers = False
-        for holder in _state_holders(model):
+        # Some models (gptj, falcon) read dropout from the config.
+        for holder in (*model.modules(), *configs_of(model)):
             for name, value in vars(holder).items():
                 if _is_strength(holder, name, value):
                     vars(holder)[name] = type(value)(0)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-
-
-def _state_holders(model: nn.Module) -> list[Any]:
-    """Return all modules and configs; some models (gptj, falcon) read dropout from the config."""
-    modules = list(model.modules())
-    configs = {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}
-    return [*modules, *(c for c in configs.values() if hasattr(c, "__dict__"))]
+        yield
 
 
 def _is_strength(holder: Any, attribute: str, value: Any) -> bool:
@@ -106,7 +101,8 @@ def find_randomness(model: nn.Module) -> str | None:
 @contextmanager
 def restore_state(model: nn.Module) -> Iterator[None]:
     """Restore modes, attributes and buffers (such as rope frequencies) at the end of the block."""
-    attributes = [(holder, dict(vars(holder))) for holder in _state_holders(model)]
+    holders = (*model.modules(), *configs_of(model))
+    attributes = [(holder, dict(vars(holder))) for holder in holders]
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -129,8 +125,7 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
 
     accelerate wraps `forward` in autocast, so a hook on every module disables it inside.
     """
-    config = getattr(unwrap_model(model), "config", None)
-    implementation = getattr(config, "_attn_implementation", None) or ""
+    implementation = current_implementation(unwrap_model(model)) or ""
     if "flash" in implementation or "varlen" in implementation:
         yield
         return
@@ -211,13 +206,6 @@ def is_sharded(model: nn.Module) -> bool:
     return sharded or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules())
 
 
-def all_reduce_max_if_sharded(value: int, model: nn.Module) -> int:
-    """Return the largest value of all ranks if they run the same forwards, else `value`."""
-    if _is_alone() or not is_sharded(model):
-        return value
-    return all_reduce_max(value, next(model.parameters()).device)
-
-
 def all_reduce_max(
     value: int, device: torch.device | None = None, *, patience: float | None = None
 ) -> int:
@@ -228,7 +216,7 @@ def all_reduce_max(
     if _is_alone():
         return value
     largest = torch.tensor(value, device=device)
-    group = cpu_group() if device is None else None
+    group = _cpu_group(dist.group.WORLD) if device is None else None
     work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True)
     work.wait() if patience is None else work.wait(timedelta(seconds=patience))
     return int(largest)
@@ -239,7 +227,7 @@ def gather_objects(value: Any) -> list[Any]:
     if _is_alone():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=cpu_group())
+    dist.all_gather_object(gathered, value, group=_cpu_group(dist.group.WORLD))
     return gathered
 
 
@@ -247,14 +235,10 @@ def _is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
-def cpu_group() -> Any:
-    """Return a process group for CPU tensors; all ranks make it together, at its first use.
+@functools.lru_cache(maxsize=1)
+def _cpu_group(_world: Any) -> Any:
+    """Return the process group of a world for CPU tensors; all ranks make it at its first use.
 
     What a rank says here meets no gathering of weights, even if one has left its forward.
     """
-    return _gloo_beside(dist.group.WORLD)
-
-
-@functools.lru_cache(maxsize=1)
-def _gloo_beside(world: Any) -> Any:
     return dist.new_group(backend="gloo")

@@ -41,17 +41,12 @@ def varlen_attention(
     scale, window, softcap, sinks = options
     if softcap:
         raise NotImplementedError(f"varlen has no softcap={softcap}; set attention='documents'")
-    cu_seqlens_k = cu_seqlens
     longest = _longest(cu_seqlens, max_length)
-    longest_k = longest
-    if keys is not None:
-        cu_seqlens_k = keys.cu_seqlens_k
-        longest_k = _longest(keys.cu_seqlens_k, keys.max_length)
-    spans = (cu_seqlens, cu_seqlens_k, longest, longest_k)
+    cu_seqlens_k, index, longest_k = keys or (cu_seqlens, None, longest)
+    spans = (cu_seqlens, cu_seqlens_k, longest, _longest(cu_seqlens_k, longest_k))
     rows = [x.contiguous() for x in (query, key, value)]
-    if sinks is None and keys is None:
+    if sinks is None and index is None:
         return _forward(rows, spans, scale, window)[0]
-    index = None if keys is None else keys.key_index
     return _Attention.apply(*rows, sinks, index, spans, scale, window)
 
 

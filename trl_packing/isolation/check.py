@@ -44,10 +44,10 @@ from trl_packing.packing.collator import PackedCollator
 NOISE_FACTOR = 4.0
 LEAK_SHARE = 0.01
 
-VERDICTS = {
+VERDICTS = {  # from the best
     "isolated": "documents are isolated",
-    "leaks": "documents LEAK into each other",
     "inconclusive": "isolation could not be shown",
+    "leaks": "documents LEAK into each other",
 }
 
 NOT_FINITE = "not finite"  # the verdict on a model that no backend can train
@@ -212,9 +212,9 @@ def check_probes(
                 mode="training" if model.training else "evaluation",
             )
             reports.append((report, probe))
-        worst_first = ("leaks", "inconclusive", "isolated")
-        report, probe = min(
-            reports, key=lambda pair: (worst_first.index(pair[0].verdict), -pair[0].difference)
+        from_best = [*VERDICTS]
+        report, probe = max(
+            reports, key=lambda pair: (from_best.index(pair[0].verdict), pair[0].difference)
         )
         if gradients:
             error = _gradient_difference(model, inner, probe, collator)

@@ -359,7 +359,7 @@ def _in_short(result: CheckResult) -> str:
     return result.verdict + by + " with images" * ("image" in result.probe)
 
 
-_FROM_BEST = ("isolated", "inconclusive", "leaks", "refused", NOT_FINITE)
+_FROM_BEST = (*VERDICTS, "refused", NOT_FINITE)
 
 # Seconds that a rank whose forward raised waits for the others. They may hang in that forward,
 # where a sharded model gathers its weights, until the timeout of the process group.

@@ -143,7 +143,9 @@ def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Pro
     rows = [[draw(11), draw(5)], [draw(11), draw(5)], [draw(23)]]
     made = [_sharing("short documents that share a prefix", prefix, branch, rows)]
     longest = max((np.asarray(d, np.int64) for d in documents), key=len, default=np.zeros(0))
-    longest = longest[: longest_alone(model)]
+    # A contaminated row is a quarter longer.
+    most = min(longest_alone(model), (learned_positions(model) or sys.maxsize) * 4 // 5)
+    longest = longest[:most]
     half = len(longest) // 2
     if half > 40:
         rows = [[draw(half // 2)], [draw(half // 2)]]
