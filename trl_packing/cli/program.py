@@ -105,6 +105,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if words and arguments.command in _WITHOUT_RUN:
         raise ValueError(f"{arguments.command} has no option {' '.join(words)}")
     check_can_write(getattr(arguments, "html", None))
+    if getattr(arguments, "stream_rows", 1) < 1:
+        raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
     arguments.words = words
     arguments.notes = []
     arguments.say = (lambda *_, **__: None) if arguments.json else print

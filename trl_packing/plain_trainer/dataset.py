@@ -107,6 +107,8 @@ class PackedDataset(torch.utils.data.Dataset):
         self.pack_len = pack_len
         self.shuffle_seed = None if shuffle_seed is None or shuffle_seed < 0 else shuffle_seed
         self.strategy = strategy
+        if rows_multiple_of < 1:
+            raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
         self.rows_multiple_of = rows_multiple_of
         self.lengths = self.documents.lengths()
         if len(self.lengths) and self.lengths.max() > pack_len:

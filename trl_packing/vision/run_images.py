@@ -138,10 +138,10 @@ class RunImages:
 
         `chat_template` replaces the processor's. Raises ValueError naming a row that has faults.
         """
-        if not isinstance(dataset, Dataset):
-            return dataset
         if isinstance(rules.processing_class, ProcessorMixin):
             check_no_other_media(dataset, name)
+        if not isinstance(dataset, Dataset):
+            return dataset
         dataset = self.take(dataset, name)
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset

@@ -30,6 +30,7 @@ FAMILIES = (
 )
 
 _LEFT_OUT = ("tools", "chat_template_kwargs")  # by TRL, of rows with images
+_OF_STREAM = 100  # rows that are read before training
 _OTHER_MEDIA = ("video", "videos", "audio", "audios")
 _OTHER_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
 
@@ -75,14 +76,19 @@ def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> s
     return None if model_type in FAMILIES else reason
 
 
-def check_no_other_media(dataset: Dataset, name: str) -> None:
-    """Raise ValueError if a data set for a model with a processor has videos or audio."""
-    if found := {*_OTHER_MEDIA} & {*dataset.column_names}:
+def check_no_other_media(dataset: Dataset | IterableDataset, name: str) -> None:
+    """Raise ValueError if a data set for a model with a processor has videos or audio.
+
+    Of a stream, only the first rows are read.
+    """
+    if found := {*_OTHER_MEDIA} & {*get_dataset_column_names(dataset)}:
         raise ValueError(
             f"the {name} dataset has {min(found)!r}; only text and images can be trained here, so "
             "remove the column"
         )
-    for number, row in enumerate(rows_with(dataset, _OTHER_PARTS)):
+    is_stream = isinstance(dataset, IterableDataset)
+    rows = dataset.take(_OF_STREAM) if is_stream else rows_with(dataset, _OTHER_PARTS)
+    for number, row in enumerate(rows):
         contents = [m.get("content") for m in messages_in(row) if isinstance(m, dict)]
         parts = [part for each in contents if isinstance(each, list) for part in each]
         kinds: Any = {part.get("type") for part in parts if isinstance(part, dict)}
