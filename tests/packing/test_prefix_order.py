@@ -4,10 +4,12 @@ from itertools import pairwise
 from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_packing.documents.arrow import ListColumn
 from trl_packing.packing import prefix_index
 
 SHARED = [0] * 20  # more than a narrow block
@@ -20,9 +22,9 @@ DOCUMENTS = st.lists(
 )
 
 
-def flat(documents):
-    values = np.array([token for document in documents for token in document], np.int64)
-    return values, np.cumsum([0, *map(len, documents)])
+def column(chunks, dtype=np.int64):
+    kind = pa.list_(pa.from_numpy_dtype(dtype))
+    return ListColumn("input_ids", pa.chunked_array(chunks, kind))
 
 
 def common_by_hand(a, b):
@@ -39,7 +41,7 @@ def test_order_and_common_tokens_are_those_of_sorted_lists(documents, size, at_o
     rows = st.integers(0, len(documents) - 1)
     stored = np.array(data.draw(st.lists(rows, max_size=20)), np.int64)
     with mock.patch.object(prefix_index, "_AT_ONCE", at_once):
-        order, common = prefix_index.prefix_order([flat(part) for part in parts], stored)
+        order, common = prefix_index.prefix_order(column(parts), stored)
     assert sorted(order.tolist()) == list(range(len(stored)))
     chosen = [documents[n] for n in stored[order]]
     # Any order of single tokens sorts documents so that those with a common prefix are neighbors.
@@ -52,6 +54,6 @@ def test_order_and_common_tokens_are_those_of_sorted_lists(documents, size, at_o
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
 def test_ids_of_any_width_share_whole_tokens(dtype):
     """256 and 0 begin with the same byte."""
-    values = np.array([1, 256 % (np.iinfo(dtype).max + 1), 1, 0], dtype)
-    _order, common = prefix_index.prefix_order([(values, np.array([0, 2, 4]))], np.arange(2))
+    lists = [[1, 256 % (np.iinfo(dtype).max + 1)], [1, 0]]
+    _order, common = prefix_index.prefix_order(column([lists], dtype), np.arange(2))
     assert common.tolist() == [0, 2 if dtype == np.uint8 else 1]

@@ -7,8 +7,10 @@
 T tokens of all of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import datasets
@@ -93,38 +95,30 @@ class ArrowDocuments(torch.utils.data.Dataset):
         if "labels" not in self.columns:
             return np.maximum(self.lengths() - 1, 0)
         if is_packed(self):
-            return np.array([_num_trained_in_row(row) for row in self], dtype=np.int64)
-        return self.by_document(
-            "labels",
-            lambda labels, offsets: _sums(
-                labels != IGNORE_INDEX, np.minimum(offsets[:-1] + 1, offsets[1:]), offsets[1:]
-            ),
-        )
+            rows = ((row["labels"], np.append(0, np.cumsum(row[SEQ_LENGTHS]))) for row in self)
+            return np.array([_num_trained(*row).sum() for row in rows], dtype=np.int64)
+        return self.by_document("labels", _num_trained)
 
     def sums(self, column: str) -> np.ndarray:
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
-        return self.by_document(column, lambda values, ends: _sums(values, ends[:-1], ends[1:]))
+        return self.by_document(column, _sums)
 
     def rows_where(self, column: str, condition: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         """Return the rows with a value of `column` for which `condition` is True, ascending."""
-        found = self.by_document(
-            column, lambda values, ends: _sums(condition(values), ends[:-1], ends[1:])
-        )
-        return np.flatnonzero(found)
+        counts = self.by_document(column, lambda values, ends: _sums(condition(values), ends))
+        return np.flatnonzero(counts)
 
 
-def _num_trained_in_row(row: dict[str, np.ndarray]) -> int:
-    starts = np.cumsum(row[SEQ_LENGTHS]) - row[SEQ_LENGTHS]
-    trained = row["labels"] != IGNORE_INDEX
-    trained[starts[starts < len(trained)]] = False
-    return int(trained.sum())
+def _num_trained(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    return _sums(labels != IGNORE_INDEX, offsets, skipped=1)
 
 
-def _sums(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the sum of ``values[start:end]`` for every list, int64."""
+def _sums(values: np.ndarray, offsets: np.ndarray, skipped: int = 0) -> np.ndarray:
+    """Return the sum of every list, int64, without its first `skipped` values."""
     running = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=running[1:])
-    return running[ends] - running[starts]
+    starts = np.minimum(offsets[:-1] + skipped, offsets[1:])
+    return running[offsets[1:]] - running[starts]
 
 
 def is_packed(dataset: ArrowDocuments | datasets.Dataset | datasets.IterableDataset) -> bool:
@@ -152,16 +146,14 @@ class ListColumn:
         self.name = name
         self.chunks = [lists_of(name, chunk) for chunk in column.chunks if len(chunk)]
         lengths = [np.diff(offsets) for _, offsets in self.chunks]
-        self.first_row = np.cumsum([0, *map(len, lengths)])
+        self.first_row = [*accumulate(map(len, lengths), initial=0)]
         self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
 
     def __getitem__(self, row: int) -> np.ndarray:
-        chunk = 0
-        if len(self.chunks) > 1:
-            chunk = int(np.searchsorted(self.first_row, row, side="right")) - 1
-            row -= int(self.first_row[chunk])
+        chunk = bisect_right(self.first_row, row) - 1
         values, offsets = self.chunks[chunk]
-        found = values[offsets[row] : offsets[row + 1]]
+        at = row - self.first_row[chunk]
+        found = values[offsets[at] : offsets[at + 1]]
         if self.name != TOKEN_WEIGHTS:
             return found
         with np.errstate(over="ignore"):  # `check_token_weights` refuses inf

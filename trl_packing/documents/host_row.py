@@ -31,7 +31,6 @@ class HostRow:
         lengths: tokens of each document, ``(N,)`` int64.
         num_trained: trained tokens of all documents.
         max_length: tokens of the longest document, as passed to kernels.
-        max_keys: most keys of a document, as passed to kernels.
         sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
         num_images: images of the documents.
     """
@@ -42,7 +41,6 @@ class HostRow:
     lengths: np.ndarray
     num_trained: int
     max_length: int
-    max_keys: int
     sources: np.ndarray | None = None
     num_images: int = 0
 
@@ -101,16 +99,11 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch as a model takes it: `max_length_q` as an int, and no key-value cache."""
     if batch.get("cu_seq_lens_q") is None:
         return dict(batch)
-    row = host_row(batch)
     queries = batch.get("max_length_q")
-    keys = batch.get("max_length_k")
-    if row is not None:
-        queries, keys = row.max_length, row.max_keys
     if not isinstance(queries, int):
         queries = _longest(batch["cu_seq_lens_q"])
-    if batch.get("key_index") is None:
-        keys = queries
-    elif not isinstance(keys, int):
+    keys = queries if batch.get("key_index") is None else batch.get("max_length_k")
+    if not isinstance(keys, int):
         keys = _longest(batch["cu_seq_lens_k"])
     return dict(batch) | {"max_length_q": queries, "max_length_k": keys, "use_cache": False}
 

@@ -219,9 +219,8 @@ class TrainedLogProbs(torch.autograd.Function):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             buffer = torch.empty_like(logits) if buffer is None else buffer
             probabilities = buffer[: len(logits)]
-            log_probs[rows], entropy[rows], is_top1[rows] = _statistics(
-                logits, targets[rows], probabilities
-            )
+            found = _statistics(logits, targets[rows], probabilities)
+            log_probs[rows], entropy[rows], is_top1[rows] = found
             if any(needs):
                 d_logits = _d_logits(probabilities, targets[rows, None], slope).to(dtype)
                 if d_hidden is not None:

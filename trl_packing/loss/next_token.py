@@ -1,7 +1,8 @@
 """Predictions of the next token: their log-probabilities, and the mean loss of a row."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from trl_packing.documents.labels import IGNORE_INDEX
@@ -19,11 +20,8 @@ def score_targets(
     chosen = log_probs.gather(-1, targets[:, None])[:, 0]
     if smoothing:
         chosen = (1 - smoothing) * chosen + smoothing * log_probs.mean(-1)
-    return (
-        chosen,
-        -(log_probs.exp() * log_probs).sum(-1).detach(),
-        log_probs.argmax(-1) == targets,
-    )
+    entropy = -(log_probs.exp() * log_probs).sum(-1).detach()
+    return chosen, entropy, log_probs.argmax(-1) == targets
 
 
 def next_token_loss(
@@ -48,6 +46,4 @@ _CHUNK = 1024
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
-    )
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

@@ -77,7 +77,8 @@ class StepLoss:
         options: Any = {"device": device, "dtype": sums_dtype(torch.device(device))}
         sums = torch.full((2,), sum(b["input_ids"].numel() for b in batches), **options)
         if weighted:
-            weights = torch.stack([_sum(target_weights(b)) for b in batches]).sum()
+            of_batches = map(target_weights, batches)
+            weights = torch.stack([w.sum(dtype=sums_dtype(w.device)) for w in of_batches]).sum()
             sums[1] = weights.to(device, non_blocking=True)
         sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
         self._num_tokens = sums[0].float()
@@ -178,7 +179,7 @@ class StepLoss:
         weights = target_weights(batch)
         if num_items is None:
             num_items = (batch["labels"][..., 1:] != IGNORE_INDEX).sum()
-            scale = _ratio(num_items, _sum(weights))
+            scale = _ratio(num_items, weights.sum(dtype=sums_dtype(weights.device)))
         elif scale is None and TOKEN_WEIGHTS in batch:
             raise ValueError(
                 f"num_items_in_batch={int(num_items)}, but the weights of a step are known only "
@@ -256,7 +257,3 @@ def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
 def _ratio(num_trained: Any, total: Tensor) -> Tensor:
     """Return the factor of all weights, in the dtype of `total`; 0 if they are all 0."""
     return torch.where(total > 0, num_trained / total, 0.0)
-
-
-def _sum(weights: Tensor) -> Tensor:
-    return weights.sum(dtype=sums_dtype(weights.device))

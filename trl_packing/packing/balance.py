@@ -216,11 +216,11 @@ def exchange_between_steps(
         rng: draws the steps and elements that are compared.
     """
     num_steps = -(-len(order) // size)
-    nobody = len(keys)
     if min(num_steps, size) < 2 or not len(excess):
         return order
-    # The last step may be shorter; the places that it lacks are filled, and never exchanged.
-    steps = np.full(num_steps * size, nobody, order.dtype)
+    # The last step may be shorter: one more element, which has a key of its own and is never
+    # exchanged, fills the places that it lacks.
+    steps = np.full(num_steps * size, len(keys), order.dtype)
     steps[: len(order)] = order
     steps = steps.reshape(num_steps, size)
     excess = np.pad(excess, ((0, 0), (0, 1)))

@@ -67,11 +67,7 @@ class StaticShapes:
 
     @classmethod
     def for_model(
-        cls,
-        model: Any,
-        num_tokens: int,
-        longest: int,
-        most_documents: int | None = None,
+        cls, model: Any, num_tokens: int, longest: int, most_documents: int | None = None
     ) -> "StaticShapes":
         """Return the shape of micro-batches for `model`.
 
@@ -182,7 +178,14 @@ class PackedCollator:
         blanks = [] if self.images is None else self.images.blanks(documents)
         masked = [len(document["input_ids"]) for document in blanks]
         blank = sum(masked)
-        masked += self._masked_documents(len(real + masked), sum(real + masked))
+        num_tokens = sum(real + masked)
+        shapes = self.static_shapes
+        if shapes is not None:
+            masked += shapes.masked_documents(len(real + masked), num_tokens)
+        else:
+            multiple = self.pad_to_multiple_of or 1
+            missing = -num_tokens % multiple if num_tokens else multiple
+            masked += [missing] * bool(missing)
         lengths = real + masked
         tail = sum(masked)
         padding = np.full(tail - blank, self.pad_token_id, dtype=np.int64)
@@ -191,7 +194,6 @@ class PackedCollator:
         flat_labels = torch.from_numpy(np.concatenate([*labels, np.full(tail, IGNORE_INDEX)]))
         starts = seq_lengths.cumsum(0) - seq_lengths
         flat_labels[starts[seq_lengths > 0]] = IGNORE_INDEX
-        shapes = self.static_shapes
         batch: dict[str, Any] = {
             "input_ids": torch.from_numpy(np.concatenate(tokens))[None],
             "labels": flat_labels[None],
@@ -221,7 +223,6 @@ class PackedCollator:
             lengths=np.array(real, np.int64),
             num_trained=int(is_trained.sum()),
             max_length=batch["max_length_q"],
-            max_keys=batch["max_length_k"],
             sources=sources,
             num_images=0 if self.images is None else self.images.count(documents),
         )
@@ -235,13 +236,6 @@ class PackedCollator:
         # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
         is_ours = type(self).__call__ is PackedCollator.__call__
         return PackedBatch(tensors, host if is_ours else None)
-
-    def _masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
-        if self.static_shapes is not None:
-            return self.static_shapes.masked_documents(num_documents, num_tokens)
-        multiple = self.pad_to_multiple_of or 1
-        tail = -num_tokens % multiple if num_tokens else multiple
-        return [tail] if tail else []
 
 
 class DataCollatorWithFlattening(PackedCollator):

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trl_packing.documents.arrow import ArrowDocuments, FlatLists
+from trl_packing.documents.arrow import ArrowDocuments, ListColumn
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 
 # A shorter prefix costs more as a segment of its own than it saves.
@@ -45,8 +45,7 @@ class PrefixIndex:
     @classmethod
     def of(cls, documents: ArrowDocuments) -> "PrefixIndex":
         """Return the index of `documents`, no packed rows; O(tokens of common prefixes)."""
-        chunks = documents.readers["input_ids"].chunks
-        index = cls(*prefix_order(chunks, documents.stored_rows))
+        index = cls(*prefix_order(documents.readers["input_ids"], documents.stored_rows))
         if "labels" in documents.columns:
             table = documents.dataset.data.select(["input_ids", "labels"])
             if any(map(_has_own_labels, table.to_batches(max_chunksize=_AT_ONCE))):
@@ -61,7 +60,8 @@ class PrefixIndex:
         offsets = np.cumsum([0, *map(len, ids)])
         empty = np.zeros(0, np.int64)
         tokens = np.concatenate([empty, *ids]).astype(np.int64)
-        index = cls(*prefix_order([(tokens, offsets)], np.arange(len(ids))))
+        lists = pa.chunked_array([pa.LargeListArray.from_arrays(offsets, tokens)])
+        index = cls(*prefix_order(ListColumn("input_ids", lists), np.arange(len(ids))))
         if _is_any_own(tokens, np.concatenate([empty, *labels]), offsets):
             index.common[:] = 0
         return index
@@ -143,27 +143,24 @@ def _is_any_own(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) ->
     return bool((~np.isin(own, offsets)).any())  # the first token is never a target
 
 
-def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def prefix_order(column: ListColumn, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `order` and `common` of an index; equal documents are in any order.
 
     Args:
-        chunks: values and offsets of each chunk of a column.
-        stored: the row of the column that holds each document, ``(N,)`` integers.
+        column: token ids.
+        stored: the row of `column` that holds each document, ``(N,)`` integers.
 
     Examples:
-        >>> ids = np.array([5, 6, 7, 5, 6, 1, 9])
-        >>> order, common = prefix_order([(ids, np.array([0, 3, 6, 7]))], np.arange(3))
+        >>> ids = ListColumn("input_ids", pa.chunked_array([[[5, 6, 7], [5, 6, 1], [9]]]))
+        >>> order, common = prefix_order(ids, np.arange(3))
         >>> order.tolist(), common.tolist()
         ([1, 0, 2], [0, 2, 0])
     """
-    strings = pa.chunked_array([_strings(*chunk) for chunk in chunks], pa.large_binary())
-    rank = np.empty(len(strings), np.int64)
-    rank[pc.sort_indices(strings).to_numpy()] = np.arange(len(strings))
-    order = np.argsort(rank[stored], kind="stable")
+    strings = pa.chunked_array([_strings(*chunk) for chunk in column.chunks], pa.large_binary())
+    order = np.argsort(pc.rank(strings, tiebreaker="first").to_numpy()[stored], kind="stable")
     rows = stored[order]
     common = np.zeros(len(stored), np.int32)
-    lengths = np.concatenate([*(np.diff(offsets) for _, offsets in chunks), np.zeros(0, int)])[rows]
-    first_row = np.cumsum([0, *(len(offsets) - 1 for _, offsets in chunks)])
+    lengths = column.lengths[rows]
     for start in range(1, len(rows), _AT_ONCE):
         at = np.arange(start, min(start + _AT_ONCE, len(rows)))
         depth = 0
@@ -171,7 +168,7 @@ def prefix_order(chunks: Sequence[FlatLists], stored: np.ndarray) -> tuple[np.nd
         while len(at):
             # Most documents are compared with both neighbors: their tokens are read once.
             needed = np.sort(np.append(at, at[np.diff(at, prepend=-1) != 1] - 1))
-            block = _block(chunks, first_row, rows[needed], depth, width)
+            block = _block(column, rows[needed], depth, width)
             place = np.searchsorted(needed, at)
             left = np.minimum(lengths[at], lengths[at - 1])[:, None] - depth
             differs = (block[place] != block[place - 1]) | (np.arange(width) >= left)
@@ -190,17 +187,12 @@ def _strings(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(offsets) - 1, [None, *buffers])
 
 
-def _block(
-    chunks: Sequence[FlatLists], first_row: np.ndarray, rows: np.ndarray, depth: int, width: int
-) -> np.ndarray:
+def _block(column: ListColumn, rows: np.ndarray, depth: int, width: int) -> np.ndarray:
     """Return tokens ``[depth, depth + width)`` of `rows`; anything behind their ends."""
     by_chunk = np.argsort(rows)
-    cuts = np.searchsorted(rows[by_chunk], first_row).tolist()
-    block = np.empty((len(rows), width), chunks[0][0].dtype)
-    for (values, offsets), first, start, stop in zip(
-        chunks, first_row.tolist(), cuts, cuts[1:], strict=False
-    ):
-        at = by_chunk[start:stop]
+    parts = np.split(by_chunk, np.searchsorted(rows[by_chunk], column.first_row[1:-1]))
+    block = np.empty((len(rows), width), column.chunks[0][0].dtype)
+    for (values, offsets), first, at in zip(column.chunks, column.first_row, parts, strict=False):
         starts = offsets[rows[at] - first].astype(np.int64) + depth
         fits = starts + width <= len(values)
         if fits.any():

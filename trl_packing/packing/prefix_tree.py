@@ -138,7 +138,7 @@ def share_prefixes(
     counts = tree.sum_targets(flat["labels"] != IGNORE_INDEX)
     weights = tree.sum_targets(flat[TOKEN_WEIGHTS]) if TOKEN_WEIGHTS in flat else counts
     segments = torch.from_numpy(np.diff(tree.cu_seqlens).astype(np.int64))
-    longest, most_keys = int(segments.max()), int(np.diff(tree.cu_seqlens_k).max())
+    longest = int(segments.max())
     values = {
         "input_ids": ids,
         "labels": np.where(counts > 0, ids, IGNORE_INDEX),
@@ -151,7 +151,7 @@ def share_prefixes(
         "cu_seq_lens_k": torch.from_numpy(tree.cu_seqlens_k),
         "key_index": torch.from_numpy(tree.key_index),
         "max_length_q": longest,
-        "max_length_k": most_keys,
+        "max_length_k": int(np.diff(tree.cu_seqlens_k).max()),
         "seq_idx": document_ids_from_lengths(segments).to(torch.int32)[None],
         "use_cache": False,
     }
@@ -164,7 +164,6 @@ def share_prefixes(
         lengths=np.asarray(lengths, np.int64),
         num_trained=int(counts.sum()),
         max_length=longest,
-        max_keys=most_keys,
         sources=sources,
     )
 

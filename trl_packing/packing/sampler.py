@@ -202,7 +202,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.groups is None:
             return None
         drawn = self.drawn()
-        ends = self.drawn().step_ends
+        ends = drawn.step_ends
         step = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         pairs = step * len(self.groups.tokens) + self.groups.numbers[drawn.places]
         return len(np.unique(pairs)) / len(ends)
