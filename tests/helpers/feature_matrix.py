@@ -250,7 +250,7 @@ it. The number of a column is that of the row with the feature. torch_compile ra
 | --- | --- |
 | ✓ | trained |
 | A | trained with documents apart: their prefixes are not shared, and one line says why |
-| T | trained on TRL's path, with a warning: your collator makes batches and reads weights |
+| T | trained on TRL's path, with a warning: your collator makes the batches |
 | ✗ | refused before training, by the sentence [below](#refusals) |
 | – | alternatives of each other |
 

@@ -46,6 +46,20 @@ def test_virtual_tokens_shift_no_weight(kind, virtual, loss, tmp_path):
         assert_exact(found, alone(model, unweighted(documents), loss))
 
 
+def test_a_model_that_scores_too_few_tokens_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, DOCUMENTS)
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    def one_score(**inputs):
+        output = trainer.model(**inputs)
+        output.log_probs = output.log_probs[:, :1]  # which all weights would multiply
+        return output
+
+    assert torch.isfinite(trainer.compute_loss(trainer.model, dict(batch)))
+    with pytest.raises(RuntimeError, match="fewer tokens than there are labels"):
+        trainer.compute_loss(one_score, dict(batch))
+
+
 class OwnSteps(PackedSFTTrainer):
     """Reads the micro-batches of a step itself, and counts nothing."""
 

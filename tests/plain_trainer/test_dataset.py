@@ -70,6 +70,8 @@ def test_with_a_multiple_of_rows_no_rank_trains_a_row_twice():
     even = packed(rows_multiple_of=8)
     assert sorted(rows_of_ranks(even, 4, 2)) == list(range(len(even)))
     assert sorted(int(t) for row in even[:] for t in row["input_ids"]) == TOKENS
+    with pytest.raises(ValueError, match="rows_multiple_of=0 must be at least 1"):
+        packed(rows_multiple_of=0)
 
 
 def batches_of(folder, dataset, repacks, resume=None, **options):

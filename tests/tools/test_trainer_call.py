@@ -129,3 +129,5 @@ def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
     out, _ = capsys.readouterr()
     assert out.startswith("The first 8 rows of a stream, as if they were all:")
     assert "documents    8 ·" in out
+    assert main(["plan", *words, "--stream_rows", "0"]) == 2
+    assert "--stream_rows 0 must be at least 1" in capsys.readouterr()[1]

@@ -189,6 +189,9 @@ REFUSALS = {
     ),
     "row 1 of the train .* part of type 'video'": chats({"type": "video", "text": None}),
     "row 1 of the train .* part of type 'audio'": chats({"type": "audio"}, first="as JSON"),
+    "row 1 of the train .* of type 'video_url'": {
+        "dataset": chats({"type": "video_url"})["dataset"].to_iterable_dataset()
+    },
     "has 'videos'.*remove the column": rows(videos=[[], ["a.mp4"]]),
     "append_eos": {"append_eos": True},
     "patches, but max_patches=8; raise max_patches": {"max_patches": 8},

@@ -130,8 +130,13 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
 # Rows decide on the last, and documents may have a source that a run does not ask for.
 MAY_BE_NONE = ("source_column", "completion_only_loss")
 _AS_SET = (
-    *("assistant_only_loss", "shuffle_dataset", "dataset_text_field", *MAY_BE_NONE),
-    *("response_template", "instruction_template", "append_eos"),
+    "assistant_only_loss",
+    "shuffle_dataset",
+    "dataset_text_field",
+    *MAY_BE_NONE,
+    "response_template",
+    "instruction_template",
+    "append_eos",
 )
 
 

@@ -52,8 +52,13 @@ class HostRow:
 
 # Keys of a packed batch that hold its document boundaries.
 BOUNDARIES = (
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    *("key_index", "seq_idx", "position_ids"),
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "key_index",
+    "seq_idx",
+    "position_ids",
 )
 # Those whose values the host reads.
 _READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}

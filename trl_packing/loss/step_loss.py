@@ -136,6 +136,8 @@ class StepLoss:
         else:
             scored = model(**inputs, fused_lm_head=True)
         virtual = scored.log_probs.shape[1] - (labels.shape[1] - 1)  # tokens before the labels
+        if virtual < 0:
+            raise RuntimeError(f"{type(model).__name__} scores fewer tokens than there are labels")
         for name in ("log_probs", "entropy", "is_top1"):
             scored[name] = scored[name][:, virtual:]
         losses = -scored.log_probs

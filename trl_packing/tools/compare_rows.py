@@ -31,8 +31,13 @@ _EXAMPLES, _MOST_LINES = 3, 24  # rows of each kind that are shown, and lines of
 # The settings of TRL on which tokens and labels depend. The tokenizer of the run has its EOS and
 # padding tokens and its chat template already.
 _SETTINGS = (
-    *("assistant_only_loss", "completion_only_loss", "dataset_kwargs", "dataset_num_proc"),
-    *("dataset_text_field", "max_length", "truncation_mode"),
+    "assistant_only_loss",
+    "completion_only_loss",
+    "dataset_kwargs",
+    "dataset_num_proc",
+    "dataset_text_field",
+    "max_length",
+    "truncation_mode",
 )
 
 

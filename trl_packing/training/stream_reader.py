@@ -204,9 +204,15 @@ class Windows:
 
 # Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.
 _SHARD_BY_SHARD = {
-    *("ArrowExamplesIterable", "RebatchedArrowExamplesIterable", "ExamplesIterable"),
-    *("BufferShuffledExamplesIterable", "FilteredExamplesIterable", "FormattedExamplesIterable"),
-    *("MappedExamplesIterable", "SelectColumnsIterable", "InterleavedShardsExamplesIterable"),
+    "ArrowExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "ExamplesIterable",
+    "BufferShuffledExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "MappedExamplesIterable",
+    "SelectColumnsIterable",
+    "InterleavedShardsExamplesIterable",
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
 

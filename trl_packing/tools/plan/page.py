@@ -28,8 +28,12 @@ _MOST_BARS = 24  # sources with a bar of their own
 
 # Settings on which every plan depends.
 _SETTINGS = (
-    *("max_length", "packing", "packing_strategy", "per_device_train_batch_size"),
-    *("gradient_accumulation_steps", "seed"),
+    "max_length",
+    "packing",
+    "packing_strategy",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
 )
 
 
