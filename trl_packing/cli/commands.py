@@ -178,7 +178,6 @@ def verify(arguments: argparse.Namespace) -> int:
     command = TrainingCommand.from_words(arguments.words, needs_data=False)
     quiet_libraries()
     from trl_packing.tools import verify as verifying
-    from trl_packing.vision.support import FAMILIES
 
     name_or_model, args = command.model_and_settings()
     options = {"dtype": arguments.dtype, "device": arguments.device}
@@ -200,7 +199,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if arguments.prefixes and exact:
         shared = verifying.verify_prefixes(model, exact, longest, gradients=gradients)
         arguments.say(verifying.as_text("prefixes", shared))
-    if model.config.model_type in FAMILIES:  # its rows with images are packed
+    if verifying.reads_images(model):
         text += "\nText was checked; a run checks its own images."
     arguments.say(f"\n{text}")
     if arguments.json:

@@ -23,6 +23,7 @@ from trl_packing.isolation.check import CheckResult, Refusal, attempt, check_pre
 from trl_packing.isolation.guard import check_backend
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.vision.support import FAMILIES
 
 
 def load_model(
@@ -47,6 +48,11 @@ def load_model(
         model = loader.from_pretrained(model, dtype=dtype, **loading_options(args))
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.to(place), PackingOptions.of(args).attention, args.max_length or 1024
+
+
+def reads_images(model: Any) -> bool:
+    """Return whether rows with images are packed for the model."""
+    return model.config.model_type in FAMILIES
 
 
 def verify(
