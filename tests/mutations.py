@@ -93,14 +93,14 @@ MUTATIONS = {
     ],
     ("weights", "loss/sums.py"): [("weights[..., 1:] * is", "weights[..., :-1] * is")],
     ("weights", "loss/step_loss.py"): [
-        ("(b)) for b in batches]).sum()", "(b)) for b in batches]).mean()"),
+        ("for w in of_batches]).sum()", "for w in of_batches]).mean()"),
         ("(-losses).exp().detach()", "(-losses).exp()"),
     ],
     ("weights", "packing/prefix_tree.py"): [
         ("if TOKEN_WEIGHTS in flat else counts", "if 0 else counts")
     ],
     ("weights", "loss/lm_head.py"): [
-        ("at, grad = others, grad - most", "at, grad = others, grad"),
+        ("grad = grad - most", "grad = grad + 0 * most"),
         ("(1 - squashed**2) * scale", "(1 + 0 * squashed) * scale"),
     ],
     ("epoch", "packing/sampler.py"): [
@@ -116,12 +116,12 @@ MUTATIONS = {
     ],
     ("epoch", "packing/draw.py"): [("manual_seed(seed + epoch)", "manual_seed(seed)")],
     ("resume", "training/resuming.py"): [
-        ("_place = (record.epoch, record.steps)", "_place = (record.epoch, record.steps + 1)"),
+        ("(record.epoch, record.steps)", "(record.epoch, record.steps + 1)"),
         ("self._first_step -= self._num_steps(skipped)", "pass"),
-        ("self._marks, self._trained_in(steps)", "self._marks, self._trained_in(steps + 1)"),
+        ("trained = self._trained_in(steps)", "trained = self._trained_in(steps + 1)"),
     ],
     ("streams", "training/stream_reader.py"): [
-        ("zip(range(skipped),", "zip(range(skipped - 1),"),
+        ("islice(self._part, skipped, None)", "islice(self._part, max(skipped - 1, 0), None)"),
         ("if taken > skipped:", "if taken >= skipped:"),
         ("return number % num_ranks == rank", "return True"),
     ],

@@ -49,6 +49,15 @@ def test_positions_that_are_left_out_restart_in_every_document(name):
     assert torch.equal(model(**batch).logits, expected)
 
 
+@pytest.mark.parametrize("attention", ["mask", "padded"])
+def test_a_model_that_calls_past_its_backbone_keeps_documents_apart(attention):
+    model = tiny_model("opt")
+    batch = packed_batch((5, 9, 3))
+    alone = [model(input_ids=ids).logits for ids in batch["input_ids"].split((5, 9, 3), 1)]
+    install_attention(model, AttentionChoice(attention, None, "a test"))
+    torch.testing.assert_close(model(**batch).logits, torch.cat(alone, 1), rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("attention", ["documents", "varlen", "model", "mask", "padded"])
 def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
     """nn.DataParallel hands each GPU half of the boundaries; kernels compute no tokens behind."""

@@ -70,11 +70,11 @@ class Rows(nn.Module):
         return self.make(input_ids[..., None] * self.weight, labels)
 
 
-def padded(make):
+def padded(make, documents=DOCUMENTS):
     """Return what a packed call gave."""
     model = Rows(make)
     pad_packed_calls(model, "padded")
-    return model(**PackedCollator()(DOCUMENTS))
+    return model(**PackedCollator()(documents))
 
 
 def test_values_come_back_in_the_order_of_the_packed_row():
@@ -88,6 +88,8 @@ def test_values_come_back_in_the_order_of_the_packed_row():
     assert hidden.hidden.equal(IN_ORDER)
     assert experts.router_logits[0][None].equal(IN_ORDER)
     assert virtual.equal(IN_ORDER)
+    _, experts, *_ = padded(output, [])  # a rank without documents
+    assert experts.router_logits[0].shape == (1, 3)
 
 
 def test_the_balance_of_experts_of_several_forwards_is_refused():

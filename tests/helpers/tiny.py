@@ -191,6 +191,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt2": _GPT2 | _dropout(0.0),
     "gpt2_dropout": _GPT2 | _dropout(0.1),
+    # calls past its backbone
+    "opt": _shape_without("head_dim", "num_key_value_heads")
+    | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
     # the other text models that TRL's own tests train
     "gpt_neox": _shape_without("head_dim", "num_key_value_heads"),
     "cohere2": _shape_without("head_dim") | _SLIDING | {"logit_scale": 0.5},

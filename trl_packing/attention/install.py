@@ -34,8 +34,8 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     base = unwrap_peft(model)
     # The backbone builds the masks, and a fused LM head calls it without `base.forward`.
     backbone = getattr(base, "base_model", base)
-    if type(backbone).__name__.endswith("DecoderWrapper"):  # bart's family calls past it
-        backbone = backbone.decoder
+    if type(backbone).__name__.endswith(("DecoderWrapper", "OPTModel")):
+        backbone = backbone.decoder  # which the whole model calls past its backbone
     for module in (model, base, backbone):
         wrap_packed_calls(module, None)
     set_implementation(base, choice.implementation or choice.native or native_implementation(base))
@@ -49,7 +49,7 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         wrap_packed_calls(backbone, block_mask.run_with_mask, attention=block_mask.NAME)
     else:
         wrap_packed_calls(backbone, run_unchanged, choice.implementation)
-    if backbone is not base:  # some models (opt) call past their backbone
+    if backbone is not base:
         wrap_packed_calls(base, run_known_arguments, choice.implementation)
 
 

@@ -181,6 +181,8 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], weights: list[float])
         weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
         return torch.stack(weighted).sum() if weighted else parts[0] * 0
     shapes = [row.token.shape for row in rows]
+    if shapes[0].numel() == 1:  # a masked token alone, and idle forwards
+        return parts[0]
     # Router logits have rows and tokens in one dimension.
     is_flat = any(len(p) == n * longest != n for p, (n, longest) in zip(parts, shapes, strict=True))
     if is_flat:
