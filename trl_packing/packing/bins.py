@@ -186,9 +186,11 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
     def reopen(first: int, number: int, space: int) -> None:
         if number and space >= shortest:
-            if space not in runs:
+            if space in runs:
+                runs[space].append((first, number))
+            else:
                 insort(spaces, space)
-            runs.setdefault(space, []).append((first, number))
+                runs[space] = [(first, number)]
 
     for length, count in zip(sizes[starts].tolist(), counts, strict=True):
         while count:
@@ -205,12 +207,17 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
                 num_bins += number
             # No other space lies in [length, space), so after one document the bin is still the
             # tightest fit for the next one. It takes as many as it holds, then the next bin does.
-            each = min(space // length, count)
+            each = space // length
             used = min(number, count // each)
+            count -= used * each
             filled.append((first, used, each))
             reopen(first, used, space - each * length)
+            if count and used < number:  # the last one of them takes the documents left
+                filled.append((first + used, 1, count))
+                reopen(first + used, 1, space - count * length)
+                used += 1
+                count = 0
             reopen(first + used, number - used, space)
-            count -= used * each
     first, number, each = np.array(filled, dtype=_smallest_integer(len(sizes))).T
     return np.repeat(ranges(first, number).astype(first.dtype), np.repeat(each, number))
 
