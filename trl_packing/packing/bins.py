@@ -249,7 +249,9 @@ def plan_of(
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return ``start, start + 1, ...``, `lengths` numbers for each of `starts`."""
     before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    found = np.repeat(starts - before, lengths)
+    found += np.arange(len(found), dtype=found.dtype)
+    return found
 
 
 def _smallest_integer(largest: int) -> type[np.signedinteger]:

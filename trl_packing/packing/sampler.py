@@ -285,8 +285,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
     def _steps_of_bins(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, bin by bin, and the ends of micro-batches."""
         bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
-        squares = lengths.astype(np.int64) ** 2 if self.groups is None else self.groups.squares
-        squares = np.add.reduceat(squares[bins.indices], bins.offsets[:-1])
+        if self.groups is None:
+            squares = np.square(lengths[bins.indices], dtype=np.int64)
+        else:
+            squares = self.groups.squares[bins.indices]
+        squares = np.add.reduceat(squares, bins.offsets[:-1])
         # Whole tokens. The lengths of documents inside rows are not known here.
         attention = (0.0 if self.rows else self.attention_cost) * squares
         full, left = self.arranged_bins(bins, bins.tokens + attention.astype(np.int64))
@@ -298,7 +301,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         held = np.append(0, np.cumsum([0, *map(len, last)])[np.cumsum(of_last)])
         sizes = np.diff(bins.offsets)
         chosen = ranges(bins.offsets[full.ravel()], sizes[full.ravel()])
-        places = np.concatenate([bins.indices[chosen], *last]).astype(np.int64)
+        places = np.concatenate([bins.indices[chosen], *last], dtype=np.int64)
         return places, np.cumsum(np.append(sizes[full].sum(-1).ravel(), np.diff(held)))
 
     def arranged_bins(self, bins: PackingPlan, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
