@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from trl_packing.attention import neftune
 from trl_packing.attention.calls import wrap_packed_calls
 from trl_packing.attention.model_facts import requires, unwrap_peft
-from trl_packing.attention.state import all_reduce_max, is_sharded, temporarily
+from trl_packing.attention.state import all_reduce_max, is_alone, is_sharded, temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -52,7 +52,8 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
         groups = group_documents(boundaries, thresholds, backend == EQUAL_LENGTHS)
         rows = [_rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.
-        most = all_reduce_max(len(rows), device) if is_sharded(module) else len(rows)
+        is_together = not is_alone() and is_sharded(module)
+        most = all_reduce_max(len(rows), device) if is_together else len(rows)
         none = np.empty(0, np.int64)
         idle = _Rows(rows[-1].token, torch.zeros_like(rows[-1].is_real), none, none)
         rows += [idle] * (most - len(rows))

@@ -213,7 +213,7 @@ def all_reduce_max(
 
     It is reduced on `device`; None waits for no device. After `patience` seconds, RuntimeError.
     """
-    if _is_alone():
+    if is_alone():
         return value
     largest = torch.tensor(value, device=device)
     group = _cpu_group(dist.group.WORLD) if device is None else None
@@ -224,14 +224,15 @@ def all_reduce_max(
 
 def gather_objects(value: Any) -> list[Any]:
     """Return the values that the ranks pass, by rank; this waits for no device."""
-    if _is_alone():
+    if is_alone():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value, group=_cpu_group(dist.group.WORLD))
     return gathered
 
 
-def _is_alone() -> bool:
+def is_alone() -> bool:
+    """Whether this process has no other ranks."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 

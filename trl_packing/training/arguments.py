@@ -25,10 +25,10 @@ from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
-from trl_packing.documents.labels import IMAGE_COLUMNS, WEIGHT_COLUMNS
+from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.training.columns import columns_of, documents_of
+from trl_packing.training.columns import columns_of, documents_of, weight_columns
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
@@ -79,7 +79,7 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
     # A collator may read weights, if `Trainer` leaves them in the rows.
     if collator is None or getattr(args, "remove_unused_columns", True):
         sets = [train, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
-        ignored += [c for dataset in sets for c in columns_of(dataset) if c in WEIGHT_COLUMNS]
+        ignored += [column for dataset in sets for column in weight_columns(dataset)]
     ignored += [f"{record.folder}, prepared for packed runs," for record in records_of(train)]
     if ignored:
         raise ValueError(

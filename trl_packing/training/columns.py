@@ -54,9 +54,9 @@ def columns_of(dataset: Any) -> list[str]:
     return names or list(next(iter(dataset), {}))  # some streams know them only by being read
 
 
-def has_weights(dataset: Any) -> bool:
-    """Return whether a token or a document of `dataset` has a weight."""
-    return any(column in columns_of(dataset) for column in WEIGHT_COLUMNS)
+def weight_columns(dataset: Any) -> list[str]:
+    """Return the columns of `dataset` that weigh its tokens or its documents."""
+    return [column for column in columns_of(dataset) if column in WEIGHT_COLUMNS]
 
 
 def training_columns(dataset: IterableDataset, *named: str) -> list[str]:

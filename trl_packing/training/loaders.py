@@ -32,7 +32,7 @@ from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
-from trl_packing.training.columns import columns_of, documents_of, has_weights, training_columns
+from trl_packing.training.columns import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.mixture import training_sources
 from trl_packing.training.prefix_sharing import PrefixSharing
@@ -189,7 +189,7 @@ class PackedLoaders:
         """Return the training data loader; arguments as for `evaluate`."""
         trainer, options, sampling = self.trainer, self.options, self.sampling
         dataset = self._planned_for(dataset)
-        self._has_weights = options.loss_weighting != "token" or has_weights(dataset)
+        self._has_weights = options.loss_weighting != "token" or bool(weight_columns(dataset))
         self.epochs.set_stream(None)
         sources = training_sources(dataset, options)
         self.room = None
