@@ -161,14 +161,15 @@ def test_what_a_user_passes_trains_as_in_trl(tmp_path, name):
         assert isinstance(ours.data_collator, DataCollatorForSeq2Seq)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @both_modes
-def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, packing):
+def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, packing, checkpointing):
     """An aLoRA adapter starts at the last invocation in each document, not in each packed row."""
     invocation = tiny_tokenizer()(" are", add_special_tokens=False)["input_ids"]
     adapter = {"task_type": "CAUSAL_LM", "alora_invocation_tokens": invocation}
     rows = [f"{pair['question']} are {pair['answer']}" for pair in tiny_rows("question_answer", 8)]
     settings = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 10.0}
-    settings |= {"gradient_checkpointing": False, "model": "qwen2"}
+    settings |= {"per_device_eval_batch_size": 8, "gradient_checkpointing": False, "model": "qwen2"}
 
     def run(cls, **changes):
         config = LoraConfig(target_modules=["q_proj", "v_proj"], **adapter)
@@ -176,8 +177,12 @@ def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, pack
         return sgd_run(tmp_path, cls, dataset=Dataset.from_dict({"text": rows}), **options)
 
     options = {"packing": True, "max_length": 512} if packing else {}
+    options["gradient_checkpointing"] = checkpointing
     theirs, ours = run(SFTTrainer), run(PackedSFTTrainer, **options)
     assert_same_run(ours, theirs, ("loss", "grad_norm"))
+    for _ in range(2):  # forwards without a backward
+        losses = [one.evaluate(one.train_dataset)["eval_loss"] for one in (ours, theirs)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     if PackedSFTTrainer is not SFTTrainer:
         assert ours.attention.backend == "padded"
         monkeypatch.setattr(backends, "invokes_adapter", lambda model: False)

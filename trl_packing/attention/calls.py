@@ -37,6 +37,13 @@ from trl_packing.documents.host_row import (
     rows_alive,
 )
 
+# The names under which a forward takes what it has computed of earlier tokens: `cache` since
+# transformers 5.24, or one of two names that it accepts until 5.40; then those of single models.
+CACHES = (
+    *("cache", "past_key_values", "cache_params"),
+    *("past_buckets_states", "state", "mems"),
+)
+
 _current: Mapping[str, Any] | None = None
 _allows_other_rows = False
 
@@ -178,6 +185,11 @@ def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     return _as_packed(model, call)
 
 
+def has_cache(call: Mapping[str, Any]) -> bool:
+    """Whether a call of a model continues tokens of earlier calls, as those of `generate` do."""
+    return any(call.get(name) is not None for name in CACHES)
+
+
 def _find_row(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     """Return the boundaries of the row whose tokens the call has, None if it has no row's."""
     tokens = call.get("input_ids")
@@ -188,12 +200,11 @@ def _find_row(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     if ids is None and _current is not None and tokens.shape[:2] == _current["input_ids"].shape:
         ids = tokens
         row = {k: _current[k] for k in BOUNDARIES if k in _current}
-    has_cache = call.get("past_key_values") is not None
     if ids is None:
         trains = model.training and getattr(model, "trains_packed_rows", False)
-        if has_cache or (_current is None and not trains):
+        if has_cache(call) or (_current is None and not trains):
             return None
-    elif tokens.shape[:2] == ids.shape[:2] and not has_cache:
+    elif tokens.shape[:2] == ids.shape[:2] and not has_cache(call):
         return row
     raise ValueError(_refusal(model, tokens))
 

@@ -9,6 +9,7 @@ as many cells as the row has tokens, and at most one in eight of them padding:
                [c c c c .]
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
@@ -18,11 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from trl_packing.attention import neftune
-from trl_packing.attention.calls import wrap_packed_calls
-from trl_packing.attention.model_facts import requires, unwrap_peft
-from trl_packing.attention.state import all_reduce_max, is_alone, is_sharded, temporarily
+from trl_packing.attention.calls import other_rows, wrap_packed_calls
+from trl_packing.attention.model_facts import invokes_adapter, requires, unwrap_peft
+from trl_packing.attention.state import (
+    all_reduce_max,
+    checkpointed_layers,
+    is_alone,
+    is_sharded,
+    temporarily,
+    without_checkpointing,
+)
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -57,14 +66,31 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
         none = np.empty(0, np.int64)
         idle = _Rows(rows[-1].token, torch.zeros_like(rows[-1].is_real), none, none)
         rows += [idle] * (most - len(rows))
-        outputs = []
-        for row in rows:
+
+        def run(row: _Rows) -> Any:
             _forget_longer_documents(module)
             with temporarily(neftune, row_lengths=row.is_real.sum(1)):
-                outputs.append(forward(**_row_batch(batch, row, boundaries[-1])))
+                return forward(**_row_batch(batch, row, boundaries[-1]))
+
+        if invokes_adapter(module):
+            run = functools.partial(_run_checkpointed_whole, module, run)
+        outputs = [run(row) for row in rows]
         return _joined(outputs, rows, _weights(unwrap_peft(module), batch, rows))
 
     wrap_packed_calls(model, run_padded, attention=backend)
+
+
+def _run_checkpointed_whole(module: nn.Module, run: Callable[[Any], Any], row: Any) -> Any:
+    """Return `run(row)` with one checkpoint in place of those of layers, which aLoRA forbids."""
+
+    def run_without() -> Any:
+        # The backward runs it again, when the packed call has ended.
+        with without_checkpointing(module), other_rows():
+            return run(row)
+
+    if checkpointed_layers(module) and module.training and torch.is_grad_enabled():
+        return checkpoint(run_without, use_reentrant=False)
+    return run_without()
 
 
 def group_documents(

@@ -9,7 +9,6 @@ A fused LM head reads `lm_head.weight` without running `lm_head`, so nothing gat
 
 import functools
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -62,9 +61,7 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
         stack.enter_context(other_rows())  # probes are not rows of the current step
         stack.enter_context(restore_state(model))
         stack.enter_context(_without_autocast(model))
-        # Reentrant gradient checkpointing warns about forwards without gradients, as probes are.
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad", UserWarning)
+        stack.enter_context(without_checkpointing(model))
         if training is not None:
             model.train(training)
         if isinstance(model, DistributedDataParallel):
@@ -76,6 +73,27 @@ def preserve_state(model: nn.Module, training: bool | None) -> Iterator[None]:
                 if _is_strength(holder, name, value):
                     vars(holder)[name] = type(value)(0)
         yield
+
+
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` whose gradient checkpointing is on."""
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Turn gradient checkpointing off in the block.
+
+    Under it, PEFT raises in a second forward of an aLoRA adapter before the backward of the first.
+    """
+    layers = checkpointed_layers(model)
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
 
 
 def _is_strength(holder: Any, attribute: str, value: Any) -> bool:

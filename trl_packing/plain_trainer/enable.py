@@ -23,7 +23,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.calls import complete_call, other_rows, settle_first
+from trl_packing.attention.calls import complete_call, has_cache, other_rows, settle_first
 from trl_packing.attention.model_facts import (
     invokes_adapter,
     length_constants,
@@ -250,7 +250,7 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
         return call
     lengths = lengths_from_numbers(numbers.cpu().numpy())
     is_longer = torch.is_tensor(mask) and ids is not None and mask.shape[-1] != ids.shape[-1]
-    if ids is None or call.get("past_key_values") is not None or is_longer:
+    if ids is None or has_cache(call) or is_longer:
         raise ValueError(_VIRTUAL_TOKENS)
     labels = call.get("labels")
     starts = np.cumsum(lengths) - lengths
@@ -268,8 +268,8 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
 def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
     """Return the document of each token of the call's row ``(T,)``, None if it is not packed."""
     mask, position_ids = call.get("attention_mask"), call.get("position_ids")
-    has_cache = call.get("past_key_values") is not None
-    if has_cache and not model.training:  # `generate`
+    is_continued = has_cache(call)
+    if is_continued and not model.training:  # `generate`
         return None
     if torch.is_tensor(mask):
         # Any number type but bool: PEFT's virtual tokens make the mask a float.
@@ -284,7 +284,7 @@ def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | 
     if mask is not None or not torch.is_tensor(position_ids) or position_ids.dim() != 2:
         return None
     # In training, positions of one document are its boundaries too.
-    least = 1 if model.training and not has_cache else 2
+    least = 1 if model.training and not is_continued else 2
     starts = position_ids == 0
     return starts[0].cumsum(0) if len(starts) == 1 and int(starts.sum()) >= least else None
 
