@@ -103,6 +103,9 @@ def _mrope(*sections: int) -> dict[str, Any]:
 # By model type, also for parts of composite models. Most entries add kinds of layers that published
 # models have and the default configuration lacks, or set sizes that depend on each other.
 SPECIAL: dict[str, dict[str, Any]] = {
+    # The codes of images and sounds end the vocabulary, one range behind the other.
+    "apertus1p5": {"image_token_offset": 120, "audio_token_offset": 124},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 4, "base_channels": 32},
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},  # a decoder refuses the default on long rows
     # The threshold is about the median entropy here, so that patches depend on the text.
@@ -122,6 +125,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_text": dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 2)
     | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 32, "swa_v_head_dim": 16}
     | {"swa_head_dim": 32, "swa_qk_nope_head_dim": 24},
+    # Two of four layers run twice.
+    "dory": {"num_hidden_layers": 4, "layer_types": [_SLIDING, _SLIDING, _FULL, _FULL]}
+    | {"n_input_layers": 1, "n_output_layers": 1, "ngpt_alpha_init": 0.5},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense", "sparse"]},
     "electra": {"embedding_size": 32},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16], **_mrope(3, 3, 2)},
@@ -144,6 +150,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
         "n_layers_per_attn_res_block": 2,
+    },
+    "inkling2_loop_text": {  # the third and fourth layer run three times
+        "num_hidden_layers": 5,
+        "layer_types": [*["hybrid_sliding"] * 3, "hybrid", "hybrid"],
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+        "loop_gate_rank": 8,
     },
     "inkling_text": {"swa_num_key_value_heads": 4},
     "janus_vision_model": {"projection_dim": 64},
@@ -180,7 +194,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "step3p5": {"num_sliding_attention_heads": 6},
     "glm4v_moe_text": _mrope(1, 1, 2),
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
+    "hy_v4_vl_text": _mrope(2, 1, 1)
+    | {"mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
     "paddleocr_vl_text": _mrope(4, 6, 6),
+    "wavtokenizer_encoder": {"codebook_size": 3, "hidden_size": 64, "codebook_dim": 64},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
