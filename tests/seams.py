@@ -8,8 +8,9 @@ loss. The same test finds seams in the sources that are missing here.
     FUNCTIONS    functions and methods that are called, with their parameters
     ATTRIBUTES   attributes that an object of another library holds, and the class that sets them
     NAMES        classes, constants and modules outside of the libraries' top-level names
+    FORWARDS     names by which calls of a model are read and completed, and a class that takes them
 
-Read in TRL 1.16, transformers 5.17 and 5.23, accelerate 1.12 and 1.15, datasets 4.8 and 5.2.
+Read in TRL 1.16, transformers 5.17 and 5.24, accelerate 1.12 and 1.15, datasets 4.8 and 5.2.
 """
 
 METHODS = {
@@ -137,3 +138,17 @@ _BY_MODULE = {
     "trl.trainer.utils": "FusedCausalLMOutput _CHUNKED_LOGPROB_CHUNK_SIZE _ChunkedLogProbFunction",
 }
 NAMES = [f"{module}.{name}" for module, names in _BY_MODULE.items() for name in names.split()]
+
+FORWARDS = {
+    "transformers.LlamaForCausalLM.forward": (
+        "input_ids attention_mask position_ids inputs_embeds labels use_cache logits_to_keep kwargs"
+    ),
+    "transformers.modeling_flash_attention_utils.FlashAttentionKwargs": (
+        "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k"
+    ),
+}
+# A model of each name of a cache; `CACHES` in `attention/calls.py` lists the names.
+CACHED = [
+    *("LlamaForCausalLM", "MambaForCausalLM", "ReformerModelWithLMHead"),
+    *("RwkvForCausalLM", "XLMWithLMHeadModel", "XLNetLMHeadModel"),
+]

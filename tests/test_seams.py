@@ -6,15 +6,18 @@ package and the table in `tests/seams.py` together.
 
 import ast
 import inspect
+import re
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 
 import pytest
-from seams import ATTRIBUTES, FUNCTIONS, METHODS, NAMES
+import transformers
+from seams import ATTRIBUTES, CACHED, FORWARDS, FUNCTIONS, METHODS, NAMES
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.attention.calls import CACHES
 
 PACKAGE = Path(__file__).parent.parent / "trl_packing"
 LIBRARIES = {"accelerate", "datasets", "peft", "transformers", "trl"}
@@ -74,6 +77,22 @@ def test_what_is_overridden_called_or_imported_is_where_and_as_it_was_read(path)
 def test_an_attribute_that_is_read_is_still_set(name):
     owner = look_up(ATTRIBUTES[name])
     assert sets(owner, name), f"{ATTRIBUTES[name]} no longer has {name}"
+
+
+@pytest.mark.parametrize("path", FORWARDS)
+def test_a_call_of_a_model_has_the_names_by_which_it_is_read(path):
+    found = look_up(path)
+    names = inspect.signature(found).parameters if inspect.isfunction(found) else vars(found)
+    taken = names.get("__annotations__", names)
+    assert [name for name in FORWARDS[path].split() if name not in taken] == []
+
+
+@pytest.mark.parametrize("model", CACHED)
+def test_the_name_of_a_cache_is_known(model):
+    taken = inspect.signature(getattr(transformers, model).forward).parameters
+    found = [x for x in taken if re.search("cache|past|mems|state$", x) and "use_" not in x]
+    assert len(found) == 1
+    assert found[0] in CACHES, f"{model} takes its cache as {found[0]}"
 
 
 # --- the table is complete ------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_a_version_outside_of_the_tested_ones_is_named_once(caplog, monkeypatch)
     tested = {name: newest for name, (_, newest) in versions.TESTED.items()}
     for installed, named in (
         ({}, ""),
-        ({"transformers": "5.23.7", "accelerate": "1.12.1"}, ""),  # patch releases
+        ({"transformers": "5.24.7", "accelerate": "1.12.1"}, ""),  # patch releases
         ({"trl": "1.17.0"}, "trl 1.17.0 (tested: "),
         ({"datasets": "4.0.0"}, "datasets 4.0.0 (tested: "),
     ):

@@ -26,8 +26,8 @@ SOME = {
     "deepseek_v3": ("documents", "exact", True),
     "gpt_oss": ("documents", "differs", True),
     "opt": ("documents", "differs", True),
-    "gptj": ("model", "exact", False),
-    "falcon": ("mask", "differs", False),
+    "gpt_neo": ("model", "exact", False),
+    "mpt": ("mask", "differs", False),
     "bart": ("padded", "differs", False),
     "bloom": ("padded", "differs", False),
     "mamba": ("padded", "differs", False),
@@ -85,7 +85,7 @@ def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(mo
     assert Verdict("llama", "exact", "documents", sharing=unchecked).is_silent_difference
 
 
-@pytest.mark.parametrize("name", ["bart", "bloom", "falcon", "mamba", "opt", "phi3+longrope"])
+@pytest.mark.parametrize("name", ["bart", "bloom", "mamba", "mpt", "opt", "phi3+longrope"])
 def test_without_the_check_the_same_models_differ(name):
     """The negative control."""
     options = {"attention": "model", "isolation_check": "off", "shares": False}
@@ -114,7 +114,7 @@ def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
     assert words in verdict.reason
 
 
-@pytest.mark.parametrize("name", fast(("llama", "mamba", "gptj"), {"llama", "mamba"}))
+@pytest.mark.parametrize("name", fast(("llama", "mamba", "gpt_neo"), {"llama", "mamba"}))
 def test_verify_judges_a_model_and_its_shared_prefixes(name, tmp_path, capsys):
     backend, _, shares = SOME[name]
     tiny_model(name).save_pretrained(tmp_path)

@@ -10,10 +10,10 @@ from trl_packing import resolve_attention
 from trl_packing.attention.backends import AttentionChoice
 
 
-@pytest.mark.parametrize("name", ["gptj", "llama"])
+@pytest.mark.parametrize("name", ["gpt_neo", "llama"])
 def test_models_outside_the_interface_keep_their_own_attention(name):
     model = any_model(name)
-    reason = "GPTJForCausalLM is outside transformers' attention interface"
+    reason = "GPTNeoForCausalLM is outside transformers' attention interface"
     if name == "llama":
         model.config.attention_chunk_size = 16
         reason = "attention_chunk_size=16 lives in the mask"

@@ -19,6 +19,7 @@ from transformers import DataCollatorForSeq2Seq
 from transformers import DataCollatorWithFlattening as TheirFlattening
 
 from trl_packing import PackedCollator, enable_packing, other_rows
+from trl_packing.attention.calls import CACHES
 
 
 def whole(trainer, model, inputs):
@@ -68,9 +69,10 @@ def test_any_other_call_in_training_is_refused(name, call, tmp_path):
         assert_step_is_exact(name, call, tmp_path)
 
 
-def test_other_calls_are_as_they_were():
+@pytest.mark.parametrize("name", ["falcon_mamba", "llama"])  # their caches have had two names
+def test_other_calls_are_as_they_were(name):
     """In evaluation, in training inside `other_rows`, and of `generate` in both."""
-    model, plain = tiny_model("llama"), tiny_model("llama")
+    model, plain = tiny_model(name), tiny_model(name)
     enable_packing(model)
     padded = dict(DataCollatorForSeq2Seq(tiny_tokenizer())([dict(d) for d in DOCUMENTS[:3]]))
     ids = torch.tensor([DOCUMENTS[1]["input_ids"]])
@@ -85,3 +87,13 @@ def test_other_calls_are_as_they_were():
     for mode in (True, False):
         written = [m.train(mode).generate(ids[:, :23], **options) for m in (model, plain)]
         assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cache_is_of_one_document(name):
+    model = tiny_model("llama")
+    enable_packing(model)
+    ids = torch.arange(3, 11)[None]
+    numbers = {"attention_mask": torch.tensor([[1] * 5 + [2] * 3])}
+    with pytest.raises(ValueError, match=r"a cache .* one document"):
+        model.train()(input_ids=ids, **numbers, **{name: object()})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from architectures import tiny_models as architectures
 from architectures.tiny_step import tiny_documents
+from harness import alone, assert_exact, run
 from helpers.leaks import (
     AddRowMean,
     OneDocument,
@@ -56,6 +57,29 @@ def test_a_shallow_model_with_a_large_vocabulary_is_isolated():
     report = check_isolation(model, documents(3, 60, 200), training=True, fused_head=True)
     assert report, str(report)
     assert report.leak > 1000 * report.noise, str(report)
+
+
+class ScaledHead(torch.nn.Linear):
+    """A head like Dory's, whose scale of each token is 1 until it is trained."""
+
+    def __init__(self, head, trained):
+        super().__init__(head.in_features, head.out_features, bias=False)
+        self.weight = head.weight
+        self.scale = torch.nn.Parameter(torch.ones(head.out_features), requires_grad=trained)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_a_head_trains_beside_a_matrix_gets_its_gradient(trained, tmp_path):
+    model = tiny_model("llama")
+    model.set_output_embeddings(ScaledHead(model.lm_head, trained))
+    rows = [{"input_ids": ids, "labels": ids} for ids in documents(9, 20, 30)]
+    expected = alone(model, rows)
+    assert_exact(run(model, rows, tmp_path, per_device_train_batch_size=3), expected)
+    assert ("lm_head.scale" in expected.exact.gradients) == trained
+    assert check_fused_head(with_fused_head(model)) != trained
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

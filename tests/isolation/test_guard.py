@@ -45,7 +45,7 @@ def out_of_memory(monkeypatch):
 
 
 LEAKING = {
-    "falcon with alibi": (lambda: tiny_model("falcon+alibi"), {"attention": "model"}),
+    "mpt": (lambda: tiny_model("mpt"), {"attention": "model"}),
     "bloom": (lambda: tiny_model("bloom"), {"attention": "mask"}),  # refuses, rather than leaks
     "a collator": (lambda: tiny_model("llama"), {"collator": OneDocument()}),
 }
