@@ -3,8 +3,8 @@
 For models outside transformers' attention interface that ignore `position_ids` when they build
 their mask, but use a 4-D mask unchanged. It replaces every mask that the model would build, so it
 contains windows too: one mask, or one per layer type. The tokens of an image see each other in both
-directions in Gemma 3, and in the layers with a window of large Gemma 4 models: transformers' own
-mask looks images up by the position in the document, not in the row (5.23).
+directions in Gemma 3, and in the layers with a window of large Gemma 4 models: until 5.23, the mask
+of transformers looks images up by the position in the document, not in the row.
 """
 
 from collections.abc import Callable, Sequence
