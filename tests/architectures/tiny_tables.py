@@ -33,7 +33,10 @@ _BY_VALUE: list[tuple[Any, str]] = [
     (4, "num_attention_heads num_heads n_head n_heads attention_heads swa_num_attention_heads"),
     (4, "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads"),
     (4, "num_decoder_attention_heads linear_num_heads linear_num_value_heads"),
-    (4, "index_n_heads indexer_n_heads mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (4, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    # The scores of an index are sums of ReLUs over its heads. Of 4 heads, many sums are 0, and the
+    # length of the row decides which of equal keys are kept.
+    (32, "index_n_heads indexer_n_heads"),
     (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads"),
     (16, "head_dim d_head dim_head kv_channels attention_head_size"),
     (16, "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim"),
@@ -174,6 +177,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": [_FULL, _SLIDING]},
     "minicpm3": {"dim_model_base": 64, "v_head_dim": 8},
     "minimax_m3_vl_text": {"layer_types": [_FULL, "minimax_m3_sparse"], "index_topk_blocks": 2}
+    | {"index_n_heads": 4}
     | {"mlp_layer_types": ["dense", "sparse"]},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [64] * 4, "depths": [1] * 4},

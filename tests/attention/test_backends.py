@@ -16,7 +16,7 @@ def test_models_outside_the_interface_keep_their_own_attention(name):
     reason = "GPTNeoForCausalLM is outside transformers' attention interface"
     if name == "llama":
         model.config.attention_chunk_size = 16
-        reason = "attention_chunk_size=16 lives in the mask"
+        reason = "attention_chunk_size=16 needs the mask"
     assert resolve_attention(model) == AttentionChoice("model", None, reason)
     with pytest.raises(ValueError, match=r"attention='documents' cannot be exact on .*auto"):
         resolve_attention(model, "documents")

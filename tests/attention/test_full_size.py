@@ -22,8 +22,8 @@ from trl_packing.packing.collator import StaticShapes
 # Of each, the attention to try first on a GPU in bf16 and the lengths at which it changes, by its
 # model card.
 BY_HAND = {
-    "deepseek_v32": ("equal_lengths", []),  # an index
-    "dots3_note_text": ("equal_lengths", [512]),  # 128 heads, 64 with a window
+    "deepseek_v32": ("model", []),  # an index
+    "dots3_note_text": ("model", [512]),  # 128 heads, 64 with a window
     "gemma2": ("varlen", [4096]),  # soft-cap: its trial fails
     "gemma4_text": ("varlen", [512]),  # heads of 256, of 512 without a window: its trial fails
     "gpt_oss": ("varlen", [128, 4096]),

@@ -206,3 +206,22 @@ def test_model_and_random_states_are_left_as_they_were(name, trained):
         for what in ("tensors", "torch"):
             torch.testing.assert_close(after.pop(what), before.pop(what), rtol=0, atol=0)
         assert after == before
+
+
+@pytest.mark.parametrize("ignores_mask", [False, True])
+def test_the_row_is_longer_than_what_an_index_keeps(ignores_mask, monkeypatch):
+    """Shorter rows show nothing: the index keeps all keys, and attention masks those of others."""
+    model = architectures.tiny_model("deepseek_v32", index_topk=100)
+    indexer = type(next(m for m in model.modules() if type(m).__name__.endswith("Indexer")))
+    forward = indexer.forward
+
+    def rank_all_keys(self, hidden, queries, positions, mask, *args, **kwargs):
+        causal = torch.ones_like(mask, dtype=torch.bool).tril()
+        return forward(self, hidden, queries, positions, causal, *args, **kwargs)
+
+    if ignores_mask:
+        monkeypatch.setattr(indexer, "forward", rank_all_keys)
+    report = check_isolation(model, attention="model")
+    assert bool(report) != ignores_mask
+    if ignores_mask:
+        assert (report.verdict, report.probe) == ("leaks", "behind 100 tokens")

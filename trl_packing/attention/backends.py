@@ -186,16 +186,16 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
 def _only_exact(model: Any) -> AttentionChoice | None:
     """Return the only exact backend of a model that reads a row as one document, or None.
 
-    A check may miss both: an index over the keys of the row changes its choice for some contents
-    (transformers 5.23), and an untrained aLoRA adapter computes nothing (peft 0.21).
+    A check may miss both: an index over blocks of the row changes its choice for some contents
+    (transformers 5.24), and an untrained aLoRA adapter computes nothing (peft 0.21).
     """
     if invokes_adapter(model):
         reason = "alora_invocation_tokens activate the adapter once in each row"
         return AttentionChoice(padded_rows.NAME, None, reason)
     text = text_config(model)
-    for name in ("index_topk", "index_topk_blocks", "indexer_budget"):
+    for name in ("index_topk_blocks", "indexer_budget"):
         if sizes := [size for size in layer_values(text, name) if size]:
-            reason = f"{name}={max(sizes)} ranks the keys of the whole row"
+            reason = f"{name}={max(sizes)} ranks blocks of the whole row"
             return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
     return None
 
@@ -205,9 +205,11 @@ def outside_interface(model: nn.Module) -> str | None:
     can_set = getattr(type(model), "_can_set_attn_implementation", None)
     if can_set is None or not can_set():
         return f"{type(model).__name__} is outside transformers' attention interface"
-    chunks = [size for size in layer_values(text_config(model), "attention_chunk_size") if size]
-    # Chunks exist only in the mask; a kernel that sees boundaries alone would skip them.
-    return f"attention_chunk_size={max(chunks)} lives in the mask" if chunks else None
+    # A kernel that sees boundaries alone would skip chunks, and an index would rank all keys.
+    for name in ("attention_chunk_size", "index_topk"):
+        if sizes := [size for size in layer_values(text_config(model), name) if size]:
+            return f"{name}={max(sizes)} needs the mask"
+    return None
 
 
 def _has_sinks(model: nn.Module) -> bool:

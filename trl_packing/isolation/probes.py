@@ -72,6 +72,9 @@ def probes(
     # B; and as many tokens as B, which share a forward of equal lengths.
     before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
     made = [_behind(SHORT, before, draw(few), most_room)]
+    if index := max(layer_values(text_config(model), "index_topk"), default=0):
+        # Sparse attention keeps so many keys: of the document, or of the row if it ignores masks.
+        made.append(_behind(f"behind {index:,} tokens", [[draw(index)]], draw(few), most_room))
     given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
     if given and len(given[-1]) > 1:
         longest = given[-1]
