@@ -6,6 +6,8 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 ALL_READY := $(VENV)/.all
 OLDEST := $(VENV)-oldest
+NEWEST := $(VENV)-newest
+TORCH := $(shell grep ^torch== constraints.txt)
 # Tests in which other libraries do the work: each seam (tests/seams.py) runs in one of them.
 # Full-size configurations are those that the newest transformers publishes.
 TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
@@ -14,7 +16,7 @@ TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/t
 	training/test_metrics plain_trainer/test_enable training/test_resume training/test_stream_loader \
 	training/test_stream_reader))
 
-.PHONY: demo test test-all test-oldest chromium notebooks notebook-outputs matrix check lint types format docs samples bench \
+.PHONY: demo test test-all test-oldest test-newest chromium notebooks notebook-outputs matrix check lint types format docs samples bench \
 	clean
 
 demo: $(READY)  ## the main job: train a small model on packed data, before and after
@@ -28,6 +30,11 @@ test-all: $(ALL_READY) chromium  ## the slow tests: recipes, notebooks, several 
 
 test-oldest: $(OLDEST)/.ready  ## what touches other libraries, on the oldest versions that are promised
 	$(OLDEST)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal $(TOUCH_LIBRARIES)
+
+test-newest:  ## the same on the newest releases that pyproject.toml allows: make test-newest PYTHON=python3.13
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet "$(TORCH)" --editable ".[dev]"
+	$(NEWEST)/bin/python -m pytest -m "not slow" -n 2 --dist worksteal $(TOUCH_LIBRARIES)
 
 chromium:  ## the browser in which HTML pages are tested, from Debian; skipped where it cannot be
 	@command -v chromium > /dev/null || { \
@@ -108,4 +115,4 @@ $(ALL_READY): $(DOCS_READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) outputs site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) outputs site .pytest_cache .mypy_cache .ruff_cache
