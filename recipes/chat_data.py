@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train on conversations, and see the trained turns before the run.
 
     accelerate launch recipes/chat_data.py --config recipes/chat_data.yaml

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Compare padding and several ways of packing on the same data, in one table.
 
 The table is that of "Packing Analysis" (arXiv 2410.08081), for your model and data.

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Evaluate by source, with perplexity and a metric of your own, and keep the best model.
 
     accelerate launch recipes/evaluation.py --config recipes/evaluation.yaml

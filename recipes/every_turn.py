@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train every turn of a reasoning model, each with the prompt that it has at inference.
 
     python recipes/every_turn.py                                    # a demo, offline

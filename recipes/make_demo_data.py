@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Write the data of sft_packed.py's demo: a tokenizer, and orders with packing lists.
 
     python recipes/make_demo_data.py            # writes recipes/demo/, the same bytes every time

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Draw twelve documents: padded, packed in one row, and packed in bins for two epochs.
 
     python recipes/multipack_picture.py [--color]

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Show that padded and padding-free training have the same steps and the same losses.
 
     python recipes/padding_free.py                                       # the demo's data

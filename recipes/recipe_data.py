@@ -92,11 +92,12 @@ class SourceConfig(ColumnArguments, DatasetConfig):
         """Return an entry of `datasets`, whose keys are checked."""
         if isinstance(given, cls):
             return given
-        try:
-            entry = cls(**given)
-        except TypeError as error:
-            keys = ", ".join(each.name for each in fields(cls))
-            raise ValueError(f"datasets, entry {number}: {error}; its keys are {keys}") from error
+        keys = [each.name for each in fields(cls)]
+        unknown = [key for key in given if key not in keys] if isinstance(given, dict) else [given]
+        if unknown or given.get("path") is None:
+            wrong = f"unknown key {unknown[0]!r}" if unknown else "no path"
+            raise ValueError(f"datasets, entry {number}: {wrong}; its keys are {', '.join(keys)}")
+        entry = cls(**given)
         if entry.chat not in (None, True, False):
             raise ValueError(f"datasets, entry {number}: chat={entry.chat!r} must be true or false")
         return entry

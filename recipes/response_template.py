@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train only the text after a marker such as "### Response:".
 
     accelerate launch recipes/response_template.py --config recipes/response_template.yaml

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """A run that survives being killed: the same command starts it and continues it.
 
     accelerate launch recipes/resuming.py --config recipes/resuming.yaml    # killed at step 57 …

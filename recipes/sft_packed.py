@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Packed, padding-free, completion-only fine-tuning: TRL's sft.py with `PackedSFTTrainer`.
 
 The demo trains a small Llama, built here, to write packing lists, in a few minutes on a laptop:

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train many answers to each prompt, and compute each prompt once.
 
     python recipes/shared_prefixes.py                                          # a demo, offline

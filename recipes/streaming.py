@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train on a stream: data that is read during training, for example because it exceeds the disk.
 
     accelerate launch recipes/streaming.py --config recipes/streaming.yaml

@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train tool calls: when to call a tool, and how. The answers of the tools are not trained.
 
     accelerate launch recipes/tool_calling.py --config recipes/tool_calling.yaml

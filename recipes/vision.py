@@ -1,7 +1,3 @@
-# /// script
-# requires-python = ">=3.11"
-# dependencies = ["trl-packing[peft,vision] @ git+https://github.com/OWNER/trl_packing"]
-# ///
 """Train a vision-language model on rows with several images, one, or none, packed.
 
     python recipes/vision.py                                               # a demo, offline

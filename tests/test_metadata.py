@@ -1,7 +1,8 @@
-"""Metadata agrees: addresses, versions, PEP 723 headers, and the files for GitHub."""
+"""Metadata agrees: addresses, versions, and the packages that are imported."""
 
 import ast
 import re
+import sys
 import tomllib
 
 import pytest
@@ -11,16 +12,17 @@ from packaging.requirements import Requirement
 
 import trl_packing
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-REPOSITORY = PROJECT["urls"]["Repository"]
-RECIPES = [p for p in sorted((ROOT / "recipes").glob("*.py")) if "__main__" in p.read_text()]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+PROJECT = tomllib.loads(PYPROJECT)["project"]
 
 # The same project under another account, or its pages.
 ADDRESS = re.compile(r"(?:github\.com/([\w-]+)/|([\w-]+)\.github\.io/)trl_packing\b")
+FROM_INDEX = re.compile(r"pip install (?:[\"'\\]*)trl[-_]packing")
 
 
 def tracked_texts() -> dict[str, str]:
     names = [n for n in files_of_repository() if not n.endswith((".png", ".svg"))]
+    names.remove("tests/test_metadata.py")
     return {name: (ROOT / name).read_text(encoding="utf-8", errors="ignore") for name in names}
 
 
@@ -28,40 +30,56 @@ def accounts_in(text: str) -> set[str]:
     return {first or second for first, second in ADDRESS.findall(text)}
 
 
-def test_every_address_of_the_project_names_one_account():
-    (account,) = accounts_in(REPOSITORY)
+def test_every_address_is_that_of_pyproject_and_before_a_release_there_is_none():
     found = {name: accounts_in(text) for name, text in tracked_texts().items()}
-    found.pop("tests/test_metadata.py", None)
-    others = {name: accounts for name, accounts in found.items() if accounts - {account}}
-    assert others == {}
-    assert sum(map(bool, found.values())) > 10, "the test finds no addresses"
+    others = {name: accounts - accounts_in(PYPROJECT) for name, accounts in found.items()}
+    assert {name: accounts for name, accounts in others.items() if accounts} == {}
+    assert accounts_in("git+https://github.com/A/trl_packing B.github.io/trl_packing") == {"A", "B"}
+
+
+@pytest.mark.skipif("urls" in PROJECT, reason="it is released")
+def test_nobody_is_told_to_install_what_is_not_released():
+    told = {name: FROM_INDEX.findall(text) for name, text in tracked_texts().items()}
+    assert {name: lines for name, lines in told.items() if lines} == {}
+    assert FROM_INDEX.search("pip install 'trl-packing[vision]'"), "the search is blind"
 
 
 def test_versions_agree():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert trl_packing.__version__ == PROJECT["version"] == str(citation["version"])
     assert citation["license"] == PROJECT["license"]
-    assert citation["repository-code"] == REPOSITORY
     assert {"title", "authors", "message", "cff-version"} <= citation.keys()
 
 
-# --- PEP 723 --------------------------------------------------------------------------------------
+# --- imports --------------------------------------------------------------------------------------
+
+# The module of a distribution, where it has another name.
+MODULES = {"pillow": "PIL", "pyyaml": "yaml"}
+EXTRAS = PROJECT["optional-dependencies"]
 
 
-def header_of(text: str) -> dict:
-    """Return the metadata of a script, by the regular expression of PEP 723."""
-    block = r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$"
-    (found,) = [m for m in re.finditer(block, text) if m["type"] == "script"]
-    lines = found["content"].splitlines()
-    return tomllib.loads("\n".join(line.removeprefix("#").removeprefix(" ") for line in lines))
+def modules_of(requirements: list[str]) -> set[str]:
+    names = [Requirement(line).name for line in requirements]
+    return {MODULES.get(name, name.replace("-", "_")) for name in names}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_the_header_of_a_recipe_installs_this_package(path):
-    header = header_of(path.read_text())
-    assert header["requires-python"] == PROJECT["requires-python"]
-    (requirement,) = map(Requirement, header["dependencies"])
-    assert requirement.name == PROJECT["name"]
-    assert requirement.url == f"git+{REPOSITORY}"
-    assert requirement.extras <= PROJECT["optional-dependencies"].keys()
-    assert ast.get_docstring(ast.parse(path.read_text())), "the header hides the docstring"
+def imported_in(source: str) -> set[str]:
+    """Return the packages that a source imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module)
+    return {name.split(".")[0] for name in names} - {"trl_packing", *sys.stdlib_module_names}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    files = [n for n in files_of_repository("trl_packing", "recipes") if n.endswith(".py")]
+    imported = set().union(*(imported_in((ROOT / name).read_text()) for name in files))
+    required = modules_of(PROJECT["dependencies"])
+    optional = modules_of([*EXTRAS["peft"], *EXTRAS["vision"], *EXTRAS["deepspeed"]])
+    assert imported - optional == required
+    required.discard("pyarrow")
+    assert imported - optional - required == {"pyarrow"}, "the comparison is blind"
+    assert imported_in("def f():\n    import a.b\n    from c.d import e") == {"a", "c"}

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    # A pin of newer Pythons only is not the oldest.
+    pinned = [line for line in lines if "==" in line and line[0] != "#" and '>= "3' not in line]
+    return dict(line.partition(";")[0].split("==") for line in pinned)
 
 
 def test_the_table_of_tested_versions_is_that_of_the_constraints():
@@ -25,9 +27,9 @@ def test_the_table_of_tested_versions_is_that_of_the_constraints():
 
 def test_the_lowest_version_that_is_promised_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    promised = {r.name: r.specifier for lines in lists for r in map(Requirement, lines)}
-    for name in (*versions.TESTED, "peft", "numpy"):
+    lines = [*project["dependencies"], *project["optional-dependencies"]["peft"]]
+    promised = {r.name: r.specifier for r in map(Requirement, lines)}
+    for name in promised.keys() - {"torch"}:
         floor = next(Version(s.version) for s in promised[name] if s.operator == ">=")
         tested = Version(pins("constraints-oldest.txt")[name])
         assert tested.release[:2] == floor.release[:2], name

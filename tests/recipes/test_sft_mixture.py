@@ -91,7 +91,8 @@ def test_each_entry_names_its_own_columns_and_shares(tmp_path):
     [
         ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
         ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
-        ("more", {"fractoin": 1}, "entry 2: .*'fractoin'; its keys are .*fraction"),
+        ("more", {"fractoin": 1}, "entry 2: unknown key 'fractoin'; its keys are .*fraction"),
+        ("more", {"path": None}, "entry 2: no path; its keys are .*path"),
         ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),
     ],
 )

@@ -39,7 +39,7 @@ def test_pages_are_zeroed_once_and_not_every_step():
 
 def test_training_asks_and_takes_it_back(tmp_path, monkeypatch):
     libc = Mock()
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(malloc, "CDLL", lambda name: libc)
     trainer = make_trainer(tmp_path, documents_of_lengths([8] * 4), max_length=32, max_steps=1)
     assert not libc.mock_calls
     trainer.train()

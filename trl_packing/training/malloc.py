@@ -5,11 +5,11 @@ pages again in the next step: up to a sixth of a packed step. PyTorch's guide re
 tcmalloc, which must be preloaded; glibc can be tuned while a process runs (mallopt(3)).
 """
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import CDLL
 from typing import Any
 
 # A parameter of malloc.h: its value while training, and glibc's default.
@@ -24,7 +24,7 @@ _SETTINGS = {
 def keep_freed_pages(on_cpu: bool) -> Iterator[None]:
     """Keep freed pages inside the block, unless the user has set malloc's variables."""
     chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
-    libc: Any = ctypes.CDLL(None) if on_cpu and sys.platform.startswith("linux") else None
+    libc: Any = CDLL(None) if on_cpu and sys.platform.startswith("linux") else None
     tunes = hasattr(libc, "mallopt") and not chosen
     for parameter, (value, _) in _SETTINGS.items() if tunes else ():
         libc.mallopt(parameter, value)
