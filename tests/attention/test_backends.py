@@ -62,6 +62,7 @@ REFUSED = [
     ("llama", "varlen", {"capability": (7, 5)}, "Testla T4 is older than sm80"),
     ("llama", "documents", {"attention_dropout": 0.1}, "no dropout and the model sets 0.1"),
     ("gpt_oss", "flash_attention_2", {}, "flash_attention_2 has no attention sinks"),
+    ("llama", "varlen", {"head_dim": 264}, "all heads are wider than 256"),
 ]
 
 

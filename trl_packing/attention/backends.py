@@ -180,6 +180,9 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
             found[name] = f"{name} has no dropout and the model sets {max(dropout)}"
         elif found[name] is None and flash_attn.drops_sinks(name) and _has_sinks(model):
             found[name] = f"{name} has no attention sinks"
+    widths = layer_values(text_config(model), "head_dim")
+    if found["varlen"] is None and min(widths, default=0) > varlen.WIDEST:
+        found["varlen"] = f"all heads are wider than {varlen.WIDEST}"  # it would run none of them
     return found
 
 
