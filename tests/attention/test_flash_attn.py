@@ -11,11 +11,20 @@ import pytest
 import torch
 from harness import alone, assert_exact, make_trainer, run
 from helpers import flash_attn_double
+from helpers.packed_models import packed_batch
 from helpers.tiny import WINDOW, documents_of_lengths, tiny_model
 from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trl_packing.isolation.guard
 from trl_packing import resolve_attention
+from trl_packing.attention.backends import AttentionChoice
+from trl_packing.attention.install import (
+    install_attention,
+    restore_implementation,
+    use_attention,
+)
 
 DOCUMENTS = documents_of_lengths([3, 20, 1, 9, 31, 12, 5, 17, 2, 26], prompt=2)
 MODELS = {"llama": None, "mistral": WINDOW}
@@ -110,3 +119,29 @@ def test_a_package_that_does_not_import_is_passed_over(gpu, monkeypatch, tmp_pat
         trainer = make_trainer(tmp_path, DOCUMENTS, max_length=40)
     assert trainer.attention.backend == "varlen"
     assert "flash_attention_2 refused (ImportError: flash_attn_2_cuda.so" in caplog.text
+
+
+def test_a_kernel_from_a_hub_is_set_once_and_the_native_name_restored(monkeypatch):
+    """Without flash-attn, transformers takes another name than the one it is asked for."""
+    hub = "kernels-community/flash-attn2"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, hub, ALL_ATTENTION_FUNCTIONS["packed_documents"])
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, hub, lambda *args, **kwargs: None)
+    model = tiny_model("llama")
+    asked = []
+
+    def set_implementation(name):
+        asked.append(name)
+        model.config._attn_implementation = hub if name == "flash_attention_2" else name
+
+    monkeypatch.setattr(model, "set_attn_implementation", set_implementation)
+    choice = AttentionChoice("flash_attention_2", "flash_attention_2", "installed", "sdpa")
+    install_attention(model, choice)
+    restore_implementation(model)
+    batch = packed_batch([3, 9])
+    for _ in range(2):
+        with use_attention(model, choice):
+            for _ in range(3):
+                model(**batch)
+            assert model.config._attn_implementation == hub
+        assert model.config._attn_implementation == "sdpa"
+    assert asked == ["flash_attention_2"] * 3  # when it is installed, and by each block
