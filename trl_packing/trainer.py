@@ -43,7 +43,7 @@ from trl_packing.attention.state import (
 from trl_packing.config import PackingOptions
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.host_row import PackedBatch, for_counting, host_row
+from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, send
 from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
@@ -395,7 +395,7 @@ class PackedSFTTrainer(SFTTrainer):
         # With a cache, another model would not read the positions.
         prepared.update({} if prepared.get("cu_seq_lens_q") is None else {"use_cache": False})
         for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():  # DeepSpeed casts them
-            prepared[name] = inputs[name].to(self.args.device, non_blocking=True)
+            prepared[name] = send(inputs[name], self.args.device)
         replace_current_row(prepared)
         return prepared
 

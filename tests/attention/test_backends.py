@@ -1,5 +1,7 @@
 """The choice of a backend: what each machine and model gets, and why others are refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures.tiny_models import tiny_model as any_model
@@ -57,11 +59,28 @@ def test_the_fastest_kernel_that_may_be_exact_comes_first(
     assert chosen.slower[0].backend == slower
 
 
+EMULATED = "; bf16 is emulated on Testla T4 (sm75): fp16=True is faster"
+
+
+@pytest.mark.parametrize(("options", "note"), [
+    ({"capability": (7, 5)}, EMULATED),
+    ({"capability": (7, 5), "attention": "documents"}, EMULATED),
+    ({"capability": (7, 5), "dtype": torch.float16}, ""),
+    ({"capability": (8, 0)}, ""),
+])  # fmt: skip
+def test_the_report_says_where_bf16_is_emulated(options, note, choose):
+    chosen = choose(**options)
+    assert str(chosen).partition(")")[2] == note
+    assert str(replace(chosen, reason="another fails")).partition(")")[2] == note
+    assert all(str(other).endswith(note) for other in chosen.slower)
+
+
 REFUSED = [
     ("llama", "varlen", {"dtype": torch.float32}, "the dtype is torch.float32"),
     ("llama", "varlen", {"capability": (7, 5)}, "Testla T4 is older than sm80"),
     ("llama", "documents", {"attention_dropout": 0.1}, "no dropout and the model sets 0.1"),
     ("gpt_oss", "flash_attention_2", {}, "flash_attention_2 has no attention sinks"),
+    ("llama", "varlen", {"head_dim": 264}, "all heads are wider than 256"),
 ]
 
 

@@ -25,7 +25,7 @@ BY_HAND = {
     "deepseek_v32": ("model", []),  # an index
     "dots3_note_text": ("model", [512]),  # 128 heads, 64 with a window
     "gemma2": ("varlen", [4096]),  # soft-cap: its trial fails
-    "gemma4_text": ("varlen", [512]),  # heads of 256, of 512 without a window: its trial fails
+    "gemma4_text": ("varlen", [512]),  # heads of 256; of 512 without a window, by document
     "gpt_oss": ("varlen", [128, 4096]),
     "inkling2_text": ("varlen", [1024, 128_000]),
     "llama4_text": ("model", [8192]),

@@ -111,3 +111,20 @@ def test_large_indices_go_to_a_gpu_from_pinned_memory(numbers, is_pinned, monkey
     to_device(np.arange(numbers), torch.device("cuda"))
     assert sent == [{"non_blocking": True}]
     assert bool(pinned) == is_pinned
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", False), ("mps", True), ("xpu", True)])
+def test_only_cuda_may_read_a_batch_after_it_is_freed(device, waits, monkeypatch):
+    """MPS copies from memory that holds other values by then; accelerate may ask for it."""
+    sent = []
+
+    def to(tensor, target, non_blocking):
+        sent.append((torch.device(target).type, non_blocking))
+        return tensor
+
+    batch = PackedCollator()(DOCUMENTS)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    batch.to(device, non_blocking=True)
+    to_device(np.arange(5), torch.device(device))
+    assert len(sent) == len(KEYS) + 1
+    assert set(sent) == {(device, not waits)}

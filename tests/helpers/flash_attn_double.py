@@ -50,6 +50,7 @@ class FlashAttentionDouble:
         self.calls: list[dict[str, object]] = []
         self.ignores_boundaries = False
         self.backward = backward
+        self.sinks: Tensor | None = None  # of the call
 
     # The name of every parameter matters: transformers passes on what it finds in the signature.
     def flash_attn_varlen_func(
@@ -81,9 +82,20 @@ class FlashAttentionDouble:
         if self.ignores_boundaries:
             boundaries = [cu_seqlens[[0, -1]] for cu_seqlens in boundaries]
         q, k, v = (_BrokenBackward.apply(x, self.backward) for x in (q, k, v))
-        seen = visible(boundaries[0], window_size[0] + 1, boundaries[1])
+        if self.backward == "doubles values":
+            v = 2 * v - v.detach()
+        window = window_size[0] + 1
+        if window and self.backward == "window off by one":
+            window += 1
+        seen = visible(boundaries[0], window, boundaries[1])
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        return weighted_sum(probabilities(q, k, seen, scale, softcap), v)
+        if self.backward == "forgets sinks":
+            self.sinks = self.sinks.detach()
+        out = weighted_sum(probabilities(q, k, seen, scale, softcap, self.sinks), v)
+        if self.backward == "ignores sinks":
+            without = weighted_sum(probabilities(q, k, seen, scale, softcap), v)
+            out = out.detach() + without - without.detach()
+        return out
 
     def flash_attn_func(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         rows, length = q.shape[:2]
@@ -93,9 +105,34 @@ class FlashAttentionDouble:
         return self.flash_attn_varlen_func(*flat, *spans, **options).unflatten(0, (rows, length))
 
 
+class FlashAttention4Double(FlashAttentionDouble):
+    """The same with attention sinks, as in flash_attn.cute of flash-attn-4 4.0.0b36."""
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        learnable_sink: Tensor | None = None,
+        softcap: float = 0.0,
+        deterministic: bool = False,
+    ) -> Tensor:
+        self.sinks = learnable_sink
+        spans = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
+        return super().flash_attn_varlen_func(q, k, v, *spans, causal=causal, **options)
+
+
 def install(monkeypatch, version: int = 2, backward: str = "") -> FlashAttentionDouble:
     """Make transformers find the double where it looks for `version` of the flash-attn package."""
-    double = FlashAttentionDouble(backward)
+    double = (FlashAttention4Double if version == 4 else FlashAttentionDouble)(backward)
     padding = (flash_utils._pad_input, flash_utils._unpad_input)
     functions = (double.flash_attn_func, double.flash_attn_varlen_func, None, *padding)
     installed = {"general_availability_check": lambda *args, **kwargs: True}

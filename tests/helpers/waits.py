@@ -153,5 +153,6 @@ def counted_waits(monkeypatch) -> Iterator[Waits]:
     monkeypatch.setattr("trl_packing.training.metrics.wait_for", waited)
     for module in ("documents.host_row", "loss.lm_head"):
         monkeypatch.setattr(f"trl_packing.{module}.is_cpu", lambda tensor: False)
+    monkeypatch.setattr("trl_packing.documents.host_row.keeps_source", lambda device: True)
     with waits:
         yield waits

@@ -277,7 +277,7 @@ def forward_tile(
             return torch.exp(scores - lse[..., None]) @ v.float(), lse
     causal, mask = _causal_or_mask(q, tile, options)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *_equally_wide(q, k, v), 0.0, causal, attn_mask=mask, scale=options.scale
+        *equally_wide(q, k, v), 0.0, causal, attn_mask=mask, scale=options.scale
     )
     return out[..., : v.shape[-1]], lse
 
@@ -306,7 +306,7 @@ def backward_tile(
             d_scores = probabilities * (d_probabilities - received) * slope * options.scale
             return d_scores @ k, d_scores.transpose(-1, -2) @ q, d_value
     causal, mask = _causal_or_mask(q, tile, options)
-    wide = _equally_wide(q, k, v, grad, out)
+    wide = equally_wide(q, k, v, grad, out)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         wide[3], *wide[:3], wide[4], lse, 0.0, causal, attn_mask=mask, scale=options.scale
     )
@@ -323,9 +323,13 @@ def _causal_or_mask(q: Tensor, tile: Tile, options: KernelOptions) -> tuple[bool
     return False, bias.expand(*q.shape[:2], -1, -1)
 
 
-def _equally_wide(*tensors: Tensor) -> list[Tensor]:
-    # Zero columns change neither scores nor the kept output (MLA: value_dim < head_dim).
-    width = max(x.shape[-1] for x in tensors)
+def equally_wide(*tensors: Tensor, multiple_of: int = 1) -> list[Tensor]:
+    """Return the tensors with zero columns behind theirs, up to one width.
+
+    These change neither scores nor the columns of the output that are kept (MLA: V < head_dim).
+    """
+    widest = max(x.shape[-1] for x in tensors)
+    width = -(-widest // multiple_of) * multiple_of
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
 
 

@@ -1,8 +1,9 @@
 """Sets an attention backend on a model, and gives the model its native attention back.
 
 The isolation check runs forwards only, and a kernel may lack a right backward. The first call of
-each kind in a check therefore runs again: the gradient of the last document's output must be
-finite, and zero in front of that document and its prefix.
+each kind in a check therefore runs again: output and gradients of the last document must be those
+of document-wise attention in float32, within rounding, and zero in front of that document and its
+prefix.
 """
 
 import functools
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention import block_mask, flash_attn, padded_rows, varlen
+from trl_packing.attention import block_mask, document_sdpa, flash_attn, padded_rows, varlen
 from trl_packing.attention.backends import PADDED, AttentionChoice, outside_interface
 from trl_packing.attention.calls import run_known_arguments, run_unchanged, wrap_packed_calls
 from trl_packing.attention.model_facts import (
@@ -120,13 +121,13 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
         # The properties that select the kernel; the length of the row is not one of them.
         kind = (
             *[(x.shape[1], x.shape[-1], x.dtype) for x in (q, k, v)],
-            *[kw.get(option) is not None for option in ("sliding_window", "key_index")],
+            *[kw.get(option) is not None for option in ("sliding_window", "key_index", "s_aux")],
             kw.get("softcap"),
         )
         if kw.get("cu_seq_lens_q") is not None and kind not in tried:
             tried.add(kind)
             try:
-                _run_backward(function, module, (q, k, v), args, kw)
+                _check_backward(function, module, (q, k, v), args, kw)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -140,30 +141,86 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
-@torch.enable_grad()
-def _run_backward(
+# An error may be this many times that of document-wise attention in the same dtype. In bfloat16
+# rounding gives up to 2 times, a window off by one 30 times.
+_ROUNDING = 8
+_MOST_WINDOW = 16  # tokens of a window in a trial; the fewer, the more one token counts
+
+
+def _check_backward(
     function: Callable[..., Any],
     module: nn.Module,
     tensors: tuple[Tensor, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    if kwargs.get("sliding_window") is not None:
-        # Short rows fit into the window, and transformers would skip it.
-        half = max(tensors[1].shape[2] // 2, 1)
-        kwargs = kwargs | {"sliding_window": min(kwargs["sliding_window"], half)}
+    """Raise an error if output or gradients of an attention function are wrong."""
     start = _start_of_last_document(kwargs["cu_seq_lens_q"])
-    output = function(module, *leaves, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
-    found = torch.autograd.grad(output[:, start:].float().sum(), leaves)
-    seen = torch.arange(output.shape[1], device=output.device) >= start
+    if kwargs.get("sliding_window") is not None:
+        # A document that fits into the window would not show it.
+        half = max((tensors[0].shape[2] - start) // 2, 1)
+        kwargs = kwargs | {"sliding_window": min(kwargs["sliding_window"], half, _MOST_WINDOW)}
+    found = _output_and_gradients(function, module, tensors, args, kwargs, start)
+    _check_reach(found, kwargs, start)
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return  # a tower of images, which document-wise attention does not compute
+    reference = ALL_ATTENTION_FUNCTIONS[document_sdpa.NAME]
+    rounded = _output_and_gradients(reference, module, tensors, args, kwargs, start)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        wide = tuple(x.float() for x in tensors)
+        exact = _output_and_gradients(reference, module, wide, args, kwargs, start)
+    # In float32, the reference rounds as much as the kernel.
+    rounding = max(torch.finfo(found["output"].dtype).eps, 1e-4)
+    for name, value in exact.items():
+        if value.norm() == 0:  # as the gradients of queries in a document of one token
+            continue
+        error, other = ((x[name].float() - value).norm() for x in (found, rounded))
+        allowed = _ROUNDING * max(float(other), rounding * float(value.norm()))
+        if not error <= allowed:
+            share, most = (float(x / value.norm()) for x in (error, allowed))
+            what = name if name == "output" else f"gradient of {name}"
+            raise ValueError(f"{what} is off by {share:.1%}, rounding allows {most:.1%}")
+
+
+@torch.enable_grad()
+def _output_and_gradients(
+    function: Callable[..., Any],
+    module: nn.Module,
+    tensors: tuple[Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    start: int,
+) -> dict[str, Tensor]:
+    """Return the output from `start` on, and the gradients of its weighted sum, by name."""
+    leaves = dict(zip(("query", "key", "value"), tensors, strict=True))
+    if kwargs.get("s_aux") is not None:
+        leaves["sinks"] = kwargs["s_aux"]
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
+    if "sinks" in leaves:
+        kwargs = kwargs | {"s_aux": leaves["sinks"]}
+    inputs = (leaves["query"], leaves["key"], leaves["value"])
+    output = function(module, *inputs, *args, **kwargs)[0][:, start:]  # (rows, T, heads, value_dim)
+    # Weights that differ from value to value, and are the same for every function.
+    weights = torch.linspace(0, 997, output.numel(), device=output.device).cos().view(output.shape)
+    total = (output.float() * weights).sum()
+    # A kernel that gives a tensor no gradient at all gives it zeros.
+    gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True))
+
+
+def _check_reach(found: dict[str, Tensor], kwargs: dict[str, Any], start: int) -> None:
+    """Raise ValueError for gradients that are not finite, or outside of what `start` on sees."""
+    tokens = torch.arange(found["query"].shape[2], device=found["query"].device)
+    seen = tokens >= start
     seen_keys = seen.clone()
     if kwargs.get("key_index") is not None:
         seen_keys[kwargs["key_index"][_start_of_last_document(kwargs["cu_seq_lens_k"]) :]] = True
-    for gradient, allowed in zip(found, (seen, seen_keys, seen_keys), strict=True):
+    for gradient in found.values():
         if not gradient.isfinite().all():
             raise ValueError("gradients that are not finite")
-        if gradient[:, :, ~allowed].any():  # (rows, heads, T, dim)
+    for name, allowed in (("query", seen), ("key", seen_keys), ("value", seen_keys)):
+        if found[name][:, :, ~allowed].any():  # (rows, heads, T, dim)
             raise ValueError("gradients that reach into the documents before it")
 
 

@@ -131,13 +131,18 @@ def is_packed_implementation(implementation: str | None) -> bool:
 
 
 class InstalledName(str):
-    """The name of an installed implementation; it pickles and copies as the native name."""
+    """The name of an installed implementation; it pickles and copies as the native name.
+
+    transformers may replace the one that was `requested`, by a kernel from a hub.
+    """
 
     native: str | None
+    requested: str
 
-    def __new__(cls, name: str, native: str | None) -> "InstalledName":
+    def __new__(cls, name: str, native: str | None, requested: str) -> "InstalledName":
         made = super().__new__(cls, name)
         made.native = native
+        made.requested = requested
         return made
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
@@ -162,7 +167,8 @@ def native_implementation(model: Any) -> str | None:
 @torch.compiler.disable  # compiled graphs of the earlier implementation are compiled again
 def set_implementation(model: Any, implementation: str | None) -> None:
     """Make the text part of `model` compute attention by `implementation`; None: no-op."""
-    if implementation is None or current_implementation(model) == implementation:
+    current = current_implementation(model)
+    if implementation in (None, current, getattr(current, "requested", None)):
         return
     before = [(config, vars(config).get(_FIELD)) for config in configs_of(model)]
     is_composite = "text_config" in (getattr(model.config, "sub_configs", None) or {})
@@ -171,9 +177,10 @@ def set_implementation(model: Any, implementation: str | None) -> None:
     )
     for config, name in before:
         now = vars(config).get(_FIELD)
-        if now is not None and now != name:
+        if now is not None:
             native = name.native if isinstance(name, InstalledName) else name
-            vars(config)[_FIELD] = now if now == native else InstalledName(now, native)
+            is_native = now == native
+            vars(config)[_FIELD] = now if is_native else InstalledName(now, native, implementation)
 
 
 def restore_implementation(model: Any) -> None:

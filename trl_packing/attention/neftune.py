@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from trl_packing.attention.calls import running_row
+from trl_packing.documents.host_row import send
 
 # Of padded rows, a document in each, ``(rows,)``; a plain global, because torch.compile follows it.
 row_lengths: Tensor | None = None
@@ -43,11 +44,11 @@ def add_noise_by_document(module: nn.Module, args: Any, output: Tensor) -> Tenso
 def _lengths_of_tokens(output: Tensor) -> Tensor | None:
     """Return the length of the document of each token, ``(rows, T)`` or ``(rows, 1)``."""
     if row_lengths is not None and len(row_lengths) == len(output):
-        return row_lengths.to(output.device, non_blocking=True)[:, None]
+        return send(row_lengths, output.device)[:, None]
     row = running_row()
     if not row or len(output) != 1:
         return None
-    boundaries = row["cu_seq_lens_q"].to(output.device, non_blocking=True)
+    boundaries = send(row["cu_seq_lens_q"], output.device)
     tokens = torch.arange(output.shape[1], device=output.device, dtype=boundaries.dtype)
     document = torch.searchsorted(boundaries[1:], tokens, right=True)
     # Tokens beyond the last boundary are virtual ones and belong to no document.

@@ -4,6 +4,9 @@
 2.10 to 2.15. `torch.nn.attention.varlen` around it has not: 2.10 knows no scale, and 2.15 prefers
 cuDNN, which builds a graph for every row. The kernel has no soft-cap. Attention sinks are exact on
 top of it, because it returns its log-sum-exp.
+
+The kernel takes heads of one width, a multiple of 8, up to 256. Others get zero columns. Layers
+with wider heads (Gemma 4: heads of 512 in one layer of six) run document by document.
 """
 
 from collections.abc import Iterable
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trl_packing.attention.document_sdpa import document_attention, equally_wide
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
 from trl_packing.attention.prefix_keys import (
     PrefixKeys,
@@ -23,6 +27,7 @@ from trl_packing.attention.prefix_keys import (
 )
 
 NAME = "packed_varlen"
+WIDEST = 256  # columns of a head
 
 
 def varlen_attention(
@@ -41,13 +46,18 @@ def varlen_attention(
     scale, window, softcap, sinks = options
     if softcap:
         raise NotImplementedError(f"varlen has no softcap={softcap}; set attention='documents'")
+    value_dim = value.shape[-1]
+    if max(query.shape[-1], value_dim) > WIDEST:
+        return document_attention(query, key, value, cu_seqlens, options, max_length, keys)
     longest = _longest(cu_seqlens, max_length)
     cu_seqlens_k, index, longest_k = keys or (cu_seqlens, None, longest)
     spans = (cu_seqlens, cu_seqlens_k, longest, _longest(cu_seqlens_k, longest_k))
-    rows = [x.contiguous() for x in (query, key, value)]
+    rows = [x.contiguous() for x in equally_wide(query, key, value, multiple_of=8)]
     if sinks is None and index is None:
-        return _forward(rows, spans, scale, window)[0]
-    return _Attention.apply(*rows, sinks, index, spans, scale, window)
+        out = _forward(rows, spans, scale, window)[0]
+    else:
+        out = _Attention.apply(*rows, sinks, index, spans, scale, window)
+    return out[..., :value_dim]
 
 
 def _longest(cu_seqlens: Tensor, known: int | None) -> int:

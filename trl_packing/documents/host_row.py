@@ -77,11 +77,11 @@ class PackedBatch(dict[str, Any]):
         remember_row(self)
 
     def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
-        """Return the batch on `device`; accelerate calls this method if a batch has one."""
-        moved = {  # what is on the CPU is sent without waiting
-            n: v.to(device, non_blocking=non_blocking or v.is_cpu) if torch.is_tensor(v) else v
-            for n, v in self.items()
-        }
+        """Return the batch on `device`; accelerate calls this method if a batch has one.
+
+        The device decides whether the copy is waited for (`send`), not `non_blocking`.
+        """
+        moved = {n: send(v, device) if torch.is_tensor(v) else v for n, v in self.items()}
         for name in _READ_BY_HOST & self.keys():
             cache_values(moved[name], host_values(self[name]))
         return PackedBatch(moved, self.host)
@@ -203,12 +203,27 @@ def is_trained(labels: Tensor) -> np.ndarray:
     return found.reshape(labels.shape)
 
 
+def send(tensor: Tensor, device: Any) -> Tensor:
+    """Return `tensor` on `device`, without waiting for the transfer where that is safe."""
+    return tensor.to(device, non_blocking=keeps_source(torch.device(device)))
+
+
+def keeps_source(device: torch.device) -> bool:
+    """Whether a copy to `device` keeps its source until it is read; tests replace this.
+
+    MPS reads it later, when its memory may hold other values (pytorch/pytorch#189690).
+    """
+    return device.type == "cuda"
+
+
 def to_device(values: np.ndarray, device: torch.device | None) -> Tensor:
-    """Return `values` on `device` (None: the CPU), without waiting for the transfer."""
+    """Return `values` on `device` (None: the CPU), on CUDA without waiting for the transfer."""
     tensor = torch.from_numpy(values)
-    if device is not None and device.type == "cuda" and tensor.nbytes > _LARGEST_STAGED:
+    if device is None:
+        return tensor
+    if device.type == "cuda" and tensor.nbytes > _LARGEST_STAGED:
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return send(tensor, device)
 
 
 def wait_for(device: torch.device) -> None:

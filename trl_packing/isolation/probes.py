@@ -27,7 +27,7 @@ SHORT = "short documents"
 # Shorter documents show little of attention: the first token attends only to itself.
 MIN_TOKENS = 17
 _ROOM = 40  # tokens of the longest document in a short probe
-_EAGER_BYTES = 4 * 2**30  # for the attention scores of a document alone
+_MOST_BYTES = 4 * 2**30  # for attention scores and masks of a document alone
 
 # The check compares this many of the first positions of B, where a leak is strongest, and of the
 # last ones.
@@ -177,16 +177,42 @@ def _sharing(
 
 
 def longest_alone(model: Any) -> int:
-    """Return the tokens of the longest document that eager attention runs alone in some GiB."""
-    if native_implementation(model) != "eager":
+    """Return the tokens of the longest document that native attention runs alone in some GiB."""
+    bytes_of_pair = _bytes_of_pair(model)
+    if not bytes_of_pair:
         return sys.maxsize
+    bound = _MOST_BYTES
     parameter = next(model.parameters())
-    bound = _EAGER_BYTES
     if parameter.is_cuda:
         bound = min(bound, torch.cuda.mem_get_info(parameter.device)[0] // 2)
-    heads = max(layer_values(text_config(model), "num_attention_heads"), default=1)
-    cell = parameter.element_size() + 4  # the scores, and their softmax in float32
-    return max(_ROOM, int((bound / (heads * cell)) ** 0.5))
+    return max(_ROOM, int((bound / bytes_of_pair) ** 0.5))
+
+
+def _bytes_of_pair(model: Any) -> int:
+    """Return the bytes that native attention takes for each pair of tokens of a document."""
+    config = text_config(model)
+    parameter = next(model.parameters())
+    size = parameter.element_size()
+    heads = max(layer_values(config, "num_attention_heads"), default=1)
+    native = native_implementation(model)
+    if native == "eager":
+        return heads * (size + 4)  # the scores, and their softmax in float32
+    if native != "sdpa":
+        return 0
+    # Windows and chunks: a mask of booleans, and the same in the dtype of the model.
+    taken = 1 + size if length_constants(model) else 0
+    key_heads = min(layer_values(config, "num_key_value_heads"), default=heads)
+    if parameter.is_cuda and key_heads < heads and not _runs_flash(config, parameter):
+        taken += heads * 8  # only FlashAttention takes grouped heads; others write float32 scores
+    return taken
+
+
+def _runs_flash(config: Any, parameter: torch.Tensor) -> bool:
+    """Whether the SDPA of PyTorch runs FlashAttention on the GPU of `parameter`."""
+    is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+    widest = max(layer_values(config, "head_dim"), default=0)
+    is_new = torch.cuda.get_device_capability(parameter.device) >= (8, 0)
+    return is_half and is_new and widest <= 256
 
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Draw:

@@ -15,7 +15,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import SFTTrainer
 
-from trl_packing.documents.host_row import for_kernels
+from trl_packing.documents.host_row import for_kernels, send
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     SOURCE_IDS,
@@ -79,7 +79,7 @@ class StepLoss:
         if weighted:
             of_batches = map(target_weights, batches)
             weights = torch.stack([w.sum(dtype=sums_dtype(w.device)) for w in of_batches]).sum()
-            sums[1] = weights.to(device, non_blocking=True)
+            sums[1] = send(weights, device)
         sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
         self._num_tokens = sums[0].float()
         self._scale = _ratio(num_items, sums[1]) if weighted else None

@@ -50,7 +50,11 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
 
 def sums_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating-point type that `device` can add up."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "xpu":  # some Intel GPUs have no float64
+        has_float64 = torch.xpu.get_device_properties(device).has_fp64
+    else:
+        has_float64 = device.type != "mps"
+    return torch.float64 if has_float64 else torch.float32
 
 
 def check_weights_can_be_used(compute_loss_func: Any, columns: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ import torch
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
-from trl_packing.documents.host_row import host_row, wait_for
+from trl_packing.documents.host_row import host_row, send, wait_for
 from trl_packing.loss.sums import NUM_SUMS, OF_SOURCE, LossSums, write_means
 
 logger = get_logger(__name__)
@@ -139,7 +139,7 @@ class ThroughputMeter:
         vector = torch.from_numpy(np.append(self._local, memory))
         self._local = np.zeros_like(self._local)
         if args.world_size > 1:
-            vector = vector.to(args.device, non_blocking=True)
+            vector = send(vector, args.device)
         else:
             if pending is not None:
                 pending = pending.to("cpu", non_blocking=True)  # readable after the wait
