@@ -182,7 +182,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._sampling = Sampling(args, image_loads=self._images.loads)
         self._epochs = ResumedEpochs(self, self._sampling)
         self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
-        self._recorder = RunRecorder(self, self._meter, self._path_in_words)
+        self._recorder = RunRecorder(self, self._meter, self._path_in_words, reason)
         rest["callbacks"] = [*(callbacks or ()), self._recorder]
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
@@ -255,7 +255,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _path_in_words(self) -> str:
         if self._trl_path:
-            return f"TRL's path: {self._trl_path}"
+            return "TRL's path"
         return "packed" if self._sampling.packing else "padding-free"
 
     def _attention_in_use(self) -> Any:

@@ -69,6 +69,7 @@ class IsolationReport:
     attention: str
     mode: str  # "training" or "evaluation"
     gradient_difference: float | None = None  # relative to the largest gradient
+    has_images: bool = False  # in the probe that decided
 
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
@@ -210,6 +211,7 @@ def check_probes(
                 model=type(inner).__name__,
                 attention=attention,
                 mode="training" if model.training else "evaluation",
+                has_images="images" in probe.document,
             )
             reports.append((report, probe))
         from_best = [*VERDICTS]

@@ -356,7 +356,7 @@ def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
         return f"refused ({str(result)[:80]})"
     by = f" by {brief(result.difference)}" if result.verdict == "leaks" else ""
-    return result.verdict + by + " with images" * ("image" in result.probe)
+    return result.verdict + by + " with images" * result.has_images
 
 
 _FROM_BEST = (*VERDICTS, "refused", NOT_FINITE)

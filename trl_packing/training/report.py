@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.counts import Line, PreparationCounts, quantity
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
@@ -36,8 +36,6 @@ from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, pr
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_page import storable
 from trl_packing.training.sampling import Sampling
-
-Line = tuple[str, str]  # label, text
 
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
@@ -119,23 +117,23 @@ class PackingReport:
         return render(Path(__file__).with_name("report.html"), report=self.lines())
 
     def lines(self) -> list[Line]:
-        """Return the report as labels and texts."""
+        """Return the lines of the report."""
         lines = [
-            ("turns", self.preparation.turns_in_words()),
-            ("documents", self._documents()),
+            Line("turns", self.preparation.turns_in_words()),
+            Line("documents", self._documents()),
             *_source_lines(self.sources),
-            ("images", str(self.images or "")),
+            Line("images", str(self.images or "")),
             *self._rows(),
-            ("prefixes", str(self.prefixes or "")),
+            Line("prefixes", str(self.prefixes or "")),
             *self._epoch(),
-            ("order", self.order),
+            Line("order", self.order),
             *self._padded(),
-            ("loss", self.loss or ""),
-            ("attention", self.attention or ""),
-            ("checked", str(self.checked)),
-            *(("", line) for line in str(self.preparation).splitlines()),
+            Line("loss", self.loss or ""),
+            Line("attention", self.attention or ""),
+            Line("checked", str(self.checked)),
+            *self.preparation.lines(),
         ]
-        return [(label, text) for label, text in lines if text]
+        return [line for line in lines if line.text]
 
     def _documents(self) -> str:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
@@ -150,14 +148,16 @@ class PackingReport:
         )
 
     def _rows(self) -> list[Line]:
-        rows = [("micro-batch", self.micro_batch)]
+        rows = [Line("micro-batch", self.micro_batch)]
         constant = self.tokens_per_micro_batch or 0
         if self.utilization is not None:
             bins = f"{quantity(self.bins or 0, 'bin')} of {self.capacity:,} tokens"
-            rows = [("packed into", f"{bins} · {self.utilization:.2%} filled")]
+            rows = [Line("packed into", f"{bins} · {self.utilization:.2%} filled")]
         elif self.bins is not None:
-            rows = [("packed into", f"{self.bins:,} rows")]
-        return rows + [("shapes", f"every micro-batch has {constant:,} tokens")] * bool(constant)
+            rows = [Line("packed into", f"{self.bins:,} rows")]
+        if constant:
+            rows.append(Line("shapes", f"every micro-batch has {constant:,} tokens"))
+        return rows
 
     def _epoch(self) -> list[Line]:
         steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
@@ -172,7 +172,7 @@ class PackingReport:
             f"{(self.trained_tokens or 0) / steps:,.0f} trained tokens · "
             f"{quantity(self.ranks, 'rank')} × {self.accumulation} accumulated × {self.micro_batch}"
         )
-        return [("an epoch", epoch), ("a step", step)]
+        return [Line("an epoch", epoch), Line("a step", step)]
 
     def _padded(self) -> list[Line]:
         """Return the steps of a padded run, how to keep them, and a warning for few steps."""
@@ -182,18 +182,18 @@ class PackingReport:
         size = self.padded_documents_per_step
         if steps and padded and size and steps != padded:
             keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
-            lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
+            lines.append(Line("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
             # A packed step may hold many padded ones.
             in_epochs = (
                 f"{name}={value} is {brief(value / steps)} epoch{'s' * (value != steps)} here, "
                 f"{brief(value / padded)} if padded"
                 for name, value in self.given_in_steps.items()
             )
-            lines.append(("", "; ".join(in_epochs)))
+            lines.append(Line("", "; ".join(in_epochs)))
         if steps and steps < 20:  # fewer learn little, whatever their size
             few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
             more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
-            lines.append(("", f"{few}; {more}"))
+            lines.append(Line("", f"{few}; {more}", is_warning=True))
         return lines
 
 
@@ -245,7 +245,7 @@ def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
         f"{source.tokens:,} tokens ({source.tokens / total:.1%}) · {source.trained:,} trained"
         for source in sources
     ]
-    return [("sources" if not i else "", line) for i, line in enumerate(lines)]
+    return [Line("sources" if not i else "", line) for i, line in enumerate(lines)]
 
 
 def times(epochs: float) -> str:
@@ -267,7 +267,7 @@ def as_text(lines: Sequence[Line]) -> str:
     columns = min(max(shutil.get_terminal_size((100, 24)).columns, 50), 100)
     wrapped = []
     options: Any = {"subsequent_indent": " " * _LABEL, "break_on_hyphens": False}
-    for label, text in lines:
+    for label, text, _ in lines:
         wrapped += textwrap.wrap(f"{label:<{_LABEL}}{escape_hidden(text)}", columns, **options)
     width = max(map(len, [*wrapped, _TITLE]))
     return "\n".join([f"{_TITLE:─^{width}}", *wrapped, "─" * width])

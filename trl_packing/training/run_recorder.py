@@ -48,12 +48,21 @@ _RESUMED_WITHOUT = (
 
 
 class RunRecorder(TrainerCallback):
-    """Keeps the record of a run, and its page; `path` returns the path of the run in words."""
+    """Keeps the record of a run, and its page.
+
+    `path` returns the path of the run in words; `trl_path` says why it is TRL's, if it is.
+    """
 
     least_seconds = 5.0  # between writes
 
-    def __init__(self, trainer: SFTTrainer, meter: ThroughputMeter, path: Callable[[], str]):
-        self.trainer, self.meter, self.path = trainer, meter, path
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        meter: ThroughputMeter,
+        path: Callable[[], str],
+        trl_path: str | None,
+    ):
+        self.trainer, self.meter, self.path, self.trl_path = trainer, meter, path, trl_path
         self.record: RunRecord | None = None  # of the run that trains, or trained last
         self._checkpoint: Any = None  # to resume from
         self._before = NOTHING  # trained by the run that is resumed
@@ -125,7 +134,7 @@ class RunRecorder(TrainerCallback):
         if self.record is None or not self.trainer.is_in_train or counts is None:
             return
         now = Totals(seconds=counts["seconds"])
-        if self.path().startswith("TRL"):
+        if self.trl_path:
             tokens = self.trainer._total_train_tokens - self.meter.tokens_before
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
@@ -145,6 +154,7 @@ class RunRecorder(TrainerCallback):
         self.record = replace(
             self.record,
             path=self.path(),
+            trl_path=self.trl_path or "",
             log=state.log_history,
             status=status or self.record.status,
             step=state.global_step,

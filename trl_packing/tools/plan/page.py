@@ -153,7 +153,7 @@ def _losses(plan: RunPlan) -> dict[str, Any] | None:
     lost = [(f"{s.affected:,} {s.why}", TokenCounts() - s.lost, True) for s in counts.stages]
     kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
     rows = [("before", counts.before, False), *lost, (kept, counts.after, False)]
-    return {"rows": rows, "notes": str(counts).splitlines()[len(lost) :]}
+    return {"rows": rows, "notes": counts.lines()[len(lost) :]}
 
 
 def settings_of(args: Any) -> dict[str, Any]:
