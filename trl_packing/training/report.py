@@ -37,6 +37,7 @@ from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_page import storable
 from trl_packing.training.sampling import Sampling
 
+_FLOAT32 = "float32, as bf16 is slower on this CPU (bf16=True trains in it all the same)"
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
 
@@ -58,6 +59,7 @@ class PackingReport:
         tokens_per_micro_batch: padding included; None unless static shapes hold it constant.
         given_in_steps: settings that count optimizer steps, by name.
         room: tokens that fit into a micro-batch; without bins, those of the largest at first.
+        precision: why it is not TRL's default, in words; None where it is, or the user chose it.
         checked: what was checked on the model, with the evidence.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
@@ -84,6 +86,7 @@ class PackingReport:
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
     given_in_steps: dict[str, int] = field(default_factory=dict)
     room: int | None = None
+    precision: str | None = None
     checked: Checked = field(default_factory=Checked)
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
@@ -130,6 +133,7 @@ class PackingReport:
             *self._padded(),
             Line("loss", self.loss or ""),
             Line("attention", self.attention or ""),
+            Line("precision", self.precision or ""),
             Line("checked", str(self.checked)),
             *self.preparation.lines(),
         ]
@@ -394,7 +398,7 @@ class RunReport(TrainerCallback):
     @property
     def current(self) -> PackingReport:
         """The report, with the attention, its check and the shapes in use."""
-        mode = self.sharing.mode
+        mode, sampling = self.sharing.mode, self.collators.sampling
         reason = self.sharing.reason()
         prefixes = self._planned.prefixes
         if mode != "off":
@@ -402,6 +406,7 @@ class RunReport(TrainerCallback):
         return replace(
             self._planned,
             attention=str(self.collators.guard.attention),
+            precision=_FLOAT32 if getattr(sampling.args, "_leaves_bf16_out", False) else None,
             checked=self.collators.guard.checked,
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
             prefixes=None if mode == "off" and reason else prefixes,
