@@ -176,7 +176,7 @@ def _multiplies_bf16_slowly(args: Any) -> bool:
     if given != "no" or (has_device and not args.use_cpu):
         return False
     # torch 2.10 has no such function; float32 is then right on any CPU.
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return not capabilities.get("amx_bf16")
 
 

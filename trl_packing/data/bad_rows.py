@@ -113,5 +113,5 @@ def check_packed_rows(
             f"seq_lengths are {stated}; they must name every token{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
-        which = f"{row_name(lengths.argmax(), name)} is packed"
+        which = f"{row_name(int(lengths.argmax()), name)} is packed"
         raise ValueError(f"{which} and has {lengths.max()} tokens; raise max_length={capacity}")

@@ -108,7 +108,7 @@ class IsolationGuard:
         reason = "" if result else _PADDED if pads else _GOES_ON
         if isinstance(result, Refusal):
             return Checked(result.verdict, reason, error=str(result))
-        return Checked(result.verdict, reason, result)
+        return Checked(result.verdict, reason, result, is_padded=pads and not result)
 
     @property
     def base_model(self) -> Any:
@@ -398,6 +398,7 @@ class Checked:
     reason: str = "a preview loads no model; trl-packing verify checks one"
     evidence: IsolationReport | None = None
     error: str = ""
+    is_padded: bool = False
 
     def __str__(self) -> str:
         if self.error:
@@ -405,7 +406,7 @@ class Checked:
         if self.evidence is None:
             return f"nothing ({self.reason})"
         numbers = self.evidence.numbers
-        if self.reason == _PADDED:
+        if self.is_padded:
             return f"{_PADDED}, for documents would LEAK into each other: {numbers}"
-        word = VERDICTS[self.verdict].removeprefix("documents are ")
+        word = self.evidence.words.removeprefix("documents are ")
         return f"{word}: {numbers}" + f"; {self.reason}" * bool(self.reason)

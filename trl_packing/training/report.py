@@ -23,7 +23,6 @@ from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.isolation.check import brief
 from trl_packing.isolation.guard import Checked
 from trl_packing.packing.draw import column_of
 from trl_packing.packing.epoch import padded_batch_size
@@ -189,8 +188,8 @@ class PackingReport:
             lines.append(Line("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
             # A packed step may hold many padded ones.
             in_epochs = (
-                f"{name}={value} is {brief(value / steps)} epoch{'s' * (value != steps)} here, "
-                f"{brief(value / padded)} if padded"
+                f"{name}={value} is {decimals(value / steps)} epoch{'s' * (value != steps)} here, "
+                f"{decimals(value / padded)} if padded"
                 for name, value in self.given_in_steps.items()
             )
             lines.append(Line("", "; ".join(in_epochs)))
@@ -259,7 +258,17 @@ def times(epochs: float) -> str:
         >>> times(1.0), times(2.5), times(0.3334), times(0.0001)
         ('1×', '2.5×', '0.33×', '0.0001×')
     """
-    return f"{epochs:.2g}×" if epochs < 1 else f"{epochs:.2f}".rstrip("0").rstrip(".") + "×"
+    return f"{decimals(epochs)}×"
+
+
+def decimals(number: float) -> str:
+    """Return a number in plain decimals, two of them or two digits.
+
+    Examples:
+        >>> decimals(0.005), decimals(0.00001234), decimals(20.25), decimals(3.0)
+        ('0.005', '0.000012', '20.25', '3')
+    """
+    return np.format_float_positional(number, 2, fractional=number >= 1, trim="-")
 
 
 _TITLE = " trl_packing "
