@@ -6,6 +6,7 @@ import typing
 
 import numpy as np
 import pytest
+import torch
 from harness import make_trainer
 from helpers.tiny import documents_of_lengths
 from transformers import HfArgumentParser
@@ -14,6 +15,7 @@ from trl import SFTConfig, TrlParser
 from trl_packing import PackedSFTConfig
 from trl_packing.attention.model_facts import loading_options
 from trl_packing.config import check_options
+from trl_packing.training.run_recorder import changed_settings
 
 HERE = {"output_dir": "o", "use_cpu": True, "bf16": False}
 NO_CAPACITY = "`max_length` can't be `None`"
@@ -121,3 +123,27 @@ def test_a_model_is_read_at_the_revision_and_with_the_trust_that_trl_loads_it_wi
     assert loading_options(trusting)["trust_remote_code"]
     trusting.model_init_kwargs = {"revision": "v2", "trust_remote_code": False}
     assert loading_options(trusting) == {"revision": "v2", "trust_remote_code": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_used"),
+    [({}, False), ({"bf16": True}, True), ({"fp16": True}, False), ({"bf16": False}, False)],
+)
+def test_a_cpu_without_amx_trains_in_float32_unless_bf16_is_asked_for(
+    settings, is_used, monkeypatch, tmp_path
+):
+    here = {"output_dir": str(tmp_path), "use_cpu": True} | settings
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False}, raising=False)
+    config = PackedSFTConfig(**here)
+    assert (config.bf16, config.mixed_precision == "bf16") == (is_used, is_used)
+    assert SFTConfig(**here).bf16 == settings.get("bf16", not settings.get("fp16"))
+    if not settings:
+        report = make_trainer(tmp_path, documents_of_lengths([9]), bf16=None).packing_report
+        assert "precision    float32, as bf16 is slower on this CPU" in str(report)
+        assert "bf16" not in changed_settings(config)
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        assert PackedSFTConfig(**here).bf16  # accelerate would use it
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+        assert PackedSFTConfig(**here).bf16

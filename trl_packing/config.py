@@ -17,7 +17,9 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
+import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_xla_available
 from trl import SFTConfig
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
@@ -147,6 +149,11 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         if self.packing is None:
             self.packing = self.max_length is not None
         check_types(self)
+        self._leaves_bf16_out = (
+            args.bf16 is None and not args.fp16 and _multiplies_bf16_slowly(args)
+        )
+        if self._leaves_bf16_out:
+            self.bf16 = False
         # transformers 5.23 recognizes only names that end in "loss". By the loss of a source, or a
         # perplexity, it would keep the worst model.
         is_loss = re.search(r"(^|_)(perplexity$|loss_)", str(args.metric_for_best_model))
@@ -160,6 +167,17 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
             except json.JSONDecodeError as error:  # transformers does not name the setting
                 raise ValueError(f"{error.doc!r} is given to a setting, and is no JSON") from error
         check_options(self)
+
+
+def _multiplies_bf16_slowly(args: Any) -> bool:
+    """Return whether a run is on a CPU without AMX, and nobody asked accelerate for a precision."""
+    given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    has_device = torch.accelerator.is_available() or is_torch_xla_available()
+    if given != "no" or (has_device and not args.use_cpu):
+        return False
+    # torch 2.10 has no such function; float32 is then right on any CPU.
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
+    return not capabilities.get("amx_bf16")
 
 
 # Smallest values; transformers does not check its own.

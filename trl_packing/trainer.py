@@ -66,7 +66,7 @@ from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import PackingReport, RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, source_sets
-from trl_packing.training.run_recorder import RunRecorder
+from trl_packing.training.run_recorder import RunRecorder, facts_of_data
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
@@ -182,7 +182,8 @@ class PackedSFTTrainer(SFTTrainer):
         self._sampling = Sampling(args, image_loads=self._images.loads)
         self._epochs = ResumedEpochs(self, self._sampling)
         self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
-        self._recorder = RunRecorder(self, self._meter, self._path_in_words)
+        data = facts_of_data(rows)
+        self._recorder = RunRecorder(self, self._meter, self._path_in_words, reason, data)
         rest["callbacks"] = [*(callbacks or ()), self._recorder]
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
@@ -255,7 +256,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _path_in_words(self) -> str:
         if self._trl_path:
-            return f"TRL's path: {self._trl_path}"
+            return "TRL's path"
         return "packed" if self._sampling.packing else "padding-free"
 
     def _attention_in_use(self) -> Any:

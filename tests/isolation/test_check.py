@@ -1,6 +1,7 @@
 """The check passes isolated models, reports leaks, and leaves no trace on the model."""
 
 import copy
+import dataclasses
 import math
 import random
 from functools import partial
@@ -28,7 +29,8 @@ from transformers import AttentionInterface
 from trl_packing import check_isolation
 from trl_packing.attention import document_sdpa
 from trl_packing.attention.interface import _attend
-from trl_packing.isolation.check import check_fused_head
+from trl_packing.isolation import check
+from trl_packing.isolation.check import IsolationReport, check_fused_head
 from trl_packing.isolation.probes import MIN_TOKENS
 
 
@@ -100,6 +102,28 @@ def test_bf16_models_are_not_refused_and_their_leaks_show(name, implementation):
     for training in (False, True) if name == "llama" else ():
         report = check_isolation(model, collator=OneDocument(), training=training)
         assert report.verdict == "leaks", str(report)
+
+
+def test_a_leak_that_bf16_hides_shows_on_float32_weights(monkeypatch):
+    for share, verdict in ((0.01, "leaks"), (0.0, "isolated")):
+        model = with_layer(AddRowMean, share=share).to(torch.bfloat16)
+        before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
+        report = check_isolation(model, documents(30, 200))
+        assert (report.verdict, report.in_float32) == (verdict, share > 0), str(report)
+        for name, parameter in model.named_parameters():
+            assert id(parameter) == before[name][0]
+            assert torch.equal(parameter, before[name][1])
+    model = with_layer(AddRowMean, share=0.01).to(torch.bfloat16)
+    monkeypatch.setattr(check, "_COPY_BYTES", 0)  # the copy would be too large
+    report = check_isolation(model, documents(30, 200))
+    assert (report.verdict, report.in_float32) == ("isolated", False), str(report)
+
+
+def test_the_words_say_how_far_rounding_lets_a_leak_show():
+    """bf16 weights of SmolLM2 in which a third of a leak may be rounding."""
+    report = IsolationReport("isolated", 0.84, 1.44, 20.4, "documents", "Llama", "sdpa", "training")
+    assert "isolated, as far as rounding lets it show" in str(report)
+    assert "as far as" not in str(dataclasses.replace(report, difference=0.2))
 
 
 def test_the_longest_document_may_fill_all_learned_positions():

@@ -23,7 +23,7 @@ def test_the_report_has_the_numbers_of_the_check(tmp_path, capsys):
     run = trainer(packed_model("llama"), tmp_path)
 
     def line():
-        return dict(line for line in run.packing_report.lines() if line[0])["checked"]
+        return next(line.text for line in run.packing_report.lines() if line.label == "checked")
 
     run.train()
     before, _, after = capsys.readouterr().out.partition("checking that no document of a packed")

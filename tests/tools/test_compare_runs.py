@@ -121,6 +121,22 @@ def test_runs_are_told_apart_by_a_difference_however_small():
     assert loss.split() == ["loss", "7.0000", "7.0000", "+2e-06", "(+0.0%)"]
 
 
+def test_a_terminal_of_80_columns_shows_all_that_differs(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "gradient_checkpointing_kwargs"
+    settings = [{name: ["module"] * 20 + [last], "seed": seed} for last, seed in ((1, 1), (2, "1"))]
+    first, second = (
+        made(f"out/{'long' * 12}", documents_per_step=20, settings=one) for one in settings
+    )
+    found = compare([first, second])
+    text = comparison_text(found)
+    assert max(map(len, text.splitlines())) <= 80
+    rows = text.partition("that differ:")[2].split(name)[1].splitlines()
+    assert {"1]", "2]"} < {*rows[-1].split()}
+    assert "seed" not in text, "1 and '1' look alike"
+    assert max(map(len, comparison_text(compare([PACKED] * 5)).splitlines())) <= 80
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_shows_the_curves_of_all_runs(tmp_path, width):
     text = "".join(HOSTILE)

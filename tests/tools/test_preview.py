@@ -41,6 +41,21 @@ def test_rows_are_shown_piece_by_piece_or_with_the_reason_why_not():
     assert "1 document longer than max_length=32: dropped" in lost
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "every_turn"])
+def test_a_reason_names_the_row_of_the_data_set(train_on):
+    """Only two rows are prepared, of which the second may be several documents."""
+    short, long = chat_row("So."), chat_row("So " * 90)
+    rows = Dataset.from_list([short, short, {"messages": short["messages"] + long["messages"]}])
+    settings = ["--train_on", train_on, "--overflow", "error", "--max_length", "60"]
+    *_, shown = inspect(rows, tiny_tokenizer(chat=True), settings, rows=[0, 1, 2])
+    assert re.match(r"row 2 · not trained: document 2 of the inspected dataset has \d+ ", shown)
+    padded = Dataset.from_list([{"input_ids": [5, 6, 7], "attention_mask": [1, 1, 1]}] * 5)
+    masks = [[1, 1, 1]] * 4 + [[1, 1, 0]]
+    padded = padded.remove_columns("attention_mask").add_column("attention_mask", masks)
+    _, shown = inspect(padded, tiny_tokenizer(), rows=[0, 4])
+    assert "not trained: document 4 of the inspected dataset has other masks" in shown
+
+
 # --- every setting that the trainer honors --------------------------------------------------------
 
 TEMPLATE = (

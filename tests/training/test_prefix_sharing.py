@@ -68,7 +68,8 @@ def trained(folder, *args, **options) -> PackedSFTTrainer:
 
 
 def line(trainer) -> str | None:
-    return dict(trainer.packing_report.lines()).get("prefixes")
+    lines = trainer.packing_report.lines()
+    return next((line.text for line in lines if line.label == "prefixes"), None)
 
 
 # --- who shares -----------------------------------------------------------------------------------

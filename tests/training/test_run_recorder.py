@@ -3,16 +3,23 @@
 import logging
 
 import pytest
+from datasets import Dataset
 from harness import make_trainer
 from helpers.distributed.train import Scenario, run
 from helpers.padded import Padded
-from helpers.tiny import documents_of_lengths
+from helpers.tiny import documents_of_lengths, tiny_model
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig
 from trl_packing.training.run_page import FILE, NOTHING, UNKNOWN, RunRecord, Totals
-from trl_packing.training.run_recorder import RunRecorder, all_settings, changed_settings
+from trl_packing.training.run_recorder import (
+    RunRecorder,
+    all_settings,
+    changed_settings,
+    facts_of_data,
+)
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 EVALUATED = {"eval_lengths": [7, 9, 4, 12, 8, 6], "columns": {"source": ["math", "code"] * 3}}
@@ -30,6 +37,25 @@ def test_the_record_holds_report_versions_and_losses_of_sources(tmp_path):
     assert (record.path, record.report[0][0]) == ("padding-free", "documents")
     assert "eval_loss_code" in (tmp_path / "run.html").read_text()
     assert {"python", "torch", "trl"} <= record.versions.keys()
+
+
+def test_the_record_holds_the_adapter_and_the_data(tmp_path):
+    lora = LoraConfig(r=4, target_modules=["v_proj", "q_proj"], use_rslora=True)
+    rows = documents_of_lengths(LENGTHS)
+    model = get_peft_model(tiny_model("llama"), lora)
+    made = make_trainer(tmp_path, rows, model=model, max_steps=1, max_length=40)
+    made.train()
+    record = RunRecord.load(tmp_path / FILE)
+    assert (record.settings["peft.r"], record.settings["peft.lora_dropout"]) == (4, 0.0)
+    assert record.settings["peft.target_modules"] == ["q_proj", "v_proj"]
+    changed = {name for name in record.changed if name.startswith("peft.")}
+    assert changed == {"peft.r", "peft.target_modules", "peft.use_rslora"}
+    assert record.facts["rows"] == "11"
+    other = Dataset.from_list([{"text": "So."}])
+    same = Dataset.from_list([{"text": "So."}])
+    facts = facts_of_data({"a": other, "b": same, "c": Dataset.from_list([{"text": "No."}])})
+    a, b, c = (facts[f"fingerprint of {name}"] for name in "abc")
+    assert a == b != c
 
 
 def test_a_resumed_run_continues_the_record(tmp_path):
@@ -128,7 +154,7 @@ def test_on_trls_path_tokens_and_hours_are_known(tmp_path):
     made = trainer(tmp_path, collator=Padded(), packing=False, per_device_train_batch_size=2)
     made.train()
     record = RunRecord.load(tmp_path / FILE)
-    assert record.path.startswith("TRL's path: ")
+    assert record.path == "TRL's path"
     assert record.log == made.state.log_history
     counted = [entry for entry in record.log if "num_tokens" in entry]
     assert counted

@@ -59,8 +59,7 @@ def short_log() -> Iterator[None]:
     note_once = cache(note)
 
     def emit(record: logging.LogRecord) -> None:
-        text = record.getMessage().removeprefix("[RANK 0] ")
-        note_once(text.replace("the inspected dataset", "the data set"))
+        note_once(record.getMessage().removeprefix("[RANK 0] "))
 
     handler = logging.Handler(logging.WARNING)
     log = logging.getLogger("trl_packing")

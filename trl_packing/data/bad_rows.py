@@ -16,6 +16,7 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     and_others,
+    row_name,
 )
 
 
@@ -53,7 +54,8 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str
     if isinstance(dataset, Dataset) and "input_ids" in columns:
         of_tokens = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS)
         documents = ArrowDocuments(dataset, [column for column in of_tokens if column in columns])
-        NO_LIMITS.check_documents(documents, f"of the {name} dataset")  # no id is negative
+        numbers = getattr(name, "numbers", None)
+        NO_LIMITS.check_documents(documents, f"of the {name} dataset", numbers)  # none is negative
 
 
 def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
@@ -78,11 +80,11 @@ def without_padding(dataset: Dataset | IterableDataset, name: str) -> Dataset | 
         return dataset.with_format(None).map(_batch_without_padding, **options)
     masks = ArrowDocuments(dataset, ("attention_mask",))
     if len(rows := masks.rows_where("attention_mask", lambda mask: mask != 1)):
-        raise ValueError(_PADDED.format(rows[0], name) + and_others(rows))
+        raise ValueError(_PADDED.format(row_name(rows[0], name, "document")) + and_others(rows))
     return dataset
 
 
-_PADDED = "document {} of the {} dataset has other masks than 1; tokenize without padding"
+_PADDED = "{} has other masks than 1; tokenize without padding"
 
 
 def _batch_without_padding(
@@ -90,7 +92,7 @@ def _batch_without_padding(
 ) -> dict[str, Sequence[Any]]:
     for row, mask in zip(rows, batch["attention_mask"], strict=True):
         if {*(mask or ())} - {1}:
-            raise ValueError(_PADDED.format(row, name))
+            raise ValueError(_PADDED.format(row_name(row, name, "document")))
     return dict(batch)
 
 
@@ -107,9 +109,9 @@ def check_packed_rows(
     if len(wrong := np.flatnonzero(is_wrong)):
         stated = documents[int(wrong[0])][SEQ_LENGTHS].tolist()
         raise ValueError(
-            f"row {wrong[0]} of the {name} dataset holds {lengths[wrong[0]]} input_ids, but its "
+            f"{row_name(wrong[0], name)} holds {lengths[wrong[0]]} input_ids, but its "
             f"seq_lengths are {stated}; they must name every token{and_others(wrong)}"
         )
     if capacity is not None and lengths.max() > capacity:
-        which = f"row {lengths.argmax()} of the {name} dataset is packed"
+        which = f"{row_name(int(lengths.argmax()), name)} is packed"
         raise ValueError(f"{which} and has {lengths.max()} tokens; raise max_length={capacity}")

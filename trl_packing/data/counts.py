@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # Largest share of lost trained tokens, or of documents without their stop token, without warning.
 WARN_LOST_SHARE = 0.01
+
+
+class Line(NamedTuple):
+    """A line of a report: its label, "" below the line before; its text; whether it warns."""
+
+    label: str
+    text: str
+    is_warning: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Stage:
             stage that splits documents loses a negative number of them.
         lost_eos: documents that have fewer trained stop tokens than before.
         repeated: tokens that pieces repeat as context, without training them again.
+        is_untrained: whether the documents have no trained token; else they are too long.
     """
 
     affected: int
@@ -49,6 +58,7 @@ class Stage:
     lost: TokenCounts = field(default_factory=TokenCounts)
     lost_eos: int = 0
     repeated: int = 0
+    is_untrained: bool = False
 
     def __add__(self, other: "Stage") -> "Stage":
         """Return the losses of the same stage on other documents too."""
@@ -103,9 +113,13 @@ class PreparationCounts:
         )
 
     def __str__(self) -> str:
-        lines = [str(stage) for stage in self.stages]
+        return "\n".join(line.text for line in self.lines())
+
+    def lines(self) -> list[Line]:
+        """Return a line for each stage, then their sum, a warning and the notes."""
+        lines = [Line("", str(stage)) for stage in self.stages]
         if sum(stage.is_loss for stage in self.stages) > 1:
-            lines.append(f"lost in all: {self.before - self.after}")
+            lines.append(Line("", f"lost in all: {self.before - self.after}"))
         trained = (self.before.trained - self.after.trained) / max(self.before.trained, 1)
         stops = sum(stage.lost_eos for stage in self.stages) / max(self.before.documents, 1)
         warnings = []
@@ -115,8 +129,9 @@ class PreparationCounts:
             warnings.append(f"{stops:.1%} of the documents lost a stop token")
         if warnings:  # only cutting loses such
             remedy = "raise max_length or choose another overflow"
-            lines.append(f"warning: {' and '.join(warnings)}; {remedy}")
-        return "\n".join([*lines, *self.notes])
+            warning = f"warning: {' and '.join(warnings)}; {remedy}"
+            lines.append(Line("", warning, is_warning=True))
+        return lines + [Line("", note) for note in self.notes]
 
     def turns_in_words(self) -> str:
         """Return the numbers of conversations and of their turns; "" without any."""

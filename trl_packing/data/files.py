@@ -161,7 +161,11 @@ def load_prepared(folder: str | Path, name: str = "train") -> Dataset:
         raise ValueError(
             f"{path} cannot be read ({error}); copy it again, or prepare the data again"
         ) from error
-    info = DatasetInfo(description=_MARK + json.dumps(record), features=documents.features)
+    info = DatasetInfo(
+        description=_MARK + json.dumps(record),
+        features=documents.features,
+        dataset_name=str(folder),
+    )
     return Dataset(documents.data, info=info, fingerprint=fingerprint)
 
 

@@ -10,7 +10,7 @@ The pieces of all documents are counted at once, those without a trained token g
 cut along them. A piece is a document from then on. Streams pass the same functions.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,7 +155,8 @@ def fit_and_count(
     """
     documents = ArrowDocuments(dataset, token_columns(dataset.column_names))
     where = f"of the {name} dataset"
-    pieces, counts = fit(documents, overflow, stop_ids, where=where)
+    numbers = getattr(name, "numbers", None)
+    pieces, counts = fit(documents, overflow, stop_ids, where=where, numbers=numbers)
     lengths = documents.lengths()
     if not counts.after.trained:
         raise ValueError(
@@ -228,7 +229,7 @@ def fit(
     before: Counted | None = None,
     *,
     where: str = "",
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] | Mapping[int, int] | None = None,
 ) -> tuple[Pieces, PreparationCounts]:
     """Return the pieces that are trained, and what came in, what came out, and the losses between.
 
@@ -267,8 +268,18 @@ def fit(
             lost_eos=int((stops_left < before.stops).sum()),
             repeated=int(pieces.contexts[kept].sum()),
         ),
-        Stage(len(untrained), "without a trained token: dropped", cut.sums(never)),
-        Stage(int(since_cut.sum()), "with no trained token left: dropped", cut.sums(since_cut)),
+        Stage(
+            len(untrained),
+            "without a trained token: dropped",
+            cut.sums(never),
+            is_untrained=True,
+        ),
+        Stage(
+            int(since_cut.sum()),
+            "with no trained token left: dropped",
+            cut.sums(since_cut),
+            is_untrained=True,
+        ),
     )
     affected = tuple(stage for stage in stages if stage.affected)
     return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), affected)

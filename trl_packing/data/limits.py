@@ -37,7 +37,10 @@ class ModelLimits:
             self.check_documents(ArrowDocuments(dataset, present), f"of the {name} dataset")
 
     def check_documents(
-        self, documents: ArrowDocuments, where: str, numbers: Sequence[int] | None = None
+        self,
+        documents: ArrowDocuments,
+        where: str,
+        numbers: Sequence[int] | Mapping[int, int] | None = None,
     ) -> None:
         """Raise ValueError naming the first document beyond a limit or with too few entries.
 

@@ -157,7 +157,7 @@ def _check(
     if "input_ids" in columns or (formatting_func is None and options.prompt_template is None):
         check_columns(dataset, name, rules.args.dataset_text_field)
     if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in columns:
-        document_weights_from_rows(dataset, f"the {name} dataset")
+        document_weights_from_rows(dataset, name)
     if "input_ids" in columns:
         template = None if rules.labeler is not None else options.response_template
         present = [column for column in ("labels", *MASK_COLUMNS) if column in columns]

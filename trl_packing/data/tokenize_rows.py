@@ -31,6 +31,7 @@ from trl_packing.documents.labels import (
     SOURCE,
     TOKEN_WEIGHTS,
     TURN,
+    row_name,
 )
 
 logger = get_logger(__name__)
@@ -158,7 +159,7 @@ def _prepare_batch(
         documents, places, turns = _documents_of(rows, render, tokenizer)
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS):
         for row, index in zip(rows, indices, strict=True):
-            _check_row(row, render, row_format, f"row {index} of the {name} dataset")
+            _check_row(row, render, row_format, row_name(index, name))
         raise
     if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
         logger.warning_once(

@@ -77,6 +77,25 @@ def check_one_each(name: str, values: Sized, num_tokens: int) -> None:
         raise ValueError(f"{name} has {len(values)} entries but input_ids has {num_tokens}")
 
 
+class SomeRows(str):
+    """The name of a data set of which only some rows are prepared; `numbers` are theirs, by place.
+
+    Examples:
+        >>> some = SomeRows("train")
+        >>> some.numbers = {0: 17}
+        >>> row_name(0, some), row_name(0, "train")
+        ('row 17 of the train dataset', 'row 0 of the train dataset')
+    """
+
+    numbers: Mapping[int, int] | None = None
+
+
+def row_name(place: int, name: str, unit: str = "row") -> str:
+    """Return the words by which messages name a row, or a document, of a data set."""
+    numbers = getattr(name, "numbers", None)
+    return f"{unit} {place if numbers is None else numbers[place]} of the {name} dataset"
+
+
 def and_others(rows: Sized) -> str:
     """Return the number of bad `rows`, to end a sentence that names the first; "" for one row."""
     return f" ({len(rows):,} such rows)" * (len(rows) > 1)

@@ -22,6 +22,7 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
     check_one_each,
+    row_name,
 )
 
 LOSS_WEIGHTINGS = ("token", "document", "sqrt")
@@ -81,16 +82,16 @@ def document_weight(document: Mapping[str, Any], which: str = "a document") -> f
     return weight
 
 
-def document_weights_from_rows(dataset: datasets.Dataset, which: str) -> np.ndarray:
+def document_weights_from_rows(dataset: datasets.Dataset, name: str) -> np.ndarray:
     """Return the `loss_weight` of every row, ``(rows,)`` float32.
 
-    Raises ValueError naming the row of the data set `which` whose weight cannot be used.
+    Raises ValueError naming the row of the data set `name` whose weight cannot be used.
     """
     values = dataset.data.column(DOCUMENT_WEIGHT).to_numpy()[stored_rows(dataset)]
     if values.dtype.kind in "iuf" and ((values >= 0) & (values <= LARGEST_WEIGHT)).all():
         return values.astype(np.float32)
     weights = [
-        document_weight({DOCUMENT_WEIGHT: value}, f"row {row} of {which}")
+        document_weight({DOCUMENT_WEIGHT: value}, row_name(row, name))
         for row, value in enumerate(dataset.with_format(None)[DOCUMENT_WEIGHT])
     ]
     return np.array(weights, np.float32)

@@ -11,21 +11,24 @@
 
 B leaks if the difference is above 4 × noise. Below, B is isolated if the difference is at most 1 %
 of the leak, or the share at most 1 % (or what rounding has by chance), or if B stays identical to
-the last bit when A's tokens change. Otherwise the check is inconclusive.
+the last bit when A's tokens change. Otherwise the check is inconclusive. What bf16 weights do
+not show to leak is measured once more, on a copy of them in float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from trl_packing.attention.install import try_backward, use_native_attention
 from trl_packing.attention.model_facts import current_implementation, requires, unwrap_model
-from trl_packing.attention.state import preserve_state, restore_state
+from trl_packing.attention.state import is_sharded, preserve_state, restore_state
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.isolation.probes import (
@@ -43,6 +46,8 @@ from trl_packing.packing.collator import PackedCollator
 
 NOISE_FACTOR = 4.0
 LEAK_SHARE = 0.01
+_EPS = torch.finfo(torch.float32).eps
+_COPY_BYTES = 4 * 2**30  # of weights in float32
 
 VERDICTS = {  # from the best
     "isolated": "documents are isolated",
@@ -69,6 +74,8 @@ class IsolationReport:
     attention: str
     mode: str  # "training" or "evaluation"
     gradient_difference: float | None = None  # relative to the largest gradient
+    has_images: bool = False  # in the probe that decided
+    in_float32: bool = False  # measured again, on a copy of weights that round more
 
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
@@ -79,14 +86,26 @@ class IsolationReport:
         return NOISE_FACTOR * self.noise
 
     @property
+    def is_blunt(self) -> bool:
+        """Whether rounding is too near to a leak for the difference alone to tell them apart."""
+        return self.verdict != "leaks" and self.difference > LEAK_SHARE * self.leak
+
+    @property
+    def words(self) -> str:
+        """The verdict in words."""
+        limits = ", as far as rounding lets it show" if self.is_blunt else ""
+        return VERDICTS[self.verdict] + limits
+
+    @property
     def numbers(self) -> str:
         """What decided, in words."""
         differs, allowed, leak = map(brief, (self.difference, self.allowed, self.leak))
-        return f"differs by {differs}, rounding allows {allowed}, a leak would be {leak}"
+        precision = " (in float32)" if self.in_float32 else ""
+        return f"differs by {differs}, rounding allows {allowed}, a leak would be {leak}{precision}"
 
     def __str__(self) -> str:
         where = f"{self.model}, {self.attention}, {self.mode} mode, {self.probe}"
-        return f"{VERDICTS[self.verdict]}: {where}: {self.numbers}"
+        return f"{self.words}: {where}: {self.numbers}"
 
 
 def brief(number: float) -> str:
@@ -200,28 +219,50 @@ def check_probes(
     """Return the worst report on some probes; arguments as of `check_isolation`."""
     inner = unwrap_model(model)
     attention = attention or current_implementation(inner) or "its native attention"
-    with try_backward(inner, training=training) as faults, preserve_state(model, training):
+
+    def worst(called: Any, eps: float) -> tuple[IsolationReport, Probe]:
         reports = []
         for probe in made:
-            measured = _measure(model, inner, probe, fused_head, collator)
+            measured = _measure(called, inner, probe, fused_head, collator)
             report = IsolationReport(
-                *_verdict(*measured, torch.finfo(next(inner.parameters()).dtype).eps),
+                *_verdict(*measured, eps),
                 probe=probe.name,
                 model=type(inner).__name__,
                 attention=attention,
                 mode="training" if model.training else "evaluation",
+                has_images="images" in probe.document,
             )
             reports.append((report, probe))
         from_best = [*VERDICTS]
-        report, probe = max(
-            reports, key=lambda pair: (from_best.index(pair[0].verdict), pair[0].difference)
-        )
+        return max(reports, key=lambda pair: (from_best.index(pair[0].verdict), pair[0].difference))
+
+    eps = torch.finfo(next(inner.parameters()).dtype).eps
+    with try_backward(inner, training=training) as faults, preserve_state(model, training):
+        report, probe = worst(model, eps)
+        if report.verdict != "leaks" and report.difference and eps > _EPS and _can_be_copied(inner):
+            with suppress(Exception):  # kernels of half precision refuse it
+                report, probe = worst(_in_float32(model), _EPS)
+                report = replace(report, in_float32=True)
         if gradients:
             error = _gradient_difference(model, inner, probe, collator)
             report = replace(report, gradient_difference=error)
     if report and faults:
         raise RuntimeError(faults[0])
     return report
+
+
+def _can_be_copied(model: nn.Module) -> bool:
+    """Return whether a copy of the weights in float32 is small, and needs no other rank."""
+    return 4 * sum(p.numel() for p in model.parameters()) <= _COPY_BYTES and not is_sharded(model)
+
+
+def _in_float32(model: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls `model` with its weights and buffers in float32."""
+    # DDP would wait for ranks that need no second measurement.
+    called = model.module if isinstance(model, DistributedDataParallel) else model
+    held = (*called.named_parameters(), *called.named_buffers())
+    copies = {name: tensor.float() for name, tensor in held if tensor.is_floating_point()}
+    return lambda **batch: functional_call(called, copies, (), batch)
 
 
 @torch.no_grad()
@@ -268,7 +309,7 @@ def _trains_more_than_a_matrix(model: Any) -> bool:
 
 
 def _measure(
-    model: nn.Module, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
+    model: Any, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return logits, or scores of the fused head, of B alone, packed and contaminated."""
     ids = np.asarray(probe.document["input_ids"], np.int64)
@@ -412,7 +453,7 @@ def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
-def _fused_scores(model: nn.Module, batch: dict[str, Any], labels: Tensor) -> Tensor:
+def _fused_scores(model: Any, batch: dict[str, Any], labels: Tensor) -> Tensor:
     """Return log-probability and entropy of the trained `labels` by the fused head, ``(N, 2)``."""
     output = model(**batch, labels=labels, fused_lm_head=True)
     return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
@@ -429,7 +470,7 @@ def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
     return scores + step * torch.where(up, 1.0, -1.0).to(scores.device)
 
 
-def _logits_at(model: nn.Module, inner: Any, batch: dict[str, Any], rows: np.ndarray) -> Tensor:
+def _logits_at(model: Any, inner: Any, batch: dict[str, Any], rows: np.ndarray) -> Tensor:
     """Return the first row's logits at `rows`, from the end, ``(len(rows), vocabulary)``."""
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     kept = False

@@ -108,7 +108,7 @@ class IsolationGuard:
         reason = "" if result else _PADDED if pads else _GOES_ON
         if isinstance(result, Refusal):
             return Checked(result.verdict, reason, error=str(result))
-        return Checked(result.verdict, reason, result)
+        return Checked(result.verdict, reason, result, is_padded=pads and not result)
 
     @property
     def base_model(self) -> Any:
@@ -356,7 +356,7 @@ def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
         return f"refused ({str(result)[:80]})"
     by = f" by {brief(result.difference)}" if result.verdict == "leaks" else ""
-    return result.verdict + by + " with images" * ("image" in result.probe)
+    return result.verdict + by + " with images" * result.has_images
 
 
 _FROM_BEST = (*VERDICTS, "refused", NOT_FINITE)
@@ -398,6 +398,7 @@ class Checked:
     reason: str = "a preview loads no model; trl-packing verify checks one"
     evidence: IsolationReport | None = None
     error: str = ""
+    is_padded: bool = False
 
     def __str__(self) -> str:
         if self.error:
@@ -405,7 +406,7 @@ class Checked:
         if self.evidence is None:
             return f"nothing ({self.reason})"
         numbers = self.evidence.numbers
-        if self.reason == _PADDED:
+        if self.is_padded:
             return f"{_PADDED}, for documents would LEAK into each other: {numbers}"
-        word = VERDICTS[self.verdict].removeprefix("documents are ")
+        word = self.evidence.words.removeprefix("documents are ")
         return f"{word}: {numbers}" + f"; {self.reason}" * bool(self.reason)

@@ -8,8 +8,11 @@ they have trained equally many documents, or tokens.
 """
 
 import json
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from trl_packing.training.run_page import (
 
 # `transformers.trainer.TRAINER_STATE_NAME`, whose import takes seconds.
 STATE = "trainer_state.json"
+
+_NAME, _CELL = 30, 22  # characters, so that the settings of two runs fit into 80 columns
 
 _OF_EACH_RUN = ("output_dir", "logging_dir", "run_name")
 
@@ -142,21 +147,36 @@ def tables(found: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]
     for title, figures in numbers.items():
         rows = [[n, *map(_cell, v), _difference(v[0], v[-1])] for n, v in figures.items()]
         yield [title, *head], rows
-    differing = found["differing"].items()
-    rows = [[n, *("–" if v is None else in_json(v) for v in vs)] for n, vs in differing]
-    yield ["settings, model, machine and versions that differ", *found["runs"]], rows
+    rows = []
+    for name, values in found["differing"].items():
+        cells = ["–" if value is None else in_json(value) for value in values]
+        if len({*cells}) > 1:  # 1 and "1" look alike
+            rows.append([name, *cells])
+    yield ["settings, model, data, machine and versions that differ", *found["runs"]], rows
 
 
 def comparison_text(found: dict[str, Any]) -> str:
     """Return the tables and notes of a comparison for a terminal."""
+    columns = max(shutil.get_terminal_size((100, 24)).columns, 50)
     parts = []
-    for head, rows in tables(found):
-        (title, *runs), *lines = [[escape_hidden(c) for c in row] for row in (head, *rows)]
-        cells = [line[1:] for line in lines]
-        names = [line[0] for line in lines]
-        table = pd.DataFrame(cells, names, pd.Index(runs, name=title))
-        parts.append(table.to_string(max_colwidth=28) if rows else f"{title}: none")
-    return "\n\n".join([*parts, *(f"- {escape_hidden(note)}" for note in found["notes"])])
+    for (title, *runs), rows in tables(found):
+        lines = _wrapped(["", *runs])
+        for row in rows:
+            lines += _wrapped(row)
+        names, *cells = zip(*lines, strict=True)
+        table = pd.DataFrame(dict(enumerate(cells)), names).to_string(
+            header=False, line_width=columns
+        )
+        parts.append(f"{title}:\n\n{table}" if rows else f"{title}: none")
+    notes = [textwrap.fill(f"- {escape_hidden(note)}", columns) for note in found["notes"]]
+    return "\n\n".join([*parts, *notes])
+
+
+def _wrapped(row: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the lines of a row of a table: a name, and cells of at most `_CELL` characters."""
+    name, *cells = map(escape_hidden, row)
+    wrapped = [textwrap.wrap(cell, _CELL) for cell in cells]
+    return [*zip_longest(textwrap.wrap(name, _NAME), *wrapped, fillvalue="")]
 
 
 def compare_page(records: Sequence[RunRecord], found: dict[str, Any]) -> HtmlPage:

@@ -120,7 +120,7 @@ def _write_set(name: str, rows: Dataset, run: PreviewedRun, result: Path) -> dic
     documents.select_columns(kept).save_to_disk(result / folder_of(name))
     tokens = ArrowDocuments(documents, [*TOKEN_COLUMNS, *packed])
     trained = tokens.num_trained()
-    drops = counts is None or any("trained token" in stage.why for stage in counts.stages)
+    drops = counts is None or any(stage.is_untrained for stage in counts.stages)
     if not drops and trained.all() and not args.shuffle_dataset:
         # Runs with and without packing differ in the documents that they drop for having nothing
         # to train, and they shuffle before or after that.

@@ -8,7 +8,7 @@ The rows of a `train_dataset` that is a dictionary are numbered as one.
 """
 
 import copy
-import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -34,7 +34,13 @@ from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, fit_documents, prepare, whole_documents
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, IMAGE_SIZES
+from trl_packing.documents.labels import (
+    IMAGE_COLUMNS,
+    IMAGE_ROW,
+    IMAGE_SIZES,
+    SomeRows,
+    row_name,
+)
 from trl_packing.tools.show import show_document
 from trl_packing.tools.training_command import (
     TrainerCall,
@@ -53,9 +59,6 @@ from trl_packing.training.run_data import prepare_sources, source_sets, trains_c
 from trl_packing.training.sampling import Sampling
 from trl_packing.vision.run_images import RunImages
 from trl_packing.vision.support import has_images
-
-# The name of a selection of rows, in messages that `_renumber` turns into those on the data set.
-_NAME = "inspected"
 
 # Preparation carries one column along for every document, the `source_column` of evaluation sets:
 # this one, which holds the number of its row.
@@ -243,11 +246,14 @@ class PreviewedRun:
             run = replace(run, images=self.images.without_files())
         shows_progress = not are_progress_bars_disabled()
         disable_progress_bars()
+        name = SomeRows("inspected")
+        # A row may be several documents; the first row was prepared before without an error.
+        name.numbers = defaultdict(lambda: row, {0: rows[0]})
         try:
-            documents, _ = run._prepare(dataset.select(rows), _NAME)
+            documents, _ = run._prepare(dataset.select(rows), name)
             return [run._with_image_sizes(document) for document in documents], ""
         except (ValueError, RuntimeError) as error:
-            return [], _renumber(str(error), rows, row)
+            return [], str(error).removeprefix(f"{row_name(len(rows) - 1, name)}: ")
         finally:
             if shows_progress:
                 enable_progress_bars()
@@ -295,16 +301,6 @@ def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
 
 def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
     raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")
-
-
-def _renumber(message: str, rows: Sequence[int], row: int) -> str:
-    """Return a message about the selection `rows` as one about `row` of the data set."""
-    message = re.sub(
-        rf"\b(row|document) (\d+) of the {_NAME} dataset",
-        lambda found: f"{found[1]} {rows[int(found[2])]} of the data set",
-        message,
-    ).replace(f"the {_NAME} dataset", "the data set")
-    return message.removeprefix(f"row {row} of the data set: ")
 
 
 class TracedDocuments(NamedTuple):

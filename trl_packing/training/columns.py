@@ -34,7 +34,7 @@ def documents_of(
     check_weights_can_be_used(compute_loss_func, dataset.column_names)
     scalars = {}
     if DOCUMENT_WEIGHT in dataset.column_names:
-        scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "the prepared data set")
+        scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "prepared")
     if IMAGE_ROW in dataset.column_names:
         scalars[IMAGE_ROW] = np.asarray(dataset.with_format("numpy")[IMAGE_ROW][:])
     if sources is not None:

@@ -17,13 +17,12 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import PreparationCounts, quantity
+from trl_packing.data.counts import Line, PreparationCounts, quantity
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
-from trl_packing.isolation.check import brief
 from trl_packing.isolation.guard import Checked
 from trl_packing.packing.draw import column_of
 from trl_packing.packing.epoch import padded_batch_size
@@ -37,8 +36,7 @@ from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_page import storable
 from trl_packing.training.sampling import Sampling
 
-Line = tuple[str, str]  # label, text
-
+_FLOAT32 = "float32, as bf16 is slower on this CPU (bf16=True trains in it all the same)"
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
 
@@ -60,6 +58,7 @@ class PackingReport:
         tokens_per_micro_batch: padding included; None unless static shapes hold it constant.
         given_in_steps: settings that count optimizer steps, by name.
         room: tokens that fit into a micro-batch; without bins, those of the largest at first.
+        precision: why it is not TRL's default, in words; None where it is, or the user chose it.
         checked: what was checked on the model, with the evidence.
         prefixes: tokens that documents share, and what the run makes of it; None if unknown.
         tokens_computed: in all bins, where these hold groups of documents; else None.
@@ -86,6 +85,7 @@ class PackingReport:
     preparation: PreparationCounts = field(default_factory=PreparationCounts)
     given_in_steps: dict[str, int] = field(default_factory=dict)
     room: int | None = None
+    precision: str | None = None
     checked: Checked = field(default_factory=Checked)
     prefixes: PrefixSavings | None = None
     tokens_computed: int | None = None
@@ -119,23 +119,24 @@ class PackingReport:
         return render(Path(__file__).with_name("report.html"), report=self.lines())
 
     def lines(self) -> list[Line]:
-        """Return the report as labels and texts."""
+        """Return the lines of the report."""
         lines = [
-            ("turns", self.preparation.turns_in_words()),
-            ("documents", self._documents()),
+            Line("turns", self.preparation.turns_in_words()),
+            Line("documents", self._documents()),
             *_source_lines(self.sources),
-            ("images", str(self.images or "")),
+            Line("images", str(self.images or "")),
             *self._rows(),
-            ("prefixes", str(self.prefixes or "")),
+            Line("prefixes", str(self.prefixes or "")),
             *self._epoch(),
-            ("order", self.order),
+            Line("order", self.order),
             *self._padded(),
-            ("loss", self.loss or ""),
-            ("attention", self.attention or ""),
-            ("checked", str(self.checked)),
-            *(("", line) for line in str(self.preparation).splitlines()),
+            Line("loss", self.loss or ""),
+            Line("attention", self.attention or ""),
+            Line("precision", self.precision or ""),
+            Line("checked", str(self.checked)),
+            *self.preparation.lines(),
         ]
-        return [(label, text) for label, text in lines if text]
+        return [line for line in lines if line.text]
 
     def _documents(self) -> str:
         if self.documents is None or not self.tokens or self.trained_tokens is None:
@@ -150,14 +151,16 @@ class PackingReport:
         )
 
     def _rows(self) -> list[Line]:
-        rows = [("micro-batch", self.micro_batch)]
+        rows = [Line("micro-batch", self.micro_batch)]
         constant = self.tokens_per_micro_batch or 0
         if self.utilization is not None:
             bins = f"{quantity(self.bins or 0, 'bin')} of {self.capacity:,} tokens"
-            rows = [("packed into", f"{bins} · {self.utilization:.2%} filled")]
+            rows = [Line("packed into", f"{bins} · {self.utilization:.2%} filled")]
         elif self.bins is not None:
-            rows = [("packed into", f"{self.bins:,} rows")]
-        return rows + [("shapes", f"every micro-batch has {constant:,} tokens")] * bool(constant)
+            rows = [Line("packed into", f"{self.bins:,} rows")]
+        if constant:
+            rows.append(Line("shapes", f"every micro-batch has {constant:,} tokens"))
+        return rows
 
     def _epoch(self) -> list[Line]:
         steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
@@ -172,7 +175,7 @@ class PackingReport:
             f"{(self.trained_tokens or 0) / steps:,.0f} trained tokens · "
             f"{quantity(self.ranks, 'rank')} × {self.accumulation} accumulated × {self.micro_batch}"
         )
-        return [("an epoch", epoch), ("a step", step)]
+        return [Line("an epoch", epoch), Line("a step", step)]
 
     def _padded(self) -> list[Line]:
         """Return the steps of a padded run, how to keep them, and a warning for few steps."""
@@ -182,18 +185,18 @@ class PackingReport:
         size = self.padded_documents_per_step
         if steps and padded and size and steps != padded:
             keeps = f"{quantity(size, 'document')} each (documents_per_step={size} keeps that)"
-            lines.append(("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
+            lines.append(Line("if padded", f"{quantity(padded, 'step')} an epoch, {keeps}"))
             # A packed step may hold many padded ones.
             in_epochs = (
-                f"{name}={value} is {brief(value / steps)} epoch{'s' * (value != steps)} here, "
-                f"{brief(value / padded)} if padded"
+                f"{name}={value} is {decimals(value / steps)} epoch{'s' * (value != steps)} here, "
+                f"{decimals(value / padded)} if padded"
                 for name, value in self.given_in_steps.items()
             )
-            lines.append(("", "; ".join(in_epochs)))
+            lines.append(Line("", "; ".join(in_epochs)))
         if steps and steps < 20:  # fewer learn little, whatever their size
             few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
             more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
-            lines.append(("", f"{few}; {more}"))
+            lines.append(Line("", f"{few}; {more}", is_warning=True))
         return lines
 
 
@@ -245,7 +248,7 @@ def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
         f"{source.tokens:,} tokens ({source.tokens / total:.1%}) · {source.trained:,} trained"
         for source in sources
     ]
-    return [("sources" if not i else "", line) for i, line in enumerate(lines)]
+    return [Line("sources" if not i else "", line) for i, line in enumerate(lines)]
 
 
 def times(epochs: float) -> str:
@@ -255,7 +258,17 @@ def times(epochs: float) -> str:
         >>> times(1.0), times(2.5), times(0.3334), times(0.0001)
         ('1×', '2.5×', '0.33×', '0.0001×')
     """
-    return f"{epochs:.2g}×" if epochs < 1 else f"{epochs:.2f}".rstrip("0").rstrip(".") + "×"
+    return f"{decimals(epochs)}×"
+
+
+def decimals(number: float) -> str:
+    """Return a number in plain decimals, two of them or two digits.
+
+    Examples:
+        >>> decimals(0.005), decimals(0.00001234), decimals(20.25), decimals(3.0)
+        ('0.005', '0.000012', '20.25', '3')
+    """
+    return np.format_float_positional(number, 2, fractional=number >= 1, trim="-")
 
 
 _TITLE = " trl_packing "
@@ -267,7 +280,7 @@ def as_text(lines: Sequence[Line]) -> str:
     columns = min(max(shutil.get_terminal_size((100, 24)).columns, 50), 100)
     wrapped = []
     options: Any = {"subsequent_indent": " " * _LABEL, "break_on_hyphens": False}
-    for label, text in lines:
+    for label, text, _ in lines:
         wrapped += textwrap.wrap(f"{label:<{_LABEL}}{escape_hidden(text)}", columns, **options)
     width = max(map(len, [*wrapped, _TITLE]))
     return "\n".join([f"{_TITLE:─^{width}}", *wrapped, "─" * width])
@@ -394,7 +407,7 @@ class RunReport(TrainerCallback):
     @property
     def current(self) -> PackingReport:
         """The report, with the attention, its check and the shapes in use."""
-        mode = self.sharing.mode
+        mode, sampling = self.sharing.mode, self.collators.sampling
         reason = self.sharing.reason()
         prefixes = self._planned.prefixes
         if mode != "off":
@@ -402,6 +415,7 @@ class RunReport(TrainerCallback):
         return replace(
             self._planned,
             attention=str(self.collators.guard.attention),
+            precision=_FLOAT32 if getattr(sampling.args, "_leaves_bf16_out", False) else None,
             checked=self.collators.guard.checked,
             tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
             prefixes=None if mode == "off" and reason else prefixes,

@@ -60,13 +60,13 @@ class RunRecord:
 
     Attributes:
         name: the output folder, or the name that the user gave the run.
-        path: "packed", "padding-free" or "TRL's path", with the reason.
+        path: "packed", "padding-free" or "TRL's path"; `trl_path` is the reason for that.
         log: entries of `state.log_history`.
         totals: by optimizer step.
         status: "running", "finished", or the reason why the run stopped.
         step: optimizer steps so far; `max_steps` of the whole run, 0: unknown.
         written: time of the last change, in UTC.
-        report: lines of the packing report, label and text; empty on TRL's path.
+        report: lines of the packing report; empty on TRL's path.
         verdict: of the isolation check: "isolated", "leaks", ...; "" without a report.
         settings: all settings, as JSON; `changed` names those that differ from their defaults.
         facts: model, device and number of ranks, in words.
@@ -76,6 +76,7 @@ class RunRecord:
 
     name: str
     path: str = ""
+    trl_path: str = ""
     log: list[dict[str, Any]] = field(default_factory=list)
     totals: dict[int, Totals] = field(default_factory=dict)
     status: str = "running"
@@ -300,12 +301,14 @@ def _gaps(name: str, points: Sequence[Point]) -> str:
 def run_page(record: RunRecord) -> HtmlPage:
     """Return the page of a run, the text of a file that opens from disk."""
     shown = values_of_curves([record], warnings={"steps": ON_STEPS})
-    uncounted = [f"{record.path}. Documents are not counted there."]
+    notes = record.notes
+    if record.trl_path:
+        notes = [f"{record.path}: {record.trl_path}. Documents are not counted there.", *notes]
     return render(
         Path(__file__).with_name("run.html"),
         title=f"Run · {record.name}",
         figures=_figures(record),
-        notes=uncounted * record.path.startswith("TRL") + record.notes,
+        notes=notes,
         shown=shown,
         report=record.report,
         settings=[(name, in_json(record.settings.get(name))) for name in record.changed],
@@ -332,7 +335,7 @@ def _figures(record: RunRecord) -> list[tuple[str, str]]:
         found.append((f"{total.seconds:,.1f} s", "of training"))
     found += [(f"{value:.4g}", name) for name, value in losses.items() if value is not None]
     found += [(record.verdict, "documents on this model")] * bool(record.verdict)
-    return [*found, (record.path.partition(":")[0], "rows")]  # a note has the reason
+    return [*found, (record.path, "rows")]
 
 
 def in_json(value: Any) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -48,12 +49,24 @@ _RESUMED_WITHOUT = (
 
 
 class RunRecorder(TrainerCallback):
-    """Keeps the record of a run, and its page; `path` returns the path of the run in words."""
+    """Keeps the record of a run, and its page.
+
+    `path` returns the path of the run in words; `trl_path` says why it is TRL's, if it is. `data`
+    are the facts of the training set.
+    """
 
     least_seconds = 5.0  # between writes
 
-    def __init__(self, trainer: SFTTrainer, meter: ThroughputMeter, path: Callable[[], str]):
-        self.trainer, self.meter, self.path = trainer, meter, path
+    def __init__(
+        self,
+        trainer: SFTTrainer,
+        meter: ThroughputMeter,
+        path: Callable[[], str],
+        trl_path: str | None,
+        data: dict[str, str],
+    ):
+        self.trainer, self.meter, self.path, self.trl_path = trainer, meter, path, trl_path
+        self.data = data
         self.record: RunRecord | None = None  # of the run that trains, or trained last
         self._checkpoint: Any = None  # to resume from
         self._before = NOTHING  # trained by the run that is resumed
@@ -84,8 +97,15 @@ class RunRecorder(TrainerCallback):
                 settings=all_settings(args),
                 changed=changed_settings(args),
                 versions=installed_versions(),
-                facts=facts | {"ranks": str(args.world_size)},
+                facts=facts | {"ranks": str(args.world_size)} | self.data,
             )
+            for name, config in (getattr(model, "peft_config", None) or {}).items():
+                adapter = "peft." if name == "default" else f"peft {name}."
+                values = {
+                    n: sorted(v) if isinstance(v, set) else v for n, v in vars(config).items()
+                }
+                record.settings |= {adapter + n: v for n, v in storable(values).items()}
+                record.changed += [adapter + n for n in changed_settings(config)]
             self._before = self._continue(record, step) if step else NOTHING
             record.totals[step] = self._before
         self._write()
@@ -125,7 +145,7 @@ class RunRecorder(TrainerCallback):
         if self.record is None or not self.trainer.is_in_train or counts is None:
             return
         now = Totals(seconds=counts["seconds"])
-        if self.path().startswith("TRL"):
+        if self.trl_path:
             tokens = self.trainer._total_train_tokens - self.meter.tokens_before
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
@@ -145,6 +165,7 @@ class RunRecorder(TrainerCallback):
         self.record = replace(
             self.record,
             path=self.path(),
+            trl_path=self.trl_path or "",
             log=state.log_history,
             status=status or self.record.status,
             step=state.global_step,
@@ -199,6 +220,7 @@ _TURNED_ON = ("bf16", "activation_checkpointing", "gradient_checkpointing", "do_
 _RESOLVED: dict[str, Any] = dict.fromkeys(_TURNED_ON, True) | {"pad_to_multiple_of": None}
 _RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
 _LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
+_LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
 
 # Tokens of text are none.
 _SECRET = re.compile(
@@ -223,6 +245,7 @@ def all_settings(args: Any) -> dict[str, Any]:
 def changed_settings(args: Any) -> list[str]:
     """Return the names of the settings of `args` that differ from their defaults."""
     left_out = _LEFT_OUT | {*["packing"] * getattr(args, "_packing_is_default", False)}
+    left_out |= {*["bf16"] * getattr(args, "_leaves_bf16_out", False)}
     found = []
     for setting in fields(args):
         default = setting.default
@@ -233,6 +256,25 @@ def changed_settings(args: Any) -> list[str]:
         if setting.init and setting.name not in left_out and value not in usual:
             found.append(setting.name)
     return found
+
+
+def facts_of_data(given: Any) -> dict[str, str]:
+    """Return the facts by which data sets are told apart; of each, in a dictionary of them."""
+    facts: dict[str, str] = {}
+    if isinstance(given, dict):
+        for source, dataset in given.items():
+            facts |= {f"{name} of {source}": fact for name, fact in facts_of_data(dataset).items()}
+        return facts
+    if not isinstance(given, (Dataset, IterableDataset)):
+        return {}
+    known = {
+        "data": given.info.dataset_name,
+        "subset": given.info.config_name,
+        "split": given.split,
+        "rows": getattr(given, "num_rows", None),  # a stream has neither
+        "fingerprint": getattr(given, "_fingerprint", None),
+    }
+    return {name: str(fact) for name, fact in known.items() if fact is not None}
 
 
 def installed_versions() -> dict[str, str]:

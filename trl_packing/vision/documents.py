@@ -33,6 +33,7 @@ from trl_packing.documents.labels import (
     IMAGE_ROW,
     TOKEN_WEIGHTS,
     document_columns,
+    row_name,
 )
 from trl_packing.vision.images import ImageStore
 from trl_packing.vision.sizes import (
@@ -79,7 +80,7 @@ def documents_with_images(
         row_format = replace(row_format, train_on="assistant")
     sizes = [store.sizes(row) for row in dataset[IMAGE_ROW]]
     keys = [*map(keys_of, sizes)]
-    places = {key: f"row {row} of the {name} dataset" for row, of in enumerate(keys) for key in of}
+    places = {key: row_name(row, name) for row, of in enumerate(keys) for key in of}
     learned = placeholders_of(processor, places, patch_size)
     images = [[learned[key] for key in of_row] for of_row in keys]
     kept = document_columns(dataset.column_names, rules.options.named_columns())
@@ -113,7 +114,7 @@ def documents_with_images(
         for column in compared:
             if expected[column][0].tolist() != documents[number][column]:
                 raise ValueError(
-                    f"row {number} of the {name} dataset has other {column} by its image sizes "
+                    f"{row_name(number, name)} has other {column} by its image sizes "
                     f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
                 )
     return documents, [(len(row), sum(image.patches for image in row)) for row in images]
@@ -180,7 +181,7 @@ def _naming(row: int, name: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS) as error:
-        raise ValueError(f"row {row} of the {name} dataset: {error}") from error
+        raise ValueError(f"{row_name(row, name)}: {error}") from error
 
 
 def _texts_of(

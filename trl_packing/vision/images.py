@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Image, LargeList, List
 
-from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, row_name
 
 if TYPE_CHECKING:  # only runs with images need Pillow
     from PIL import Image as PillowImage
@@ -59,7 +59,7 @@ class ImageStore:
         files: Any = _files_of(dataset, found[0], name) if found else [{}] * len(dataset)
         self._sources[first] = (files, name)
         for row, of_row in enumerate(map(_files, files)):
-            where = f"in row {row} of the {name} dataset"
+            where = f"in {row_name(row, name)}"
             sizes = [_size(file, f"image {at} {where}") for at, file in enumerate(of_row)]
             self._sizes.append(np.array(sizes, np.int64).reshape(-1, 2))
         rows = np.arange(first, len(self._sizes))
@@ -81,7 +81,7 @@ class ImageStore:
     def name_of(self, row: int) -> str:
         """Return the words by which messages name a row."""
         _, name, number = self._place_of(row)
-        return f"row {number} of the {name} dataset"
+        return row_name(number, name)
 
     def _place_of(self, row: int) -> tuple[Any, str, int]:
         """Return the files and the name of the data set that has a row, and its number there."""

@@ -13,7 +13,7 @@ from trl.data_utils import get_dataset_column_names, is_conversational
 
 from trl_packing.attention.model_facts import config_of
 from trl_packing.data.messages import messages_in, rows_with
-from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW
+from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, row_name
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
 
@@ -94,6 +94,6 @@ def check_no_other_media(dataset: Dataset | IterableDataset, name: str) -> None:
         kinds: Any = {part.get("type") for part in parts if isinstance(part, dict)}
         if kinds := kinds & {*_OTHER_PARTS}:
             raise ValueError(
-                f"row {number} of the {name} dataset: a message has a part of type {min(kinds)!r}; "
+                f"{row_name(number, name)}: a message has a part of type {min(kinds)!r}; "
                 "only text and images can be trained here"
             )

@@ -124,21 +124,21 @@ def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield _chart("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
     else:
         trained = 100 * plan.documents.num_trained() / np.maximum(plan.documents.lengths(), 1)
-        yield _chart("Trained share of documents", trained, "% of the tokens", "documents")
+        yield _chart("Trained share of documents", trained, " of the tokens", "documents", "%")
     if bins is not None:
         yield _chart("Documents in a bin", np.diff(bins.offsets), "documents", "bins")
         filled = 100 * (bins.tokens / bins.capacity)
-        yield _chart("Fill of bins", filled, "% of the bin's tokens are real", "bins")
+        yield _chart("Fill of bins", filled, " of the bin's tokens are real", "bins", "%")
     yield _chart("Documents in a step", epoch.by_step(epoch.documents), "documents", "steps")
     yield _chart("Tokens in a step", epoch.by_step(epoch.tokens), "tokens", "steps")
 
 
 def _chart(
-    title: str, values: np.ndarray, label: str, counted: str
+    title: str, values: np.ndarray, label: str, counted: str, unit: str = ""
 ) -> tuple[str, str, dict[str, Any]]:
     mean = float(values.mean())
-    note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{'%' * label.startswith('%')}"
-    return title, note, histogram(values, label=label, counted=counted)
+    note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{unit}"
+    return title, note, histogram(values, label=unit + label, counted=counted)
 
 
 def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:
@@ -153,7 +153,7 @@ def _losses(plan: RunPlan) -> dict[str, Any] | None:
     lost = [(f"{s.affected:,} {s.why}", TokenCounts() - s.lost, True) for s in counts.stages]
     kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
     rows = [("before", counts.before, False), *lost, (kept, counts.after, False)]
-    return {"rows": rows, "notes": str(counts).splitlines()[len(lost) :]}
+    return {"rows": rows, "notes": counts.lines()[len(lost) :]}
 
 
 def settings_of(args: Any) -> dict[str, Any]:

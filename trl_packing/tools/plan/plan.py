@@ -104,7 +104,7 @@ class Variant:
     @property
     def too_long(self) -> str:
         """Documents that are longer than max_length, and are therefore cut or dropped."""
-        number = sum(stage.affected for stage in self.counts.stages if "max_length" in stage.why)
+        number = sum(stage.affected for stage in self.counts.stages if not stage.is_untrained)
         return f"{number:,} ({number / self.counts.before.documents:.1%})" if number else "0"
 
     @property
