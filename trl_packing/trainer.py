@@ -7,8 +7,8 @@ Each method of Hugging Face is overridden once, in a few lines that call an obje
 before anything else exists.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +57,7 @@ from trl_packing.training.arguments import (
     reason_for_trl_path,
     reason_to_keep_rows_apart,
 )
+from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
@@ -183,10 +184,12 @@ class PackedSFTTrainer(SFTTrainer):
         self._epochs = ResumedEpochs(self, self._sampling)
         self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
         self._recorder = RunRecorder(self, self._meter, self._path_in_words)
-        rest["callbacks"] = [*(callbacks or ()), self._recorder]
+        self._between_steps = BetweenSteps()
+        rest["callbacks"] = [*(callbacks or ()), self._recorder, self._between_steps]
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
+            self._between_steps.begin()
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
         check_arguments(args, train_dataset, compute_loss_func)
@@ -203,6 +206,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
             super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
+        self._between_steps.begin()
         keep_outputs_precise(self.accelerator)
         self._run_data.check()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -386,6 +390,12 @@ class PackedSFTTrainer(SFTTrainer):
         ):
             return super().training_step(model, inputs, count)
 
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
+        """Compute a loss with TRL's settings of experts, with which `generate` fails."""
+        with super().compute_loss_context_manager(), self._between_steps.in_step():
+            yield
+
     @packed_runs_only
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a row to the device, its CPU copy and its float32 weights with it."""
@@ -439,6 +449,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""
+        use_averaged_weights(self.optimizer)  # and not back: resumed steps begin with them, too
         with nullcontext() if _internal_call else gather_full_state_dict(self.accelerator):
             super().save_model(output_dir, _internal_call)
 

@@ -32,7 +32,7 @@ from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
 from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
-from trl_packing.data.stream import fit_stream
+from trl_packing.data.stream import fit_stream, with_equal_columns
 from trl_packing.data.tokenize_rows import can_prepare, documents_from_rows
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
@@ -86,6 +86,7 @@ def whole_documents(
         for record in records:
             record.check(rules)
         return WholeDocuments(dataset)
+    dataset = with_equal_columns(dataset)
     columns = get_dataset_column_names(dataset)
     _check(dataset, columns, rules, formatting_func, name)
     documents = _tokenize(dataset, columns, rules, formatting_func, name)
