@@ -391,7 +391,7 @@ class PackedSFTTrainer(SFTTrainer):
             return super().training_step(model, inputs, count)
 
     @contextmanager
-    def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
+    def compute_loss_context_manager(self) -> Iterator[None]:
         """Compute a loss with TRL's settings of experts, with which `generate` fails."""
         with super().compute_loss_context_manager(), self._between_steps.in_step():
             yield

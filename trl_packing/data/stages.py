@@ -99,7 +99,7 @@ def whole_documents(
     if TURN in documents.column_names:
         found = turns_of(documents.data.column(TURN).to_numpy())
         documents = documents.remove_columns(TURN)
-    if rules.packing:  # only what training reads
+    if not rules.keeps_columns:
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
@@ -218,7 +218,7 @@ def _tokenize(
     documents = documents_from_rows(
         dataset,
         replace(rules.row_format, formatting_func=formatting_func, answers=template),
-        keeps_columns=not rules.packing,
+        keeps_columns=rules.keeps_columns,
         document_columns=document_columns(columns, rules.options.named_columns()),
         num_proc=num_proc,
         name=name,
