@@ -56,6 +56,7 @@ from trl_packing.training.arguments import (
     leave_packing,
     reason_for_trl_path,
     reason_to_keep_rows_apart,
+    refuse_model_init,
 )
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
@@ -157,6 +158,7 @@ class PackedSFTTrainer(SFTTrainer):
         formatting_func: Callable[[dict[str, Any]], Any] | None = None,
         **newer: Any,
     ):
+        refuse_model_init(newer.get("model_init"))
         rest = newer | {
             "processing_class": processing_class,
             "compute_loss_func": compute_loss_func,
@@ -316,6 +318,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
+        refuse_model_init(self.model_init)
         forget_evaluation_wrapper(self)
         # accelerate draws the order of documents from torch's seed: that of rank 0.
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()

@@ -8,8 +8,8 @@ import torch
 from helpers.drop_in import parameters, tokenizer_for, trainer_for
 from helpers.tiny import tiny_dataset
 from safetensors.torch import load_file
-from transformers import GenerationConfig, TrainerCallback
-from trl import LogCompletionsCallback, SFTTrainer
+from transformers import TrainerCallback
+from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
 
@@ -146,16 +146,3 @@ def test_the_best_model_of_a_schedule_free_optimizer_is_saved_as_it_was_evaluate
     found = load_file(tmp_path / "saved" / "model.safetensors")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
-
-
-@pytest.mark.parametrize("eval_packing", [True, False])
-def test_trl_logs_completions_of_a_packed_run(eval_packing, tmp_path):
-    rows = tiny_dataset(ROWS)
-    packing = {"packing": True, "eval_packing": eval_packing, "report_to": "none"}
-    trainer = trainer_for(tmp_path, ROWS, arguments={"eval_dataset": rows}, **packing)
-    generation = GenerationConfig(max_new_tokens=2, pad_token_id=0)
-    callback = LogCompletionsCallback(trainer, generation, num_prompts=3, freq=1)
-    trainer.add_callback(callback)
-    trainer.train()
-    assert [prompt for _, prompt, _ in callback.table] == 2 * rows["prompt"][:3]
-    assert trainer.evaluate()["eval_loss"] > 0

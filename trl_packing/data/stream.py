@@ -116,11 +116,7 @@ def with_equal_columns(dataset: Any) -> Any:
     datasets 5.2 batches Arrow tables of interleaved parts before it adds columns, and fails.
     """
     joins = (step for step in steps_of(dataset) if hasattr(step, "ex_iterables"))
-    return dataset.map(_unchanged) if any(step.iter_arrow for step in joins) else dataset
-
-
-def _unchanged(row: Document) -> Document:
-    return row
+    return dataset.map(dict) if any(step.iter_arrow for step in joins) else dataset
 
 
 def take_counts(dataset: Any) -> PreparationCounts:
