@@ -18,11 +18,8 @@ of such files) and its columns. Every option of TRL's sft.py works (`--help`), a
 recipe_data.py lists the columns that can be named, and how, and the `datasets:` of a YAML file,
 which trains several data sets, each with its own columns and share (sft_mixture.yaml). The same
 script trains all weights (full_*.yaml) and adapters (lora_*.yaml, dora_*.yaml, qlora_*.yaml); it
-saves the adapter alone. To merge it into the base model:
-
-    from peft import AutoPeftModelForCausalLM
-    model = AutoPeftModelForCausalLM.from_pretrained("outputs/lora")
-    model.merge_and_unload().save_pretrained("outputs/merged")
+saves the adapter alone, with the tokenizer and its chat template. docs/after-training.md says how
+to merge it into the base model, and how to chat with either.
 """
 
 import warnings
@@ -88,6 +85,7 @@ DEMO_ARGUMENTS = {
     "report_to": "none",
 }
 NUM_SHOWN = 5  # answers that are printed
+FEW_STEPS = 50  # after so few, answers are seldom other ones
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -124,6 +122,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         trainer.add_callback(ShortLines)
     asked = list(trainer.eval_dataset.take(number)) if number else []
     longest = max((len(each["input_ids"]) - prompt_length(each) for each in asked), default=0)
+    if 0 < training_args.max_steps < training_args.logging_steps:
+        training_args.logging_steps = 1  # a short run would log no loss
     given = {"before": answers(trainer, asked, longest + 1)}
     metrics = trainer.train(training_args.resume_from_checkpoint).metrics
     given["after"] = answers(trainer, asked, longest + 1)
@@ -131,6 +131,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         metrics |= trainer.evaluate()
     if asked:
         metrics |= compare(trainer, asked, given)
+    sum_up(trainer)
     trainer.save_metrics("all", metrics, combined=False)
     if hasattr(trainer.model, "get_nb_trainable_parameters"):
         trained, total = trainer.model.get_nb_trainable_parameters()
@@ -204,6 +205,20 @@ def compare(
     shares = ", ".join(f"{exact[f'exact_match_{when}']:.1%} {when}" for when in given)
     say(f"\nExact match on {len(documents)} held-out prompts: {shares}")
     return exact
+
+
+def sum_up(trainer: PackedSFTTrainer) -> None:
+    """Print the first and the last loss, and that few steps change no answer."""
+    say, state = trainer.accelerator.print, trainer.state
+    logged = [entry for entry in state.log_history if "loss" in entry]
+    if logged:
+        first, last = logged[0], logged[-1]
+        before = f"{first['loss']:.3f} at step {first['step']:,}"
+        say(f"Training loss: {before}, {last['loss']:.3f} at step {last['step']:,}.")
+    if state.global_step < FEW_STEPS:
+        whole = round(state.global_step / state.epoch)
+        steps = f"{state.global_step} optimizer steps (an epoch has {whole:,})"
+        say(f"{steps} are too few to expect other answers.")
 
 
 if __name__ == "__main__":

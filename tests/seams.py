@@ -16,6 +16,7 @@ Read in TRL 1.16, transformers 5.17 and 5.24, accelerate 1.12 and 1.15, datasets
 METHODS = {
     # --- public ---
     "compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
+    "compute_loss_context_manager": "self",
     "evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
     "evaluation_loop": (
         "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"

@@ -7,8 +7,8 @@ Each method of Hugging Face is overridden once, in a few lines that call an obje
 before anything else exists.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +56,9 @@ from trl_packing.training.arguments import (
     leave_packing,
     reason_for_trl_path,
     reason_to_keep_rows_apart,
+    refuse_model_init,
 )
+from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
@@ -156,6 +158,7 @@ class PackedSFTTrainer(SFTTrainer):
         formatting_func: Callable[[dict[str, Any]], Any] | None = None,
         **newer: Any,
     ):
+        refuse_model_init(newer.get("model_init"))
         rest = newer | {
             "processing_class": processing_class,
             "compute_loss_func": compute_loss_func,
@@ -184,10 +187,12 @@ class PackedSFTTrainer(SFTTrainer):
         self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
         data = facts_of_data(rows)
         self._recorder = RunRecorder(self, self._meter, self._path_in_words, reason, data)
-        rest["callbacks"] = [*(callbacks or ()), self._recorder]
+        self._between_steps = BetweenSteps()
+        rest["callbacks"] = [*(callbacks or ()), self._recorder, self._between_steps]
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
+            self._between_steps.begin()
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
         check_arguments(args, train_dataset, compute_loss_func)
@@ -204,6 +209,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
             super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
+        self._between_steps.begin()
         keep_outputs_precise(self.accelerator)
         self._run_data.check()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
@@ -313,6 +319,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, on all ranks together also after an evaluation; resume from a whole checkpoint."""
+        refuse_model_init(self.model_init)
         forget_evaluation_wrapper(self)
         # accelerate draws the order of documents from torch's seed: that of rank 0.
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
@@ -387,6 +394,12 @@ class PackedSFTTrainer(SFTTrainer):
         ):
             return super().training_step(model, inputs, count)
 
+    @contextmanager
+    def compute_loss_context_manager(self) -> Iterator[None]:
+        """Compute a loss with TRL's settings of experts, with which `generate` fails."""
+        with super().compute_loss_context_manager(), self._between_steps.in_step():
+            yield
+
     @packed_runs_only
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Move a row to the device, its CPU copy and its float32 weights with it."""
@@ -440,6 +453,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model on any engine; parts of checkpoints are saved as configured."""
+        use_averaged_weights(self.optimizer)  # and not back: resumed steps begin with them, too
         with nullcontext() if _internal_call else gather_full_state_dict(self.accelerator):
             super().save_model(output_dir, _internal_call)
 

@@ -3,9 +3,9 @@
 import logging
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from harness import alone, assert_exact, make_trainer, run
-from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
+from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
@@ -137,3 +137,31 @@ def test_rows_that_were_padded_are_refused_by_their_number(tmp_path, streamed):
     for mask in ([1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 2, 2]):
         with pytest.raises(ValueError, match=r"document 1 of the train .*tokenize without padd"):
             trained([[1, 1, 1, 1], mask, [1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("join", "column", "is_first"),
+    [
+        (interleave_datasets, "id", False),
+        (interleave_datasets, "source", True),
+        (concatenate_datasets, "tools", False),
+        (concatenate_datasets, "id", True),
+    ],
+)
+def test_joined_streams_of_which_one_has_a_column_more_lose_nothing(
+    tmp_path, join, column, is_first
+):
+    if column == "tools":
+        more = tiny_rows("tools")
+        rows = [{"messages": row["messages"]} for row in more]
+    else:
+        rows = documents_of_lengths(range(4, 20))
+        more = [{**row, column: "a"} for row in rows]
+    parts = [Dataset.from_list(part).to_iterable_dataset() for part in (rows, more)]
+    joined = join(parts[::-1] if is_first else parts)
+    trainer = trainer_for(tmp_path, joined, packing=True, max_steps=2)
+    whole = trainer_for(tmp_path, Dataset.from_list(list(joined)), packing=True, max_steps=2)
+    found = [row["input_ids"] for row in trainer.train_dataset]
+    assert found == [row["input_ids"] for row in whole.train_dataset]
+    assert len(found) == len(list(joined)) > len(rows)
+    trainer.train()

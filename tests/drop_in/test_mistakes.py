@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import DatasetDict
 from helpers.drop_in import PackedSFTTrainer, both_modes, config, packed_only, trainer_for
-from helpers.tiny import tiny_dataset, tiny_iterable
+from helpers.tiny import tiny_dataset, tiny_iterable, tiny_model
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packing.training.arguments import check_arguments
@@ -56,3 +56,15 @@ def test_one_process_has_no_batches_to_cut(tmp_path, name, packing):
     args = types.SimpleNamespace(accelerator_config=asked.args.accelerator_config, world_size=2)
     with pytest.raises(ValueError, match=name):
         check_arguments(args, tiny_dataset("language_modeling"), None)
+
+
+@packed_only
+def test_liger_without_a_gpu_and_model_init_are_refused_in_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="use_liger_kernel=True needs a GPU"):
+        trainer_for(tmp_path, use_liger_kernel=True)
+    with pytest.raises(ValueError, match="model_init makes models"):
+        trainer_for(tmp_path, arguments={"model_init": tiny_model})
+    trainer = trainer_for(tmp_path)
+    trainer.model_init = lambda trial: tiny_model()  # as hyperparameter_search asks for
+    with pytest.raises(ValueError, match="model_init makes models"):
+        trainer.train()

@@ -149,13 +149,15 @@ def test_the_committed_demo_is_what_its_script_writes(tmp_path):
 
 def test_the_demo_runs_and_saves_a_model_that_loads(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = ["--max_steps", "2", "--logging_steps", "1", "--num_samples", "4"]
+    options = ["--max_steps", "2", "--num_samples", "4"]
     metrics = sft_packed.main([*options, "--output_dir", "out"])
     assert metrics["exact_match_before"] == 0
     assert metrics["eval_loss"] > 0
     printed = capsys.readouterr().out
     assert "Exact match on 4 held-out prompts: 0.0% before" in printed
     assert re.search(r"^step     2 · epoch 0.01 · loss ", printed, flags=re.M)
+    assert re.search(r"Training loss: \d\.\d+ at step 1, \d\.\d+ at step 2\.\n", printed)
+    assert re.search(r"2 optimizer steps \(an epoch has \d+\) are too few to expect", printed)
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

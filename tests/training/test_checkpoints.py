@@ -118,6 +118,20 @@ def test_an_optimizer_that_is_missing_is_refused_unless_that_is_asked_for(tmp_pa
         checkpoint_to_resume(tmp_path, trainer)
 
 
+class Projection:
+    """As GaLoreProjector of galore-torch 1.0, which is saved with the state of a parameter."""
+
+
+def test_an_optimizer_that_torch_refuses_to_load_is_named_until_it_is_allowed(tmp_path):
+    trainer = trainer_for(tmp_path)
+    (tmp_path / "scheduler.pt").touch()
+    torch.save({"state": {0: {"projector": Projection()}}}, tmp_path / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"Projection in its optimizer, .*add_safe_globals"):
+        checkpoint_to_resume(tmp_path, trainer)
+    with torch.serialization.safe_globals([Projection]):
+        assert checkpoint_to_resume(tmp_path, trainer) == str(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):

@@ -31,7 +31,8 @@ class Rules:
 
     args: SFTConfig  # or ours
     processing_class: Any  # tokenizer or processor
-    packing: bool  # columns that training does not read are dropped
+    packing: bool
+    keeps_columns: bool  # also those that training does not read
     row_format: RowFormat
     eos: EosRule
     # TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed
@@ -85,7 +86,7 @@ class Rules:
         template = getattr(own, "chat_template", None)  # of a processor
         stop_ids = stop_token_ids(tokenizer, generation_config, template)
         eos = EosRule(tokenizer, stop_ids, options.append_eos)
-        return cls(args, processing_class, packing, row_format, eos, by_trl, labeler)
+        return cls(args, processing_class, packing, not packing, row_format, eos, by_trl, labeler)
 
     @property
     def options(self) -> PackingOptions:

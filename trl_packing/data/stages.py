@@ -32,7 +32,7 @@ from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
 from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
-from trl_packing.data.stream import fit_stream
+from trl_packing.data.stream import fit_stream, with_equal_columns
 from trl_packing.data.tokenize_rows import can_prepare, documents_from_rows
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
@@ -86,6 +86,7 @@ def whole_documents(
         for record in records:
             record.check(rules)
         return WholeDocuments(dataset)
+    dataset = with_equal_columns(dataset)
     columns = get_dataset_column_names(dataset)
     _check(dataset, columns, rules, formatting_func, name)
     documents = _tokenize(dataset, columns, rules, formatting_func, name)
@@ -98,7 +99,7 @@ def whole_documents(
     if TURN in documents.column_names:
         found = turns_of(documents.data.column(TURN).to_numpy())
         documents = documents.remove_columns(TURN)
-    if rules.packing:  # only what training reads
+    if not rules.keeps_columns:
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
@@ -217,7 +218,7 @@ def _tokenize(
     documents = documents_from_rows(
         dataset,
         replace(rules.row_format, formatting_func=formatting_func, answers=template),
-        keeps_columns=not rules.packing,
+        keeps_columns=rules.keeps_columns,
         document_columns=document_columns(columns, rules.options.named_columns()),
         num_proc=num_proc,
         name=name,

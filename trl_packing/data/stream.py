@@ -110,6 +110,15 @@ class StreamFit:
         return found
 
 
+def with_equal_columns(dataset: Any) -> Any:
+    """Return a stream whose rows all have its columns, None where a part of it has not.
+
+    datasets 5.2 batches Arrow tables of interleaved parts before it adds columns, and fails.
+    """
+    joins = (step for step in steps_of(dataset) if hasattr(step, "ex_iterables"))
+    return dataset.map(dict) if any(step.iter_arrow for step in joins) else dataset
+
+
 def take_counts(dataset: Any) -> PreparationCounts:
     """Return the counts of a stream since the last call, in this process; zeros if unknown."""
     total = PreparationCounts()

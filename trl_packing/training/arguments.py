@@ -89,6 +89,15 @@ def leave_packing(args: Any, reason: str, train: Any, evaluated: Any, collator: 
         args.packing = False
 
 
+def refuse_model_init(model_init: Any) -> None:
+    """Raise ValueError for a function that makes a model: TRL prepares only the one it is given."""
+    if model_init is not None:
+        raise ValueError(
+            "model_init makes models that TRL's trainer cannot prepare; pass `model`, and build a "
+            "trainer for each trial of a search"
+        )
+
+
 @contextmanager
 def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
     """Keep TRL's constructor from packing inside the block; yields (packing, eval_packing)."""
@@ -101,6 +110,8 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
     """Raise ValueError for settings that packing cannot serve with this training set and loss."""
+    if getattr(args, "use_liger_kernel", False) and args.device.type == "cpu":
+        raise ValueError("use_liger_kernel=True needs a GPU, and the run is on a CPU; leave it out")
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)

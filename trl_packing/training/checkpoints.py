@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import PreTrainedModel
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
@@ -84,6 +85,12 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
         problem = (
             "has no optimizer or no scheduler: new ones begin (save_only_model=True allows it)"
         )
+    elif "optimizer.pt" in names:  # GaLore and APOLLO save objects of their own
+        for name in get_unsafe_globals_in_checkpoint(Path(asked) / "optimizer.pt"):
+            problem = (
+                f"has {name} in its optimizer, which torch.load refuses: pass the class to "
+                "torch.serialization.add_safe_globals before train()"
+            )
     if problem:
         raise ValueError(f"{asked} {problem}; resume from another checkpoint, or start anew")
     return str(asked)

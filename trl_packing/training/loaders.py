@@ -25,6 +25,7 @@ from trl_packing.attention.calls import allows_other_rows, settle_first
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import restore_implementation
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
+from trl_packing.isolation.frozen_layers import check_frozen_layers
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.sums import Sources
@@ -91,6 +92,8 @@ class RunIsolation:
         is_first = training and planned and guard.checks and not guard.passed
         if is_first and self.trainer.is_world_process_zero():  # the progress bar stands still
             print("\nchecking that no document of a packed row affects another ...", flush=True)
+        if is_first and self._is_whole():
+            check_frozen_layers(guard.base_model)
         documents = guard.sample(dataset, self.trainer.args.max_length)
         collator = self.collators.for_probes()
         guard.ensure(documents, training=training, wrapped=model, collator=collator)

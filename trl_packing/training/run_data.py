@@ -154,6 +154,7 @@ class RunData:
         if name == "train" and self._has_training_set:
             name = "evaluated train"  # an evaluation set that a user has called "train"
         self._has_training_set = True
+        evaluates = name != "train"
         check_is_dataset(dataset, name)
         # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
         unlimited = copy.copy(args)
@@ -182,6 +183,8 @@ class RunData:
                 by_trl=rows_by_trl,
                 labeler=self.completion_only,
             )
+            if evaluates:  # a callback may read the prompts
+                rules = replace(rules, keeps_columns=True)
             with (
                 global_then_local_main_first(),  # one rank writes the cache, the others read it
                 temporarily(trainer, completion_only_loss=only),  # TRL's code reads it
