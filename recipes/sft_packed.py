@@ -216,8 +216,9 @@ def sum_up(trainer: PackedSFTTrainer) -> None:
         before = f"{first['loss']:.3f} at step {first['step']:,}"
         say(f"Training loss: {before}, {last['loss']:.3f} at step {last['step']:,}.")
     if state.global_step < FEW_STEPS:
-        whole = round(state.global_step / state.epoch)
-        steps = f"{state.global_step} optimizer steps (an epoch has {whole:,})"
+        steps = f"{state.global_step} optimizer steps"
+        if hasattr(trainer.train_dataset, "__len__"):  # no stream
+            steps += f" (an epoch has {state.global_step / state.epoch:,.0f})"
         say(f"{steps} are too few to expect other answers.")
 
 
