@@ -86,14 +86,10 @@ def without_checkpointing(model: nn.Module) -> Iterator[None]:
 
     Under it, PEFT raises in a second forward of an aLoRA adapter before the backward of the first.
     """
-    layers = checkpointed_layers(model)
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
+    with ExitStack() as stack:
+        for layer in checkpointed_layers(model):
+            stack.enter_context(temporarily(layer, gradient_checkpointing=False))
         yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True
 
 
 def _is_strength(holder: Any, attribute: str, value: Any) -> bool:
