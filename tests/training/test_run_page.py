@@ -40,7 +40,7 @@ def record(**changes):
         "step": 100,
         "max_steps": 100,
         "status": "finished",
-        "report": [["documents", "a report"], ["checked", "packed − alone 0"]],
+        "report": [["documents", "a report", False], ["checked", "packed − alone 0", False]],
         "verdict": "isolated",
         "settings": {"learning_rate": 1e-3, "seed": 1},
         "changed": ["learning_rate"],
@@ -176,7 +176,7 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
     log = [{"loss": 1.0, f"eval_loss_{TEXT}": 2.0, "eval_loss": 1.0, TEXT: 1.0, "step": 10}]
     texts = dict.fromkeys(("name", "path", "status", "written"), TEXT)
     tables = {"settings": {TEXT: {TEXT: TEXT}}, "versions": {TEXT: TEXT}, "facts": {TEXT: TEXT}}
-    lists = {"report": [["loss", TEXT]], "changed": [TEXT], "notes": [TEXT], "log": log}
+    lists = {"report": [["loss", TEXT, False]], "changed": [TEXT], "notes": [TEXT], "log": log}
     made = record(**texts, **tables, **lists)
     with open_page(written(tmp_path, made), width=390, dark=True) as opened:
         assert "<img src=x" in opened.text("table")
