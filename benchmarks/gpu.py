@@ -4,58 +4,63 @@
     python benchmarks/gpu.py --dry-run        # the same code on a CPU, small, to test this script
 
     kernels     forward and backward of each kernel against attention in float64
-    models      packed runs: the backend, seconds with the check, losses against documents alone
+    models      packed runs: the backend, seconds with the check, numbers against documents alone
+    ranks       the same on two GPUs, if the machine has them
     blocks      what documents without tokens cost, as static_shapes makes them
     rows        host time of rows that all differ (a graph for each row would take 40 ms or more)
-    steps       a step of ours against TRL's, and how often the host waits for the device
     prefixes    memory of a row whose branches see 180,000 keys
+    steps       time, memory and waits of a step of ours against TRL's, full and with LoRA
 
 Each part raises AssertionError where a number is wrong, and prints figures where it is right. Parts
-that fail do not stop the others; the script then ends with status 1. Without flash-attn, its lines
-are missing. In a dry run, kernels of CPUs stand in for those of GPUs, and no time is judged.
+that fail do not stop the others; the script then ends with status 1. TRL also runs FlashAttention 2
+by the kernel that PyTorch has of it, without the package flash-attn. In a dry run, kernels of CPUs
+stand in for those of GPUs, and no time is judged.
+
+Reckoned for one H100, not measured: imports half a minute, kernels, models, blocks, rows and
+prefixes two, the seven runs of steps without a compiler three, compiling 28 layers up to three.
 """
 
 import argparse
 import gc
 import math
+import os
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import gpu_models
 import numpy as np
 import torch
-from datasets import Dataset
 from machine import provenance, publish, table
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
-from transformers.utils.import_utils import is_flash_attn_2_available
-from trl import SFTConfig, SFTTrainer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing import PackedCollator, PackedSFTConfig, PackedSFTTrainer
-from trl_packing.attention import document_sdpa, varlen
+from trl_packing import PackedCollator, resolve_attention
+from trl_packing.attention import document_sdpa, flash_attn, varlen
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.prefix_keys import PrefixKeys
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from helpers.tiny import tiny_tokenizer
+from trl_packing.tools.doctor import tiny_llama
 
 _ROUNDING = 8  # times the error of plain attention in the same dtype, against float64
 
 
 class Machine(NamedTuple):
-    """Where the parts run, and how large they are."""
+    """Where the parts run, how large they are, and what `resolve_attention` chooses there.
+
+    `half` is the precision of runs, and `backends` are those that a run may take.
+    """
 
     device: str
     kernels: dict[str, Callable[..., Tensor]]
     is_dry: bool
+    half: torch.dtype = torch.float32
+    backends: tuple[str, ...] = ("documents",)
 
     @classmethod
     def found(cls, dry_run: bool) -> "Machine":
@@ -65,11 +70,26 @@ class Machine(NamedTuple):
             return cls("cpu", {"documents": documents}, True)
         if not torch.cuda.is_available():
             raise SystemExit("this machine has no CUDA device; add --dry-run to test the script")
-        return cls("cuda", {"varlen": varlen.varlen_attention, "documents": documents}, False)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # Older GPUs emulate bf16.
+        is_new = torch.cuda.get_device_capability() >= (8, 0)
+        half = torch.bfloat16 if is_new else torch.float16
+        best = resolve_attention(tiny_llama(), device="cuda", dtype=half)
+        names = [choice.backend for choice in (best, *best.slower)]
+        fast = [name for name in names if name in ("varlen", *flash_attn.VERSIONS)]
+        kernels = {"varlen": varlen.varlen_attention} if "varlen" in fast else {}
+        kernels["documents"] = documents
+        kernels |= {name: by_transformers(name) for name in fast if name != "varlen"}
+        return cls("cuda", kernels, False, half, tuple(fast) or ("documents",))
 
     @property
     def fastest(self) -> Callable[..., Tensor]:
         return next(iter(self.kernels.values()))
+
+    @property
+    def judges_time(self) -> bool:
+        """Whether times are compared with bounds, which hold for kernels over boundaries."""
+        return not self.is_dry and "varlen" in self.kernels
 
     def size(self, full: Any, small: Any) -> Any:
         return small if self.is_dry else full
@@ -105,11 +125,32 @@ class Machine(NamedTuple):
             return "dry run on a CPU\n"
         capability = "sm{}{}".format(*torch.cuda.get_device_capability())
         libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-        flash = "with flash-attn 2" if is_flash_attn_2_available() else "without flash-attn"
+        flash = f"flash-attn: {', '.join(flash_attn.installed()) or 'not installed'}"
         return f"{torch.cuda.get_device_name()}, {capability}, {libraries}, {flash}\n"
 
 
 # --- kernels --------------------------------------------------------------------------------------
+
+
+def by_transformers(name: str) -> Callable[..., Tensor]:
+    """Return the kernel of an installed flash-attn, called by transformers' attention function."""
+    flash_attn.gather_prefix_keys(name)
+    module: Any = torch.nn.Linear(1, 1)  # has what transformers asks a layer for
+    module.config = SimpleNamespace(_attn_implementation=name)
+    module.is_causal = True
+
+    def kernel(q, k, v, cu_seqlens, options, longest, keys=None):
+        rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        arguments = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
+        if keys is not None:
+            arguments |= {"cu_seq_lens_k": keys.cu_seqlens_k, "key_index": keys.key_index}
+            arguments |= {"max_length_k": keys.max_length}
+        arguments |= {"sliding_window": options.window or None, "s_aux": options.sinks}
+        attend = ALL_ATTENTION_FUNCTIONS[name]
+        return attend(module, *rows, None, scaling=options.scale, **arguments)[0][0]
+
+    return kernel
 
 
 class Row(NamedTuple):
@@ -173,7 +214,9 @@ def gradients(
 ) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
     output = attention(*leaves)
-    return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+    # A kernel that gives a tensor no gradient gives it zeros.
+    found = torch.autograd.grad(output, leaves, upstream.to(output.dtype), materialize_grads=True)
+    return [output, *found]
 
 
 def compare_with_float64(
@@ -226,237 +269,39 @@ def kernels(machine: Machine) -> str:
         "one token": Row.of([1], machine.device),
         "prefixes": Row.of_branches(machine.size((500, 7, 60), (20, 3, 5)), machine.device),
     }
-    sizes = machine.size([(8, 2, 64), (8, 2, 80), (8, 8, 128), (4, 1, 256)], [(4, 2, 8)])
+    # The heads of 20 columns get zeros behind them.
+    sizes = machine.size(
+        [(8, 2, 64), (8, 2, 80), (8, 8, 128), (4, 1, 256), (4, 2, 20)], [(4, 2, 8), (4, 2, 5)]
+    )
     dtypes = machine.size([torch.bfloat16, torch.float16], [torch.float32])
+    if machine.half == torch.float16:
+        dtypes = [torch.float16]
     windows = (0, machine.size(64, 4))
     lines = []
     for (name, kernel), kind in product(machine.kernels.items(), rows):
         cases = list(product(sizes, dtypes, windows, (False, True)))
         worst = 0.0
+        refused = []
         for case in cases:
-            error, allowed = compare_with_float64(kernel, rows[kind], *case)
+            if case[-1] and flash_attn.drops_sinks(name):
+                refused.append("sinks")
+                continue
+            try:
+                error, allowed = compare_with_float64(kernel, rows[kind], *case)
+            except Exception as problem:
+                if not flash_attn.is_flash_attention(name):
+                    raise
+                refused.append(f"{type(problem).__name__}: {str(problem)[:60]}")
+                continue
             assert error <= allowed, (
                 f"{name}, {kind}, (heads, dtype, window, sinks) = {case}: error {error:.2g}, "
                 f"rounding allows {allowed:.2g}"
             )
             worst = max(worst, error / allowed)
-        lines.append([name, kind, str(len(cases)), f"{worst:.2f}"])
-    return table(["kernel", "row", "cases", "largest error / allowed"], lines)
-
-
-# --- runs -----------------------------------------------------------------------------------------
-
-
-def model_of(machine: Machine, name: str, **changes: Any) -> Any:
-    """Return a model with random weights: 12 layers of 1,024, tiny in a dry run."""
-    width, layers = machine.size((1024, 12), (32, 2))
-    config = AutoConfig.for_model(name, vocab_size=machine.size(32_000, 320))
-    same = {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": machine.size(16, 4),
-        "num_key_value_heads": machine.size(4, 2),
-        "head_dim": machine.size(64, 8),
-        "num_local_experts": 4,
-        "sliding_window": machine.size(512, 8),
-        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-        "pad_token_id": 0,
-    }
-    for field, value in (same | changes).items():
-        if hasattr(config, field):
-            setattr(config, field, value)
-    torch.manual_seed(0)
-    implementation = "eager" if name == "gpt_oss" else "sdpa"
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(
-        machine.device, machine.size(torch.bfloat16, torch.float32)
-    )
-
-
-def documents_of(machine: Machine, tokens: int) -> Dataset:
-    """Return documents of 300 tokens on average (log-normal), `tokens` in all."""
-    rng = np.random.default_rng(0)
-    made: list[list[int]] = []
-    while sum(map(len, made)) < tokens:
-        length = int(
-            np.clip(rng.lognormal(math.log(machine.size(220, 12)), 0.8), 4, machine.size(4096, 64))
-        )
-        made.append(rng.integers(6, 300, length).tolist())
-    return Dataset.from_list([{"input_ids": ids} for ids in made])
-
-
-def settings(machine: Machine, folder: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "output_dir": folder,
-        "packing": True,
-        "max_length": machine.size(4096, 64),
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "max_steps": machine.size(6, 2),
-        "learning_rate": 0.0,
-        "bf16": not machine.is_dry,
-        "use_cpu": machine.is_dry,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | changes
-
-
-def alone(model: Any, documents: Dataset) -> float:
-    """Return the mean loss of the documents' tokens, one document at a time."""
-    total, number = 0.0, 0
-    model.eval()
-    with torch.no_grad():
-        for ids in documents["input_ids"]:
-            row = torch.tensor([ids], device=model.device)
-            logits = model(input_ids=row, use_cache=False).logits[0, :-1].float()
-            total += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
-            number += len(ids) - 1
-    return total / number
-
-
-def models(machine: Machine) -> str:
-    """Train models with windows and sinks; compare losses with those of documents alone."""
-    documents = documents_of(machine, machine.size(60_000, 1_500))
-    lines = []
-    evaluated = documents.select(range(min(len(documents), 64)))
-    for name in ("llama", "gemma3_text", "gpt_oss"):
-        model = model_of(machine, name)
-        expected = alone(model, evaluated)
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = PackedSFTTrainer(
-                model,
-                PackedSFTConfig(**settings(machine, folder)),
-                train_dataset=documents,
-                eval_dataset=evaluated,
-                processing_class=tiny_tokenizer(),
-            )
-            began = time.perf_counter()
-            peak = machine.peak_gib(trainer.train)
-            seconds = time.perf_counter() - began
-            found = trainer.evaluate()["eval_loss"]
-        # bf16 has eps 2**-8 = 4e-3, and losses of random weights are about 10.
-        bound = machine.size(0.01, 1e-4) * expected
-        assert abs(found - expected) <= bound, f"{name}: loss {found}, alone {expected}"
-        lines.append(
-            [
-                name,
-                str(trainer.attention),
-                f"{seconds:.1f}",
-                f"{peak:.1f}",
-                f"{found - expected:+.1e}",
-            ]
-        )
-    return table(
-        ["model", "attention", "s, with the check", "peak GiB", "eval_loss − alone"], lines
-    )
-
-
-class Steps(TrainerCallback):
-    """Keeps the seconds of each token of a step, and looks for waits in all but the first four."""
-
-    def __init__(self, machine: Machine):
-        self.machine = machine
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-        self.tokens_before = 0.0
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.machine.wait()
-        if not self.machine.is_dry and state.global_step >= 4:
-            torch.cuda.set_sync_debug_mode("warn")
-        self.began = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if not self.machine.is_dry:
-            torch.cuda.set_sync_debug_mode("default")
-        self.machine.wait()
-        self.taken = time.perf_counter() - self.began
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            tokens = logs["num_tokens"] - self.tokens_before
-            self.tokens_before = logs["num_tokens"]
-            self.seconds.append(self.taken / tokens)
-
-
-@contextmanager
-def counted_waits() -> Iterator[list[str]]:
-    """Yield the calls that waited for the device while its debug mode was on, none on a CPU."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield found
-    found += [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
-
-
-RUNS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "TRL, packed, flash-attn 2": (SFTTrainer, {}, "flash_attention_2"),
-    "TRL, packed": (SFTTrainer, {}, "sdpa"),
-    "TRL, padded, 8 documents": (
-        SFTTrainer,
-        {"packing": False, "per_device_train_batch_size": 8},
-        "sdpa",
-    ),
-    "ours": (PackedSFTTrainer, {}, "sdpa"),
-    "ours, static_shapes, compiled": (
-        PackedSFTTrainer,
-        {"static_shapes": True, "torch_compile": True},
-        "sdpa",
-    ),
-}
-
-
-def steps(machine: Machine) -> str:
-    """Train the shape of Qwen3-0.6B, each run in turn; return µs a token and waits."""
-    documents = documents_of(machine, machine.size(120_000, 3_000))
-    results = {}
-    shape = (
-        {}
-        if machine.is_dry
-        else {
-            "num_hidden_layers": 28,
-            "intermediate_size": 3072,
-            "head_dim": 128,
-            "num_key_value_heads": 8,
-        }
-    )
-    for name, (trainer_class, changes, implementation) in RUNS.items():
-        if implementation == "flash_attention_2" and not is_flash_attn_2_available():
-            continue
-        if machine.is_dry and "compiled" in name:
-            continue
-        timer = Steps(machine)
-        model = model_of(machine, "qwen3", **shape)
-        model.set_attn_implementation(implementation)
-        config = PackedSFTConfig if trainer_class is PackedSFTTrainer else SFTConfig
-        with tempfile.TemporaryDirectory() as folder, counted_waits() as waits:
-            trainer_class(
-                model,
-                config(**settings(machine, folder, max_steps=machine.size(14, 3), **changes)),
-                train_dataset=documents,
-                processing_class=tiny_tokenizer(),
-                callbacks=[timer],
-            ).train()
-        results[name] = (
-            1e6 * statistics.median(timer.seconds[-10:]),
-            statistics.mean(timer.losses),
-            len(waits),
-        )
-    ours, ours_loss, ours_waits = results["ours"]
-    for name, (_, loss, number) in results.items():
-        # Weights are random and the learning rate is 0: runs differ by their documents alone.
-        assert abs(loss - ours_loss) < 0.02 * ours_loss, f"{name}: loss {loss}, ours {ours_loss}"
-        assert name.startswith("ours") or ours_waits <= number, (
-            f"{name} waits {number} times, ours {ours_waits}"
-        )
-    lines = [
-        [name, f"{us:.1f}", f"{us / ours:.2f}×", str(number)]
-        for name, (us, _, number) in results.items()
-    ]
-    return table(["run", "µs a token", "against ours", "waits, 10 steps"], lines)
+        reasons = "; ".join(sorted(set(refused)))
+        assert len(refused) < len(cases), f"{name}, {kind}: no case ran: {reasons}"
+        lines.append([name, kind, str(len(cases) - len(refused)), f"{worst:.2f}", reasons])
+    return table(["kernel", "row", "cases", "largest error / allowed", "refused"], lines)
 
 
 # --- single layers --------------------------------------------------------------------------------
@@ -467,7 +312,7 @@ def forward_and_backward(
 ) -> Callable[[], Any]:
     """Return a run of one layer of an 8B model: 32 heads of 128, 8 of them keys."""
     heads, kv, size = machine.size((32, 8, 128), (4, 2, 8))
-    dtype = machine.size(torch.bfloat16, torch.float32)
+    dtype = machine.half
     q, k, v = (
         torch.randn(row.num_tokens, h, size, device=machine.device, dtype=dtype, requires_grad=True)
         for h in (heads, kv, kv)
@@ -501,7 +346,7 @@ def blocks(machine: Machine) -> str:
         times.append(machine.milliseconds(forward_and_backward(machine, row)))
         lines.append([f"{documents}", f"{most:,}", f"{times[-1]:.2f}"])
     # static_shapes makes the second row; the others show why it does not take the capacity.
-    assert machine.is_dry or times[1] <= 1.5 * times[0], (
+    assert not machine.judges_time or times[1] <= 1.5 * times[0], (
         f"empty documents cost {times[1] - times[0]:.2f} ms a layer"
     )
     return table(["documents", "max_length", "ms, forward and backward of a layer"], lines)
@@ -521,7 +366,7 @@ def rows(machine: Machine) -> str:
         taken.append(1e3 * (time.perf_counter() - began))
         machine.wait()
     slowest = max(taken[2:], default=0.0)
-    assert machine.is_dry or slowest < 20, (
+    assert not machine.judges_time or slowest < 20, (
         f"a row took the host {slowest:.0f} ms: is a graph built for each?"
     )
     return table(
@@ -555,7 +400,9 @@ def prefixes(machine: Machine) -> str:
     return table(["row", "tokens", "keys", "ms of a layer", "peak GiB"], lines)
 
 
-PARTS = {f.__name__: f for f in (kernels, models, blocks, rows, steps, prefixes)}
+# `steps` compiles a model at its end, which accelerate remembers in the environment.
+_PARTS = (kernels, gpu_models.models, gpu_models.ranks, blocks, rows, prefixes, gpu_models.steps)
+PARTS = {part.__name__: part for part in _PARTS}
 
 
 def main(arguments: list[str] | None = None) -> int:

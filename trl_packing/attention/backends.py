@@ -55,7 +55,6 @@ class AttentionChoice:
         reason: why this backend was chosen, in a few words.
         native: the `attn_implementation` that the model came with.
         slower: the backends to try when this one fails the isolation check, from fast to slow.
-        note: why this precision is slow on this device; empty if it is not.
     """
 
     backend: str
@@ -63,11 +62,9 @@ class AttentionChoice:
     reason: str
     native: str | None = field(default=None, compare=False, repr=False)
     slower: tuple["AttentionChoice", ...] = field(default=(), compare=False, repr=False)
-    note: str = field(default="", compare=False, repr=False)
 
     def __str__(self) -> str:
-        text = f"{_TITLES.get(self.backend, self.backend)} ({self.reason})"
-        return f"{text}; {self.note}" if self.note else text
+        return f"{_TITLES.get(self.backend, self.backend)} ({self.reason})"
 
 
 def resolve_attention(
@@ -97,13 +94,17 @@ def resolve_attention(
     dtype = dtype or parameter.dtype
     native = native_implementation(model)
     refused = refusals(model, device=kind, dtype=dtype)
-    note = _note_on_precision(kind, dtype)
     if attention == "auto":
-        choices = _choices_that_fit(model, refused, f"{kind}, {str(dtype).removeprefix('torch.')}")
+        runs_in = f"{kind}, {str(dtype).removeprefix('torch.')}"
+        is_bf16 = kind == "cuda" and dtype == torch.bfloat16
+        if is_bf16 and torch.cuda.get_device_capability() < (8, 0):
+            # SDPA has no memory-efficient kernel for bf16 there, either.
+            runs_in += f"; bf16 is emulated on {torch.cuda.get_device_name()}: fp16=True is faster"
+        choices = _choices_that_fit(model, refused, runs_in)
         last = choices[-1].backend
         after = NATIVE_ATTENTION.index(last) + 1 if last in NATIVE_ATTENTION else 0
         choices += [AttentionChoice(name, None, "") for name in NATIVE_ATTENTION[after:]]
-        first, *slower = (replace(choice, native=native, note=note) for choice in choices)
+        first, *slower = (replace(choice, native=native) for choice in choices)
         return replace(first, slower=tuple(slower))
     if refused[attention]:
         raise ValueError(
@@ -111,18 +112,7 @@ def resolve_attention(
             f"{refused[attention]}; set attention='auto'"
         )
     reason = f"attention={attention!r}"
-    implementation = _implementation(model, attention)
-    return AttentionChoice(attention, implementation, reason, native, note=note)
-
-
-def _note_on_precision(device: str, dtype: torch.dtype) -> str:
-    """Return the faster precision if CUDA emulates bf16 on this GPU, else an empty string."""
-    if device != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability() >= (8, 0):
-        return ""
-    # SDPA has no memory-efficient kernel for bf16 there, either.
-    major, minor = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    return f"bf16 is emulated on {name} (sm{major}{minor}): fp16=True is faster"
+    return AttentionChoice(attention, _implementation(model, attention), reason, native)
 
 
 def check_is_backend(attention: str) -> None:
