@@ -170,7 +170,13 @@ def load_data(
         for name, dataset in rows.items():
             rows[name], held_out[name] = _hold_out(dataset, share, run.seed)
     elif needs_test:
-        held_out[""] = read(SourceConfig(split=args.dataset_test_split, **given), streaming)
+        try:
+            held_out[""] = read(SourceConfig(split=args.dataset_test_split, **given), streaming)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; evaluation needs held-out rows: --test_split_size 0.02 takes a share of "
+                "the rows, --dataset_test_split names a split"
+            ) from error
     has_template = bool(tokenizer.chat_template or run.chat_template_path)
     kept = (*KEPT_COLUMNS, *PackingOptions.of(run).named_columns(), *kept)
     columns = {

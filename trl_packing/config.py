@@ -17,6 +17,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
+import torch
 from transformers import TrainingArguments
 from trl import SFTConfig
 
@@ -147,6 +148,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         if self.packing is None:
             self.packing = self.max_length is not None
         check_types(self)
+        check_device(self)
         # transformers 5.23 recognizes only names that end in "loss". By the loss of a source, or a
         # perplexity, it would keep the worst model.
         is_loss = re.search(r"(^|_)(perplexity$|loss_)", str(args.metric_for_best_model))
@@ -182,6 +184,23 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
     ("overflow", "overlap"): _WRAPPED,
 }
+
+
+def is_launched_on_gpus() -> bool:
+    """Whether `accelerate launch` started several processes, one a GPU; torchrun says nothing."""
+    is_launched = {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"} <= os.environ.keys()
+    return is_launched and "ACCELERATE_USE_CPU" not in os.environ
+
+
+def check_device(args: Any) -> None:
+    """Raise ValueError for a run that is launched on GPUs where torch finds none."""
+    is_served = getattr(args, "use_cpu", False) or torch.accelerator.is_available()
+    if is_launched_on_gpus() and not is_served:
+        raise ValueError(
+            "accelerate launched this run on GPUs (--multi_gpu, or distributed_type of its config),"
+            " but torch finds none; run `trl-packing doctor` on this machine, or set use_cpu=True "
+            "(--use_cpu true) to train on CPUs"
+        )
 
 
 def check_options(args: Any) -> None:

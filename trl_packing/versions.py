@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 TESTED = {
     "trl": ("1.16.0", "1.16.0"),
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "accelerate": ("1.12.0", "1.15.0"),
     "datasets": ("4.8.5", "5.2.0"),
 }

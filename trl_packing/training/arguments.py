@@ -17,10 +17,11 @@ from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from trl_packing.attention.model_facts import loading_options
 from trl_packing.attention.state import temporarily
-from trl_packing.config import PackingOptions, check_options
+from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import Overflow
@@ -101,6 +102,7 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
     """Raise ValueError for settings that packing cannot serve with this training set and loss."""
+    check_device(args)
     if isinstance(args, SFTConfig):
         check_options(args)
         Overflow.from_args(args, args.packing)
@@ -149,6 +151,23 @@ def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> N
         raise ValueError(
             f"train_dataset was set on a built trainer, but {reason}: pass it to the constructor"
         )
+
+
+def training_template(tokenizer: Any) -> str | None:
+    """Return the chat template that TRL takes for ``assistant_only_loss``; None: the tokenizer's.
+
+    Raises:
+        ValueError: TRL knows no template with marks for this tokenizer.
+    """
+    if has_generation_markers(tokenizer.chat_template):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            "assistant_only_loss=True needs a chat template with {% generation %} marks, which "
+            "this tokenizer's has not; set train_on='assistant' instead, which needs none"
+        ) from error
 
 
 def generation_config_of(model: Any, args: Any) -> Any:
