@@ -36,6 +36,8 @@ def config_of(model: Any, args: Any) -> Any:
         if Path(model).is_dir():
             raise  # the message names the file
         reason = str(error).split("\n")[0].rstrip(".")
+        if model.startswith((".", "/", "~")) or model.count("/") > 1:
+            reason = "no hub id looks like that"
         raise ValueError(
             f"the model {model!r} (model_name_or_path) is no folder, and cannot be loaded from the "
             f"hub or its cache ({reason}); name a folder with a model, or a hub id"

@@ -165,8 +165,8 @@ def training_template(tokenizer: Any) -> str | None:
         return get_training_chat_template(tokenizer)
     except ValueError as error:
         raise ValueError(
-            "assistant_only_loss=True needs a chat template with {% generation %} marks, which "
-            "this tokenizer's has not; set train_on='assistant' instead, which needs none"
+            "assistant_only_loss=True needs a chat template with {% generation %} marks, and that "
+            "of this tokenizer has none; set train_on='assistant' instead, which needs no marks"
         ) from error
 
 
