@@ -33,7 +33,7 @@ from trl_packing.attention.calls import (
     use_current_row,
 )
 from trl_packing.attention.install import use_attention
-from trl_packing.attention.model_facts import config_of
+from trl_packing.attention.model_facts import check_model
 from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.state import (
     forget_evaluation_wrapper,
@@ -175,8 +175,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._images = RunImages()
         reason = reason_for_trl_path(train_dataset, data_collator)
         reason = reason or reason_to_keep_rows_apart(args)
-        if isinstance(model, str):
-            config_of(model, args)  # refuses a name that cannot be loaded
+        check_model(model, args)
         if reason is None and has_images(rows):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
         self._trl_path = reason

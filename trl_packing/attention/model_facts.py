@@ -44,6 +44,12 @@ def config_of(model: Any, args: Any) -> Any:
         ) from error
 
 
+def check_model(model: Any, args: Any) -> None:
+    """Raise ValueError for a name that is no folder, and no hub id that can be loaded."""
+    if isinstance(model, str) and not Path(model).is_dir():
+        config_of(model, args)
+
+
 def text_config(model: Any) -> Any:
     """Return the config of the model's text part, None if the model has no config."""
     config: Any = getattr(model, "config", None)

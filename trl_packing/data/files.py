@@ -27,7 +27,6 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
-from datasets.features.features import generate_from_arrow_type
 
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.rules import MAY_BE_NONE, Rules, settings_of
@@ -158,19 +157,19 @@ def features_of_json(path: Path) -> Features | None:
             for row in filter(lambda row: isinstance(row, dict), _rows_of_json(file)):
                 for name, value in row.items():
                     samples.setdefault(name, {})[_kind_of(value)] = value
-    features = {}
+    features: dict[str, Any] = {}
     for name, by_kind in samples.items():
         kinds = by_kind.keys() - {"null", "empty list"}
-        if kinds in ({"objects"}, {"object"}):
-            features[name] = List(Json()) if kinds == {"objects"} else Json()
-            continue
-        try:
-            features[name] = generate_from_arrow_type(pa.infer_type([*by_kind.values()]))
-        except ValueError as error:
+        if len(kinds) > 1 and not (kinds <= {"int", "float"} or kinds <= {"ints", "floats"}):
             several = ", ".join(sorted(kinds))
             raise ValueError(
                 f"the column {name!r} of {path} has values of several types ({several}); write one"
-            ) from error
+            )
+        if kinds <= {"object", "objects"} and kinds:
+            features[name] = Json() if kinds == {"object"} else List(Json())
+            continue
+        schema = pa.schema([(name, pa.infer_type([*by_kind.values()]))])
+        features |= Features.from_arrow_schema(schema)
     return Features(features) if features else None
 
 
@@ -195,9 +194,9 @@ def _rows_of_json(file: Path) -> Iterator[Mapping[str, Any]]:
                 if line.strip():
                     yield json.loads(line.strip())
         except json.JSONDecodeError as error:
-            place = f"line {number + error.lineno - 1} of {file}"
             raise ValueError(
-                f"{place} is no JSON: {error.msg} (column {error.colno}); mend or remove it"
+                f"line {number + error.lineno - 1} of {file} is no JSON: {error.msg} (column "
+                f"{error.colno}); mend or remove it"
             ) from error
 
 
