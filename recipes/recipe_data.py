@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from transformers.hf_argparser import HfArg
 from trl import ScriptArguments
 from trl.data_utils import get_dataset_column_names
@@ -41,7 +41,13 @@ from trl.scripts.utils import DatasetConfig
 
 from trl_packing import PackedSFTConfig
 from trl_packing.config import PackingOptions
-from trl_packing.data.files import LOADERS, is_prepared, load_prepared, read_manifest, records_of
+from trl_packing.data.files import (
+    is_prepared,
+    load_prepared,
+    read_manifest,
+    read_rows,
+    records_of,
+)
 from trl_packing.data.row_format import PromptTemplate, column_among
 
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
@@ -171,7 +177,13 @@ def load_data(
         for name, dataset in rows.items():
             rows[name], held_out[name] = _hold_out(dataset, share, run.seed)
     elif needs_test:
-        held_out[""] = read(SourceConfig(split=args.dataset_test_split, **given), streaming)
+        try:
+            held_out[""] = read(SourceConfig(split=args.dataset_test_split, **given), streaming)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; evaluation needs held-out rows: --test_split_size 0.02 takes a share of "
+                "the rows, --dataset_test_split names a split"
+            ) from error
     has_template = bool(tokenizer.chat_template or run.chat_template_path)
     kept = (*KEPT_COLUMNS, *PackingOptions.of(run).named_columns(), *kept)
     columns = {
@@ -198,32 +210,17 @@ def read(entry: SourceConfig, streaming: bool) -> AnyDataset:
     Raises:
         ValueError: it does not exist, cannot be read, or is empty.
     """
-    path = Path(entry.path).expanduser()
-    loader = entry.path
-    files = entry.data_files
     if is_prepared(entry.path):
         given = entry.named() + ["columns"] * bool(entry.columns) + ["streaming"] * streaming
         if given:
             raise ValueError(f"{entry.path} holds prepared data: leave {given[0]} out")
         return load_prepared(entry.path, entry.split)
-    if path.suffix in LOADERS:
-        loader = LOADERS[path.suffix]
-        files = str(path)
-    elif path.is_dir():
-        loader = str(path)
-    elif path.is_file() or loader.startswith((".", "/", "~")) or loader.count("/") > 1:
-        raise ValueError(f"{path} is no folder and no file that ends in {', '.join(LOADERS)}")
-    name = None if path.exists() else entry.name
-    options = {"data_dir": entry.data_dir, "data_files": files, "streaming": streaming}
-    try:
-        rows = load_dataset(loader, name, split=entry.split, **options)
-        if next(iter(rows), None) is None:
-            raise ValueError("it is empty")
-        return rows if entry.columns is None else rows.select_columns(entry.columns)
-    except (StopIteration, Exception) as error:  # empty files raise StopIteration (datasets 5.2)
-        cause = error.__cause__ or error
-        reason = str(cause).strip().split("\n")[0].rstrip(".") or "it is empty"
-        raise ValueError(f"cannot load the data set {entry.path}: {reason}") from error
+    options = {"data_dir": entry.data_dir, "data_files": entry.data_files, "streaming": streaming}
+    rows = read_rows(entry.path, entry.split, entry.name, **options)
+    missing = {*(entry.columns or ())} - {*get_dataset_column_names(rows)}
+    if missing:
+        raise ValueError(f"the data set {entry.path} has no column {min(missing)!r}")
+    return rows if entry.columns is None else rows.select_columns(entry.columns)
 
 
 def _load_prepared(args: DataArguments, own: dict[str, Any], needs_test: bool) -> tuple[Any, Any]:

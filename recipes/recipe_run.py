@@ -20,7 +20,13 @@ from trl import TrlParser
 from trl.models import unwrap_model_for_generation
 
 from trl_packing import PackedSFTConfig, load_rows, show_document
-from trl_packing.tools.options import read_config, short_usage_errors, with_long_names
+from trl_packing.config import is_launched_on_gpus
+from trl_packing.tools.options import (
+    read_config,
+    short_usage_errors,
+    unknown_option,
+    with_long_names,
+)
 
 
 @dataclass
@@ -60,23 +66,30 @@ def parse(
     """
     words = with_long_names(sys.argv[1:] if argv is None else argv)
     usage = f"{Path(sys.argv[0]).name} [--config FILE] [--OPTION VALUE]"
-    parser = TrlParser((arguments, PackedSFTConfig, *more), usage=usage)
+    kinds = (arguments, PackedSFTConfig, *more)
+    parser = TrlParser(kinds, usage=usage)
+    hints = {name: str(hint) for k in kinds for name, hint in get_type_hints(k).items()}
     if "--config" in words:  # TRL reads it, too, and keeps the last of two equal keys
         given = read_config(Path("".join(words[words.index("--config") + 1 :][:1])))
-        kinds = (arguments, PackedSFTConfig, *more)
-        hints = {name: str(hint) for k in kinds for name, hint in get_type_hints(k).items()}
         for name, value in given.items():
             is_one = not re.search("list|dict|Any", hints.get(name, "Any"))
             if is_one and isinstance(value, (list, dict)):
                 raise ValueError(f"{name}={value!r} in the file of --config must be one value")
     if not torch.accelerator.is_available():
         # TRL's defaults assume a GPU. With use_cpu, accelerate joins the processes of torchrun.
-        defaults |= {"use_cpu": True, "bf16": False, "dataloader_pin_memory": False}
+        defaults |= {"use_cpu": not is_launched_on_gpus(), "bf16": False}
+        defaults |= {"dataloader_pin_memory": False}
     of_own = {"--config", "--model_name_or_path", "--dataset_name", "--datasets"}
     is_demo = demo is not None and of_own.isdisjoint(word.partition("=")[0] for word in words)
     parser.set_defaults(**{**defaults, **(demo or {} if is_demo else {})})
     with short_usage_errors():
-        found = parser.parse_args_and_config(words)
+        *found, of_file, of_line = parser.parse_args_and_config(
+            words, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    for word in [*of_file, *of_line]:
+        if not word.startswith("--"):
+            raise ValueError(f"{word!r} belongs to no option; put a value with spaces in quotes")
+        raise unknown_option(word[2:].partition("=")[0].replace("-", "_"), hints)
     model = next(group for group in found if hasattr(group, "model_name_or_path"))
     names_data = found[0].dataset_name or getattr(found[0], "datasets", None)
     if not is_demo and not (model.model_name_or_path and names_data):

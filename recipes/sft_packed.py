@@ -47,6 +47,7 @@ from transformers.hf_argparser import HfArg
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
+from trl_packing.attention.model_facts import check_model
 from trl_packing.data.printable import escape_hidden
 from trl_packing.tools.options import exits_in_one_line
 
@@ -166,6 +167,7 @@ def load_model(training_args: PackedSFTConfig, model_args: ModelConfig) -> tuple
         config = LlamaConfig(vocab_size=len(tokenizer), **special, **DEMO_MODEL)
         attention = model_args.attn_implementation
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention), tokenizer
+    check_model(name, training_args)
     options = {"revision": model_args.model_revision}
     options["trust_remote_code"] = training_args.trust_remote_code
     return name, AutoTokenizer.from_pretrained(name, **options)

@@ -38,6 +38,7 @@ from transformers import AutoProcessor
 from transformers.hf_argparser import HfArg
 
 from trl_packing import PackedSFTTrainer
+from trl_packing.attention.model_facts import check_model
 from trl_packing.tools.options import exits_in_one_line
 
 DEMO: dict[str, float] = {"max_length": 1024, "per_device_train_batch_size": 1, "logging_steps": 20}
@@ -87,6 +88,7 @@ def main(argv: list[str] | None = None) -> PackedSFTTrainer:
         model, processor = demo_model(training_args.seed)
     else:
         pixels = {"max_pixels": arguments.max_pixels} if arguments.max_pixels else {}
+        check_model(model, training_args)
         processor = AutoProcessor.from_pretrained(model, **pixels)
         rows, _ = load_data(arguments, training_args, processor, kept=("images", "image"))
         rows = in_folder(rows, arguments.image_folder)

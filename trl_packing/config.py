@@ -149,6 +149,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         if self.packing is None:
             self.packing = self.max_length is not None
         check_types(self)
+        check_device(self)
         self._leaves_bf16_out = (
             args.bf16 is None and not args.fp16 and _multiplies_bf16_slowly(args)
         )
@@ -200,6 +201,23 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
     ("overflow", "overlap"): _WRAPPED,
 }
+
+
+def is_launched_on_gpus() -> bool:
+    """Whether `accelerate launch` started several processes, one a GPU; torchrun says nothing."""
+    is_launched = {"ACCELERATE_MIXED_PRECISION", "LOCAL_RANK"} <= os.environ.keys()
+    return is_launched and "ACCELERATE_USE_CPU" not in os.environ
+
+
+def check_device(args: Any) -> None:
+    """Raise ValueError for a run that is launched on GPUs where torch finds none."""
+    is_served = getattr(args, "use_cpu", False) or torch.accelerator.is_available()
+    if is_launched_on_gpus() and not is_served:
+        raise ValueError(
+            "accelerate launched this run on GPUs (--multi_gpu, or distributed_type of its config),"
+            " but torch finds none; run `trl-packing doctor` on this machine, or set use_cpu=True "
+            "(--use_cpu true) to train on CPUs"
+        )
 
 
 def check_options(args: Any) -> None:

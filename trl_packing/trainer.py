@@ -33,6 +33,7 @@ from trl_packing.attention.calls import (
     use_current_row,
 )
 from trl_packing.attention.install import use_attention
+from trl_packing.attention.model_facts import check_model
 from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.state import (
     forget_evaluation_wrapper,
@@ -57,6 +58,7 @@ from trl_packing.training.arguments import (
     reason_for_trl_path,
     reason_to_keep_rows_apart,
     refuse_model_init,
+    training_template,
 )
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
@@ -176,6 +178,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._images = RunImages()
         reason = reason_for_trl_path(train_dataset, data_collator)
         reason = reason or reason_to_keep_rows_apart(args)
+        check_model(model, args)
         if reason is None and has_images(rows):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
         self._trl_path = reason
@@ -208,7 +211,13 @@ class PackedSFTTrainer(SFTTrainer):
         # Data sets are prepared before `self.model` is set.
         self._run_data.generation_config = generation_config_of(model, args)
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
-            super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
+            try:
+                super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
+            except ValueError:
+                tokenizer = getattr(self, "_tokenizer", None)
+                if tokenizer is not None and getattr(args, "assistant_only_loss", False):
+                    training_template(tokenizer)  # refuses one that cannot be trained so
+                raise
         self._between_steps.begin()
         keep_outputs_precise(self.accelerator)
         self._run_data.check()

@@ -6,9 +6,11 @@ import pytest
 import torch
 from datasets import DatasetDict
 from helpers.drop_in import PackedSFTTrainer, both_modes, config, packed_only, trainer_for
-from helpers.tiny import tiny_dataset, tiny_iterable, tiny_model
+from helpers.tiny import tiny_dataset, tiny_iterable, tiny_model, tiny_tokenizer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from trl_packing import PackedSFTConfig
+from trl_packing.config import check_device
 from trl_packing.training.arguments import check_arguments
 
 PADDED = DataCollatorForLanguageModeling(pad_token_id=0)
@@ -29,6 +31,39 @@ MISTAKES = [  # rows, settings and arguments that TRL refuses too, and a word of
 def test_what_cannot_be_is_refused_as_in_trl(tmp_path, rows, settings, arguments, text):
     with pytest.raises((ValueError, TypeError), match=text):
         trainer_for(tmp_path, rows, arguments=arguments, **settings)
+
+
+@packed_only
+def test_marks_that_a_template_lacks_are_no_reason_to_write_one(tmp_path):
+    rows, tokenizer = tiny_dataset("conversational_language_modeling"), tiny_tokenizer(chat=True)
+    asked = {"processing_class": tokenizer, "assistant_only_loss": True}
+    with pytest.raises(ValueError, match=r"generation %} marks, .*; set train_on='assistant'"):
+        trainer_for(tmp_path, rows, **asked)
+    marks = tiny_tokenizer(chat="generation")
+    report = trainer_for(tmp_path, rows, **asked | {"processing_class": marks}).packing_report
+    assert 0 < report.trained_tokens < report.tokens
+
+
+@packed_only
+@pytest.mark.parametrize("name", ["no-folder", "./no-folder", "/no/folder"])
+def test_a_model_that_is_not_there_is_named(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=f"the model '{name}' .* is no folder, and cannot be"):
+        PackedSFTTrainer(name, config(tmp_path), train_dataset=tiny_dataset())
+
+
+@packed_only
+def test_a_run_launched_on_gpus_needs_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)  # as `accelerate launch --multi_gpu` sets them (1.15)
+    with pytest.raises(ValueError, match=r"on GPUs .*, but torch finds none; .* use_cpu=True"):
+        PackedSFTConfig(str(tmp_path), use_cpu=False)
+    with pytest.raises(ValueError, match="but torch finds none"):
+        check_arguments(types.SimpleNamespace(use_cpu=False), tiny_dataset(), None)
+    check_device(types.SimpleNamespace(use_cpu=True))
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")  # torchrun
+    check_device(types.SimpleNamespace(use_cpu=False))
 
 
 @packed_only

@@ -86,7 +86,7 @@ def test_two_processes_train_as_one_with_twice_the_accumulation(name, alone, tmp
     if name != "ddp" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: `make .venv/.all`")
     port = f"--main_process_port {free_port()}"
-    output = run(name, tmp_path, f"--num_processes 2 --mixed_precision no {port}")
+    output = run(name, tmp_path, f"--num_processes 2 --mixed_precision no {port}", "--use_cpu true")
     assert losses(output) == pytest.approx(alone, abs=1.1e-3)  # their last digit is rounded
     assert "2 ranks" in output
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -11,10 +11,12 @@ from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
 from trl_packing.recipes.recipe_data import DataArguments, load_data
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, load_dataset
+from datasets.exceptions import DatasetGenerationError
+from helpers.recipes import parse
 from transformers import AutoModelForCausalLM
 
-from trl_packing import PackedSFTConfig
+from trl_packing import PackedSFTConfig, load_rows
 
 ROWS = [{"question": f"What is {i}?", "answer": f"A number: {i}.", "n": i} for i in range(10)]
 NAMED = {"prompt_column": "question", "completion_column": "answer"}
@@ -23,6 +25,7 @@ MESSAGES = [{"role": "user", "content": "Why?"}]
 
 def write(path, rows):
     """Write `rows` in the format of the file's ending, and return its name."""
+    path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
         Dataset.from_list(rows).to_parquet(path)
     elif path.suffix == ".json":
@@ -63,6 +66,45 @@ def test_a_folder_has_splits_and_a_file_a_share_to_hold_out(tmp_path):
     train, test = load(str(tmp_path / "train.jsonl"), test_split_size=0.3, **NAMED)
     assert (len(train), len(test)) == (4, 3)
     assert {*train["prompt"], *test["prompt"]} == {row["question"] for row in ROWS[:7]}
+
+
+def test_rows_of_later_files_bring_keys_and_no_key_is_invented(tmp_path, monkeypatch):
+    """`datasets` reads the columns of the first 10 MB of the first file alone."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    answer = {"role": "assistant", "content": "So."}
+    plain = [{"messages": [*MESSAGES, answer]}] * 3
+    named = [{"messages": [*MESSAGES, answer | {"name": "B"}], "loss_weight": 0.5}] * 2
+    write(tmp_path / "data" / "a.jsonl", plain)
+    write(tmp_path / "data" / "b.jsonl", named)
+    with pytest.raises(DatasetGenerationError):
+        load_dataset(str(tmp_path / "data"), split="train")
+    train, _ = load(str(tmp_path / "data"))
+    assert [row["messages"] for row in [*plain, *named]] == train["messages"][:]
+    assert train["loss_weight"][:] == [None] * 3 + [0.5] * 2
+    traces = {"id": "1", "source": "s", "model": "m", "system_prompt": "p", **plain[0]}
+    with pytest.raises(DatasetGenerationError):
+        load_dataset("json", data_files=write(tmp_path / "traces.jsonl", [traces]))
+    assert load_rows(str(tmp_path / "traces.jsonl"))[0] == traces
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--max_lenght 3", r"--max_lenght is unknown; did you mean --max_length\?"),
+        ("--warmup_ratio=0.1", "--warmup_ratio is unknown; write --warmup_steps, where"),
+        ("--evaluation_strategy steps", "--evaluation_strategy is unknown; write --eval_strategy"),
+        ("--config old.yaml", "--max_seq_length is unknown; write --max_length"),
+        ("more", "'more' belongs to no option"),
+    ],
+)
+def test_an_option_that_is_unknown_is_refused_as_in_a_preview(
+    tmp_path, monkeypatch, words, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.yaml").write_text("max_seq_length: 64\n")
+    for recipe in ("sft_packed", "chat_data"):
+        with pytest.raises(ValueError, match=f"^{sentence}"):
+            parse(recipe, ["--model_name_or_path", "m", "--dataset_name", "d", *words.split()])
 
 
 @pytest.mark.parametrize(
@@ -107,12 +149,25 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
         ("empty.jsonl", NAMED, "it is empty"),
         ("missing.jsonl", NAMED, "row 1 has no value in the column 'answer'"),
         ("images.jsonl", {}, "'images'.* recipes/vision.py"),
+        ("data.jsonl", {"needs_test": True, **NAMED}, 'split "test".*; .* --test_split_size 0.02'),
+        ("broken.jsonl", {}, r"line 3 of .*broken\.jsonl is no JSON: .* \(column 8\); mend or"),
+        ("broken.json", {}, r"line 2 of .*broken\.json is no JSON: "),
+        (
+            "kinds",
+            {},
+            r"column 'n' of .* has values of several types \(int, text\); write one",
+        ),
     ],
 )
 def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence):
     write(tmp_path / "data.jsonl", ROWS)
     write(tmp_path / "empty.jsonl", [])
     write(tmp_path / "missing.jsonl", [ROWS[0], ROWS[1] | {"answer": None}])
+    good = json.dumps({"n": 1}) + "\n"
+    (tmp_path / "broken.jsonl").write_text(good * 2 + '{"n": 1\n' + good)
+    (tmp_path / "broken.json").write_text("[" + good + "; 2]")
+    write(tmp_path / "kinds" / "a.jsonl", [{"n": 1}])
+    write(tmp_path / "kinds" / "b.jsonl", [{"n": "one"}])
     write(tmp_path / "images.jsonl", [{"messages": MESSAGES, "images": ["a.png"]}])
     with pytest.raises(ValueError, match=sentence) as refusal:
         load(str(tmp_path / file), **arguments)

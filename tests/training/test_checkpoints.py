@@ -84,6 +84,22 @@ def test_half_written_checkpoints_are_refused_where_no_other_is_whole(tmp_path):
             trainer_for(tmp_path).train(resume_from_checkpoint=asked)
 
 
+def test_what_is_no_checkpoint_is_refused_with_what_to_write(tmp_path):
+    """A command line has texts: "True" is no folder."""
+    trainer = trainer_for(tmp_path / "out")
+    for asked in (True, "True", "true"):
+        with pytest.raises(ValueError, match=r"True, but output_dir='.*out' has no checkpoint; "):
+            trainer.train(resume_from_checkpoint=asked)
+    with pytest.raises(ValueError, match=r"'nowhere' is no folder; name one .*, or True for"):
+        trainer.train(resume_from_checkpoint="nowhere")
+    assert checkpoint_to_resume("False", trainer) is False
+    trainer.train()
+    last = str(tmp_path / "out" / "checkpoint-12")
+    assert checkpoint_to_resume("True", trainer) == last
+    with pytest.raises(ValueError, match=r"is a folder of checkpoints; name one of them: '.*-12'"):
+        checkpoint_to_resume(tmp_path / "out", trainer)
+
+
 def test_old_checkpoints_go_only_when_the_new_one_is_whole(tmp_path):
     trainer = trainer_for(tmp_path, save_total_limit=1)
     save = trainer._save_rng_state

@@ -7,6 +7,7 @@ one, which pickles and copies always hold: no other process knows the packed one
 """
 
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,31 @@ def loading_options(args: Any) -> dict[str, Any]:
 
 
 def config_of(model: Any, args: Any) -> Any:
-    """Return the config of a model, or of its name in a run with the settings `args`."""
-    if isinstance(model, str):
+    """Return the config of a model, or of its name in a run with the settings `args`.
+
+    Raises:
+        ValueError: the name is no folder, and no hub id that can be loaded.
+    """
+    if not isinstance(model, str):
+        return model.config
+    try:
         return AutoConfig.from_pretrained(model, **loading_options(args))
-    return model.config
+    except (OSError, ValueError) as error:
+        if Path(model).is_dir():
+            raise  # the message names the file
+        reason = str(error).split("\n")[0].rstrip(".")
+        if model.startswith((".", "/", "~")) or model.count("/") > 1:
+            reason = "no hub id looks like that"
+        raise ValueError(
+            f"the model {model!r} (model_name_or_path) is no folder, and cannot be loaded from the "
+            f"hub or its cache ({reason}); name a folder with a model, or a hub id"
+        ) from error
+
+
+def check_model(model: Any, args: Any) -> None:
+    """Raise ValueError for a name that is no folder, and no hub id that can be loaded."""
+    if isinstance(model, str) and not Path(model).is_dir():
+        config_of(model, args)
 
 
 def text_config(model: Any) -> Any:

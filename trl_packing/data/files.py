@@ -9,13 +9,23 @@ then leaves the documents as they are.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from datasets import Dataset, DatasetInfo, IterableDataset, load_dataset, load_from_disk
+import pyarrow as pa
+from datasets import (
+    Dataset,
+    DatasetInfo,
+    Features,
+    IterableDataset,
+    Json,
+    List,
+    load_dataset,
+    load_from_disk,
+)
 from datasets.exceptions import DatasetGenerationError
 
 from trl_packing.data.counts import PreparationCounts
@@ -92,19 +102,102 @@ def load_rows(
     """
     if is_prepared(data):
         return load_prepared(data, split)
-    loader = LOADERS.get(Path(data).suffix)
-    files = {}
+    return read_rows(data, split, config, cache_dir=cache_dir)
+
+
+def read_rows(data: str, split: str | None, config: str | None = None, **options: Any) -> Any:
+    """Return the rows of files, a folder or a hub id; `options` are those of `load_dataset`.
+
+    Raises:
+        ValueError: they do not exist, cannot be read, or are empty.
+    """
+    path = Path(data).expanduser()
+    loader = LOADERS.get(path.suffix)
     if loader is not None:
-        if not Path(data).is_file():
-            raise ValueError(f"{data} does not exist")
-        files = {"data_files": data}
-        config = None
+        options = options | {"data_files": str(path)}
+    elif path.is_dir():
+        loader = str(path)
+    elif path.is_file() or data.startswith((".", "/", "~")) or data.count("/") > 1:
+        raise ValueError(f"{path} is no folder and no file that ends in {', '.join(LOADERS)}")
+    name = None if loader is not None else config
+
+    def load(**more: Any) -> Any:
+        try:
+            rows = load_dataset(loader or data, name, split=split, **options, **more)
+            if next(iter(rows), None) is None:
+                raise ValueError("it is empty")
+            return rows
+        except (StopIteration, Exception) as error:  # empty files raise StopIteration (5.2)
+            cause = error.__cause__ or error
+            reason = " ".join(str(cause).split()).rstrip(".") or "it is empty"
+            raise ValueError(f"cannot load the data set {data}: {reason}") from error
+
     try:
-        return load_dataset(loader or data, config, split=split, cache_dir=cache_dir, **files)
-    except (DatasetGenerationError, StopIteration, ValueError) as error:
-        cause = error.__cause__ or error
-        reason = "it is empty" if isinstance(cause, StopIteration) else cause
-        raise ValueError(f"{data} cannot be read: {reason}") from error
+        return load()
+    except ValueError as error:
+        is_in_files = isinstance(error.__cause__, (DatasetGenerationError, ImportError))
+        features = features_of_json(path) if is_in_files else None  # refuses a broken line
+        if features is None:
+            raise
+    return load(features=features, parse_agent_traces=False)
+
+
+def features_of_json(path: Path) -> Features | None:
+    """Return features that hold every row of JSON files, of which `datasets` reads the first 10 MB.
+
+    None without such files. Messages keep the keys that they have.
+
+    Raises:
+        ValueError: a line is no JSON, or a column has values of several types.
+    """
+    files = [path] if path.is_file() else sorted(path.rglob("*.json*"))
+    samples: dict[str, dict[Any, Any]] = {}  # of each column, by type
+    for file in files:
+        if LOADERS.get(file.suffix) == "json":
+            for row in filter(lambda row: isinstance(row, dict), _rows_of_json(file)):
+                for name, value in row.items():
+                    samples.setdefault(name, {})[_kind_of(value)] = value
+    features: dict[str, Any] = {}
+    for name, by_kind in samples.items():
+        kinds = by_kind.keys() - {"null", "empty list"}
+        if len(kinds) > 1 and not (kinds <= {"int", "float"} or kinds <= {"ints", "floats"}):
+            several = ", ".join(sorted(kinds))
+            raise ValueError(
+                f"the column {name!r} of {path} has values of several types ({several}); write one"
+            )
+        if kinds <= {"object", "objects"} and kinds:
+            features[name] = Json() if kinds == {"object"} else List(Json())
+            continue
+        schema = pa.schema([(name, pa.infer_type([*by_kind.values()]))])
+        features |= Features.from_arrow_schema(schema)
+    return Features(features) if features else None
+
+
+def _kind_of(value: Any) -> str:
+    """Return the type of a value in JSON; a list has that of its first value."""
+    if isinstance(value, list):
+        return f"{_kind_of(value[0])}s" if value else "empty list"
+    names = {dict: "object", str: "text", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _rows_of_json(file: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a file: one a line, or a list."""
+    number = 1  # of the first line that is parsed at once
+    with file.open(encoding="utf-8-sig") as opened:
+        is_list = opened.read(1) == "["
+        opened.seek(0)
+        try:
+            if is_list:
+                yield from json.load(opened)
+            for number, line in enumerate(opened, 1):  # noqa: B007
+                if line.strip():
+                    yield json.loads(line.strip())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"line {number + error.lineno - 1} of {file} is no JSON: {error.msg} (column "
+                f"{error.colno}); mend or remove it"
+            ) from error
 
 
 def is_prepared(path: str | Path) -> bool:

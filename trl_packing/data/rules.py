@@ -147,6 +147,6 @@ def hash_of_tokenizer(tokenizer: Any) -> str:
     tokens = {k: v for k, v in tokenizer.special_tokens_map.items() if k != "pad_token"}
     special = [tokens, getattr(tokenizer, "split_special_tokens", False)]
     text = json.dumps(special, sort_keys=True, default=str)
-    if tokenizer.is_fast:  # without padding and truncation, which each call sets
+    if getattr(tokenizer, "is_fast", False):  # without padding and truncation, which each call sets
         text += tokenizer.backend_tokenizer.to_str().partition('"added_tokens":')[2]
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

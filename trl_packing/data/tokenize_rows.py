@@ -54,7 +54,7 @@ def can_prepare(processing_class: Any) -> bool:
     cls = type(processing_class)
     return (
         isinstance(processing_class, PreTrainedTokenizerBase)
-        and processing_class.is_fast
+        and getattr(processing_class, "is_fast", False)  # MistralCommonBackend has none
         and cls.apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
         and cls.__call__ is PreTrainedTokenizerBase.__call__
     )

@@ -1,6 +1,7 @@
 """Options of a training command before anything heavy is imported, and errors as one line.
 
 --max_lenght 5                      →  --max_lenght is unknown; did you mean --max_length?
+--warmup_ratio 0.1                  →  --warmup_ratio is unknown; write --warmup_steps, where …
 max_steps: 3 (twice)                →  --config run.yaml gives 'max_steps' twice; keep one
 an error inside a training step     →  a traceback, because no option caused it
 """
@@ -9,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +28,24 @@ SHORT = {
     "num_proc": "dataset_num_proc",
 }
 TRACEBACK = "TRL_PACKING_TRACEBACK"  # any value of this variable brings the traceback back
+LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # a variable that `accelerate launch` always sets
+
+# Options of older versions of TRL and transformers, and what to write today.
+_REPLACED = {
+    "warmup_ratio": "write --warmup_steps, where a number below 1 is a share of all steps",
+    "max_seq_length": "write --max_length",
+    "evaluation_strategy": "write --eval_strategy",
+    "torch_dtype": "write --dtype",
+    "group_by_length": "write --train_sampling_strategy group_by_length",
+    "no_cuda": "write --use_cpu true",
+    "adafactor": "write --optim adafactor",
+    "push_to_hub_model_id": "write --hub_model_id",
+    "push_to_hub_token": "write --hub_token",
+    "include_tokens_per_second": "leave it out: tokens_per_second is always logged",
+    "logging_dir": "leave it out, and set the variable TENSORBOARD_LOGGING_DIR",
+    "overwrite_output_dir": "leave it out",
+    "save_safetensors": "leave it out",
+}
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -34,16 +53,21 @@ def check_names(names: Iterable[str]) -> None:
 
     Versions that are not tested may keep options elsewhere, so nothing is refused with them.
     """
-    from difflib import get_close_matches
-
     from trl_packing.versions import TESTED, is_tested
 
     for name in names:
         known = _option_names()
         if not any(other.startswith(name) for other in known) and all(map(is_tested, TESTED)):
-            close = get_close_matches(name, known, n=1, cutoff=0.7)
-            hint = f"did you mean --{close[0]}?" if close else "--help lists the options"
-            raise ValueError(f"--{name} is unknown; {hint}")
+            raise unknown_option(name, known)
+
+
+def unknown_option(name: str, known: Collection[str]) -> ValueError:
+    """Return the refusal of an option that is not among `known`, with what to write instead."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"did you mean --{close[0]}?" if close else "--help lists the options"
+    return ValueError(f"--{name} is unknown; {_REPLACED.get(name, hint)}")
 
 
 @cache
@@ -153,6 +177,8 @@ def exits_in_one_line(main: Callable[..., Any]) -> Callable[..., Any]:
             message = message_of(error)
             if message is None:
                 raise
+            if LAUNCHED in os.environ:
+                message += "\n(No traceback follows this line with `accelerate launch --quiet`.)\n"
             sys.exit(f"{program}: {message}")
 
     return run

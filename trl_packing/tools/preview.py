@@ -22,7 +22,6 @@ from datasets import (
     enable_progress_bars,
 )
 from trl import SFTConfig
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 
 from trl_packing.attention.backends import check_is_backend
@@ -54,6 +53,7 @@ from trl_packing.training.arguments import (
     check_weights_and_sources,
     generation_config_of,
     reason_for_trl_path,
+    training_template,
 )
 from trl_packing.training.run_data import prepare_sources, source_sets, trains_completions
 from trl_packing.training.sampling import Sampling
@@ -294,9 +294,7 @@ def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
             "assistant_only_loss=True needs conversations in a column 'messages', as TRL reads "
             "them; set train_on='assistant' instead"
         )
-    if has_generation_markers(tokenizer.chat_template):
-        return None
-    return get_training_chat_template(tokenizer)
+    return training_template(tokenizer)
 
 
 def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:

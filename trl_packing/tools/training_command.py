@@ -189,9 +189,10 @@ def processing_class_of(model: Any, args: Any) -> Any:
     """Return the tokenizer or processor of a model or its name, as the trainer loads it."""
     from transformers import AutoProcessor
 
-    from trl_packing.attention.model_facts import loading_options
+    from trl_packing.attention.model_facts import check_model, loading_options
 
     name = model if isinstance(model, str) else model.config.name_or_path
+    check_model(name, args)
     return AutoProcessor.from_pretrained(name, **loading_options(args))
 
 

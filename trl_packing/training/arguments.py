@@ -17,10 +17,11 @@ from accelerate import ParallelismConfig
 from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from trl_packing.attention.model_facts import loading_options
 from trl_packing.attention.state import temporarily
-from trl_packing.config import PackingOptions, check_options
+from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import Overflow
@@ -110,6 +111,7 @@ def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
     """Raise ValueError for settings that packing cannot serve with this training set and loss."""
+    check_device(args)
     if getattr(args, "use_liger_kernel", False) and args.device.type == "cpu":
         raise ValueError("use_liger_kernel=True needs a GPU, and the run is on a CPU; leave it out")
     if isinstance(args, SFTConfig):
@@ -160,6 +162,23 @@ def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> N
         raise ValueError(
             f"train_dataset was set on a built trainer, but {reason}: pass it to the constructor"
         )
+
+
+def training_template(tokenizer: Any) -> str | None:
+    """Return the chat template that TRL takes for ``assistant_only_loss``; None: the tokenizer's.
+
+    Raises:
+        ValueError: TRL knows no template with marks for this tokenizer.
+    """
+    if has_generation_markers(tokenizer.chat_template):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            "assistant_only_loss=True needs a chat template with {% generation %} marks, and that "
+            "of this tokenizer has none; set train_on='assistant' instead, which needs no marks"
+        ) from error
 
 
 def generation_config_of(model: Any, args: Any) -> Any:

@@ -67,13 +67,31 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
     """Return the checkpoint to resume from: `asked`, or the last whole one for True.
 
     Raises:
-        ValueError: it is half-written, or its optimizer is missing.
+        ValueError: there is none, it is half-written, or its optimizer is missing.
     """
+    if asked in ("True", "true", "False", "false"):  # of a command line
+        asked = asked in ("True", "true")
     if asked is True:
         folder = trainer.args.output_dir
-        asked = last_whole_checkpoint(Path(folder)) or get_last_checkpoint(folder) or True
+        found = Path(folder).is_dir() and get_last_checkpoint(folder)
+        asked = last_whole_checkpoint(Path(folder)) or found
+        if not asked:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but output_dir={folder!r} has no checkpoint; name "
+                "the output_dir of the run that was interrupted, or leave it out to start anew"
+            )
     if not isinstance(asked, (str, Path)):
         return asked
+    if not Path(asked).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={str(asked)!r} is no folder; name one ('outputs/checkpoint-N')"
+            ", or True for the last one in output_dir"
+        )
+    if inside := last_whole_checkpoint(Path(asked)):
+        raise ValueError(
+            f"resume_from_checkpoint={str(asked)!r} is a folder of checkpoints; name one of them: "
+            f"{str(inside)!r}"
+        )
     # An optimizer is a file, one file a rank, or a folder of shards.
     names = [path.name for path in Path(asked).iterdir()]
     problem = ""

@@ -196,6 +196,9 @@ class PackingReport:
         if steps and steps < 20:  # fewer learn little, whatever their size
             few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
             more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
+            read, kept = self.preparation.before.documents, self.preparation.after.documents
+            if read > 2 * kept:
+                more = f"{read - kept:,} of {read:,} documents were dropped, for the reasons below"
             lines.append(Line("", f"{few}; {more}", is_warning=True))
         return lines
 
