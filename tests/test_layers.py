@@ -21,7 +21,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "documents": ("", "datasets numpy pyarrow torch"),
     "attention": ("documents", "numpy torch transformers"),
     "packing": ("attention documents", "numpy pyarrow torch transformers"),
-    "config": ("documents packing", "numpy transformers trl"),
+    "config": ("documents packing", "numpy torch transformers trl"),
     "loss": ("attention documents", "accelerate datasets numpy pyarrow torch trl"),
     "data": (
         "attention config documents packing",
