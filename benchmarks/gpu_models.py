@@ -121,9 +121,9 @@ def model_of(machine: "Machine", name: str) -> Any:
     return model
 
 
-def settings(machine: "Machine", folder: str, **changes: Any) -> dict[str, Any]:
-    """Return the training arguments that all runs share; weights stay as they are."""
-    return {
+def arguments(kind: Any, machine: "Machine", folder: str, **changes: Any) -> Any:
+    """Return training arguments of a class, on one GPU a process; weights stay as they are."""
+    shared = {
         "output_dir": folder,
         "per_device_train_batch_size": 1,
         "learning_rate": 0.0,
@@ -135,7 +135,10 @@ def settings(machine: "Machine", folder: str, **changes: Any) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-    } | changes
+    }
+    made = kind(**(shared | changes))
+    made._n_gpu = min(made.n_gpu, 1)  # Trainer would divide a row among all GPUs that it sees
+    return made
 
 
 def release() -> None:
@@ -249,30 +252,36 @@ class LastGradients(TrainerCallback):
         self.norms = norms_of(model)
 
 
-def packed_trainer(machine: "Machine", model: Any, documents: list, folder: str) -> Any:
+# A trainer, and what its check found once it has trained: the attention, and the evidence.
+Checked = tuple[Any, Callable[[], tuple[Any, Any]]]
+
+
+def packed_trainer(machine: "Machine", model: Any, documents: list, folder: str) -> Checked:
     """Return our trainer on the documents, all of them in every step."""
     changes = {"packing": True, "max_length": machine.size(4096, 64)}
-    changes |= {"documents_per_step": len(documents)}
-    return PackedSFTTrainer(
+    changes |= {"documents_per_step": len(documents), "max_steps": machine.size(6, 2)}
+    trainer = PackedSFTTrainer(
         model,
-        PackedSFTConfig(**settings(machine, folder, **changes, max_steps=machine.size(6, 2))),
+        arguments(PackedSFTConfig, machine, folder, **changes),
         train_dataset=Dataset.from_list([{"input_ids": ids} for ids in documents]),
         processing_class=tiny_tokenizer(),
     )
+    return trainer, lambda: (trainer.attention, trainer.packing_report.checked)
 
 
-def enabled_trainer(machine: "Machine", model: Any, documents: list, folder: str) -> Any:
+def enabled_trainer(machine: "Machine", model: Any, documents: list, folder: str) -> Checked:
     """Return a plain Trainer on the same documents, by `enable_packing`."""
     changes = {"max_steps": machine.size(6, 2), "remove_unused_columns": False}
     changes |= {"per_device_train_batch_size": len(documents)}
+    enable_packing(model, documents)
+    guard = model.enabled_packing.guard  # checks again in the precision of training
     trainer = Trainer(
         model,
-        TrainingArguments(**settings(machine, folder, **changes)),
+        arguments(TrainingArguments, machine, folder, **changes),
         data_collator=PackedCollator(),
         train_dataset=Dataset.from_list([{"input_ids": ids} for ids in documents]),
     )
-    trainer.attention = enable_packing(model, documents)
-    return trainer
+    return trainer, lambda: (guard.attention, guard.checked)
 
 
 def check_run(machine: "Machine", name: str, trainer_of: Callable[..., Any]) -> list[str]:
@@ -286,20 +295,19 @@ def check_run(machine: "Machine", name: str, trainer_of: Callable[..., Any]) -> 
     alone = numbers_of(machine, model, rows_alone(documents))
     last = LastGradients()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(machine, model, documents, folder)
+        trainer, check_of = trainer_of(machine, model, documents, folder)
         trainer.add_callback(last)
         began = time.perf_counter()
         peak = machine.peak_gib(trainer.train)
-    backend = trainer.attention.backend
-    assert backend in machine.backends, (
-        f"{name}: runs by {trainer.attention}, and not by {' or '.join(machine.backends)}"
+    attention, checked = check_of()
+    assert attention.backend in machine.backends, (
+        f"{name}: runs by {attention}, and not by {' or '.join(machine.backends)}"
     )
     packed = numbers_of(machine, model, packed_row(documents))
     leak = numbers_of(machine, model, leaking_row(documents))
     cells = compared(name, packed._replace(gradient_norms=last.norms), leak, alone, exact)
-    report = getattr(trainer, "packing_report", None)
-    checked = "" if report is None else str(report.checked)
-    return [name, backend, f"{last.began - began:.1f}", f"{peak:.1f}", *cells, checked]
+    seconds = last.began - began
+    return [name, attention.backend, f"{seconds:.1f}", f"{peak:.1f}", *cells, str(checked)]
 
 
 _HEADER = ["model", "attention", "s before the first step", "peak GiB"]
@@ -320,7 +328,8 @@ def models(machine: "Machine") -> str:
 def ranks(machine: "Machine") -> str:
     """Check a run on two processes, with a GPU each, against documents alone."""
     if "LOCAL_RANK" in os.environ:
-        return table(_HEADER, [check_run(machine, "llama", packed_trainer)])
+        cells = check_run(machine, "llama", packed_trainer)
+        return table(_HEADER, [cells]) if os.environ["RANK"] == "0" else ""
     if not machine.is_dry and torch.cuda.device_count() < 2:
         return "skipped: this machine has one GPU\n"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -495,7 +504,7 @@ def measured(machine: "Machine", run: Run, documents: Dataset) -> tuple[float, f
         config = PackedSFTConfig if is_ours else SFTConfig
         trainer = run.trainer(
             model,
-            config(**settings(machine, folder, **changes)),
+            arguments(config, machine, folder, **changes),
             train_dataset=documents,
             processing_class=tiny_tokenizer(),
             callbacks=[timer],

@@ -1,6 +1,8 @@
 """`benchmarks/gpu.py` runs in small on a CPU, and finds kernels and models that are wrong."""
 
+import gc
 import importlib
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,23 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_dry_run_passes(gpu, capsys):
+def test_a_dry_run_passes_and_frees_its_models(gpu, capsys, monkeypatch):
+    models = gpu.gpu_models
+    make = models.model_of
+    made = []
+
+    def make_model(*arguments):
+        gc.collect()
+        alive.append(sum(model() is not None for model in made))
+        model = make(*arguments)
+        made.append(weakref.ref(model))
+        return model
+
+    alive: list[int] = []
+    monkeypatch.setattr(models, "model_of", make_model)
     assert gpu.main(["--dry-run"]) == 0
+    assert len(alive) == 4 + 1 + len(models.RUNS) - 2  # without flash-attn and the compiled one
+    assert alive == [0] * len(alive)
     printed = capsys.readouterr().out
     assert all(f"## {part} (" in printed for part in gpu.PARTS)
     assert "| LoRA: TRL, packed, FA2 by PyTorch | 8 layers of 8B |" in printed
