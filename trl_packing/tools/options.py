@@ -177,7 +177,7 @@ def exits_in_one_line(main: Callable[..., Any]) -> Callable[..., Any]:
             message = message_of(error)
             if message is None:
                 raise
-            if LAUNCHED in os.environ:
+            if LAUNCHED in os.environ and "LOCAL_RANK" not in os.environ:  # of one process
                 message += "\n(No traceback follows this line with `accelerate launch --quiet`.)\n"
             sys.exit(f"{program}: {message}")
 
