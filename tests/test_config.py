@@ -140,10 +140,12 @@ def test_a_cpu_without_amx_trains_in_float32_unless_bf16_is_asked_for(
     assert SFTConfig(**here).bf16 == settings.get("bf16", not settings.get("fp16"))
     if not settings:
         report = make_trainer(tmp_path, documents_of_lengths([9]), bf16=None).packing_report
-        assert "precision    float32, as bf16 is slower on this CPU" in str(report)
+        assert "precision    float32, by default on this CPU" in str(report)
         assert "bf16" not in changed_settings(config)
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
         assert PackedSFTConfig(**here).bf16  # accelerate would use it
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
         assert PackedSFTConfig(**here).bf16
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        assert not PackedSFTConfig(output_dir=str(tmp_path)).bf16  # which transformers refuses

@@ -151,7 +151,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         check_types(self)
         check_device(self)
         self._leaves_bf16_out = (
-            args.bf16 is None and not args.fp16 and _multiplies_bf16_slowly(args)
+            args.bf16 is None and not args.fp16 and _is_float32_better(args)
         )
         if self._leaves_bf16_out:
             self.bf16 = False
@@ -170,12 +170,14 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
         check_options(self)
 
 
-def _multiplies_bf16_slowly(args: Any) -> bool:
-    """Return whether a run is on a CPU without AMX, and nobody asked accelerate for a precision."""
+def _is_float32_better(args: Any) -> bool:
+    """Return whether a run is on a CPU where bf16 is slow or refused, and nobody asked for it."""
     given = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     has_device = torch.accelerator.is_available() or is_torch_xla_available()
     if given != "no" or (has_device and not args.use_cpu):
         return False
+    if not args.use_cpu:
+        return True  # transformers refuses bf16 there
     # torch 2.10 has no such function; float32 is then right on any CPU.
     capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)()
     return not capabilities.get("amx_bf16")

@@ -36,7 +36,7 @@ from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_page import storable
 from trl_packing.training.sampling import Sampling
 
-_FLOAT32 = "float32, as bf16 is slower on this CPU (bf16=True trains in it all the same)"
+_FLOAT32 = "float32, by default on this CPU (use_cpu=True, bf16=True trains in bf16)"
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
 
