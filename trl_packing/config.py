@@ -181,6 +181,8 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("mixture", None): _ORDERS | {"train_sampling_strategy": ("sequential",), "curriculum": None},
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
     ("overflow", "overlap"): _WRAPPED,
+    # Its micro-batches hold the documents of a step, however small the batch size is.
+    ("auto_find_batch_size", None): {"documents_per_step": None},
 }
 
 
