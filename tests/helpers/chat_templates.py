@@ -15,7 +15,7 @@ from typing import Any
 import trl
 from datasets import Dataset
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import byte_level_bpe
@@ -130,12 +130,24 @@ def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
     return with_template(source_of(name))
 
 
-def with_template(source: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer.from_str(_words())
+@cache
+def _line_breaks() -> str:
+    """A byte for each token, but for two line breaks, which are one."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return byte_level_bpe(["\n\n"] * 3, 257, split=whole).to_str()
+
+
+def with_template(
+    source: str, *, merges_lines: bool = False, swallows: str = ""
+) -> PreTrainedTokenizerFast:
+    """A tokenizer whose special token `swallows` takes in the white space behind it."""
+    backend = Tokenizer.from_str(_line_breaks() if merges_lines else _words())
     special = ["<s>", "</s>", *sorted(set(_SPECIAL.findall(source)) - {"<|user|>", "<|system|>"})]
     if "[gMASK]" in source:  # GLM's roles are tokens
         special += ["<|user|>", "<|system|>"]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    special += [swallows] if swallows else []
+    options = {"special": True, "normalized": False}
+    backend.add_special_tokens([AddedToken(t, rstrip=t == swallows, **options) for t in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=source
     )

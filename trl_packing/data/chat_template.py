@@ -172,6 +172,22 @@ class ChatTemplate:
         lead = before.removeprefix(prompt) if prompt and before.startswith(prompt) else ""
         return lead, after
 
+    def prompt_ends(self, text: str, starts: Sequence[int]) -> list[int]:
+        """Return where a model begins to write the answers that start at `starts`.
+
+        Marks may begin in the white space at the end of the prompt, and then the rest of it counts.
+        """
+        prompt = self.generation_prompt
+        ends = set()
+        for start in starts:
+            at = text.find(prompt, max(start - len(prompt), 0), start + len(prompt))
+            if at >= 0 and not text[start : at + len(prompt)].strip():
+                ends.add(at + len(prompt))
+            elif at >= 0 or not text[:start].rstrip().endswith(prompt.rstrip()):
+                ends.add(start)
+            # Else the model writes the white space before the start, in its first token.
+        return sorted(ends)
+
     def start_of(self, role: str) -> str:
         """Return the special token with which a turn begins after an answer; "" without one.
 
