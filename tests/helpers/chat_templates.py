@@ -6,7 +6,7 @@ conversations(system=True)   a strategy of hypothesis
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -96,7 +96,7 @@ FORMATS = {
     "gemma4": Format(ends("<turn|>", str.strip)),
     "phi3": Format(ends("<|end|>")),
     "cohere": Format(ends("<|END_OF_TURN_TOKEN|>", str.strip)),
-    "cohere2": Format(ends("<|END_RESPONSE|>")),
+    "cohere2": Format(ends("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")),
     "deepseekv3": Format(ends("<｜end▁of▁sentence｜>")),
     "glm4moe": Format(glm4),
     "gptoss": Format(gptoss),
@@ -138,14 +138,14 @@ def _line_breaks() -> str:
 
 
 def with_template(
-    source: str, *, merges_lines: bool = False, swallows: str = ""
+    source: str, *, merges_lines: bool = False, swallows: str = "", more: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose special token `swallows` takes in the white space behind it."""
+    """A tokenizer; its special token `swallows` takes in the white space behind it."""
     backend = Tokenizer.from_str(_line_breaks() if merges_lines else _words())
     special = ["<s>", "</s>", *sorted(set(_SPECIAL.findall(source)) - {"<|user|>", "<|system|>"})]
     if "[gMASK]" in source:  # GLM's roles are tokens
         special += ["<|user|>", "<|system|>"]
-    special += [swallows] if swallows else []
+    special += [token for token in (swallows, *more) if token and token not in special]
     options = {"special": True, "normalized": False}
     backend.add_special_tokens([AddedToken(t, rstrip=t == swallows, **options) for t in special])
     return PreTrainedTokenizerFast(

@@ -207,8 +207,25 @@ class ChatTemplate:
         special = {*self.tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
         return tuple(sorted(special, key=len, reverse=True))
 
+    @cached_property
+    def stop(self) -> str:
+        """The special tokens behind the last answer, up to the EOS; "" without one (GLM)."""
+        after = self.around_answer[1]
+        eos = self.tokenizer.eos_token or "\0"
+        size = more = self._first_stop(after)
+        while more and not after[:size].endswith(eos):
+            following = (len(t) for t in self.special_tokens if t and after.startswith(t, size))
+            more = next(following, 0)
+            size += more
+        return after[:size]
+
     def stop_size(self, after: str) -> int:
         """Return how many characters at the start of `after` are a stop, with space before it."""
+        if self.stop and after.startswith(self.stop):
+            return len(self.stop)
+        return self._first_stop(after)
+
+    def _first_stop(self, after: str) -> int:
         space = len(after) - len(after.lstrip())
         for token in self.special_tokens:
             if after.startswith(token, space):
