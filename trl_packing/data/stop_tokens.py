@@ -133,17 +133,16 @@ def note_going_on(documents: ArrowDocuments, eos: EosRule) -> str | None:
 
 def _first_going_on(labels: np.ndarray, offsets: np.ndarray, eos: EosRule) -> np.ndarray:
     """Return the token that ends the first such part of each document; -1 without one."""
-    trained = labels != IGNORE_INDEX
-    at = np.flatnonzero(trained & ~np.isin(labels, eos.spaces))
-    at = at[(at >= offsets[0]) & (at < offsets[-1])]
-    document = np.searchsorted(offsets, at, side="right") - 1
-    is_last = np.diff(document, append=-1) != 0
-    ends = is_last | (np.diff(np.cumsum(~trained)[at], append=0) != 0)
-    ids = labels[at]
-    is_counted = is_last & ~np.isin(ids, [*eos.stop_ids])
-    wrong = ends & ~is_counted & ~np.isin(ids, [*eos.generation_ids])
+    skipped = [IGNORE_INDEX, *eos.spaces]
+    edges = np.flatnonzero(np.diff(labels != IGNORE_INDEX)) + 1
+    parts = np.union1d(offsets, edges.clip(offsets[0], offsets[-1]))
+    ends = _last(labels, parts, skipped)
+    ends = ends[ends >= 0]
+    last = _last(labels, offsets, skipped)
+    counted = last[~_holds(labels, last, eos.stop_ids)]
+    wrong = np.setdiff1d(ends[~_holds(labels, ends, eos.generation_ids)], counted)[::-1]
     found = np.full(len(offsets) - 1, -1)
-    found[document[wrong][::-1]] = ids[wrong][::-1]
+    found[np.searchsorted(offsets, wrong, side="right") - 1] = labels[wrong]
     return found
 
 
