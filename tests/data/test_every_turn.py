@@ -279,7 +279,7 @@ def test_another_mode_names_every_turn_where_it_helps():
     tokenizer = with_template(FORGETS)
     assert turns_of(tokenizer, named) == ["Hello<|end|>"]
     refused = with_template(FORGETS.replace("'<|assistant|>' if add", "'<|user|>' if add"))
-    assert "it: use another template" in refusal(refused, *named)
+    assert "; use another template, or set its 'train' to false" in refusal(refused, *named)
 
 
 # --- tokens that merge ----------------------------------------------------------------------------

@@ -209,30 +209,27 @@ class ChatTemplate:
 
     @cached_property
     def stop(self) -> str:
-        """The special tokens behind the last answer, up to the EOS; "" without one (GLM)."""
+        """The special tokens behind the last answer, up to the EOS; "" without a stop (GLM).
+
+        ChatML on a tokenizer without ChatML's tokens: the model has to stop with these words.
+        """
         after = self.around_answer[1]
-        eos = self.tokenizer.eos_token or "\0"
-        size = more = self._first_stop(after)
-        while more and not after[:size].endswith(eos):
-            following = (len(t) for t in self.special_tokens if t and after.startswith(t, size))
-            more = next(following, 0)
-            size += more
-        return after[:size]
+        eos = re.escape(self.tokenizer.eos_token or "\0")
+        found = re.match(rf"\s*(?:{self._special}*?{eos}|{self._special}+)", after)
+        return found[0] if found else after.rstrip()
 
     def stop_size(self, after: str) -> int:
         """Return how many characters at the start of `after` are a stop, with space before it."""
         if self.stop and after.startswith(self.stop):
             return len(self.stop)
-        return self._first_stop(after)
+        found = re.match(rf"\s*{self._special}", after)
+        return found.end() if found else 0
 
-    def _first_stop(self, after: str) -> int:
-        space = len(after) - len(after.lstrip())
-        for token in self.special_tokens:
-            if after.startswith(token, space):
-                return space + len(token)
-        # ChatML on a tokenizer without ChatML's tokens: the model has to stop with these words.
-        words = self.around_answer[1].rstrip()
-        return len(words) if after.startswith(words) else 0
+    @cached_property
+    def _special(self) -> str:
+        """A pattern of one special token."""
+        tokens = [re.escape(token) for token in self.special_tokens if token]
+        return f"(?:{'|'.join(tokens) or chr(0)})"
 
 
 def absent_from(text: str) -> str:

@@ -184,7 +184,9 @@ class _Offsets:
         if start >= stop or first >= last:
             return 0, 0
         if not only_whole:
-            return first + self._swallows(first, start), last
+            if self._swallows(first, start):
+                first += 1
+            return first, last
         first = max(first, bisect_left(tokens, start, key=lambda token: self._chars(token)[0]))
         after = bisect_right(tokens, stop, key=lambda token: self._chars(token)[1])
         # A span at the end of the text includes tokens that the tokenizer adds after it.

@@ -111,12 +111,11 @@ def note_going_on(documents: ArrowDocuments, eos: EosRule) -> str | None:
     """
     if not eos.generation_ids:
         return None
-    found = documents.by_document("labels", lambda *lists: _first_going_on(*lists, eos))
+    found = documents.by_document("labels", lambda ids, ends: _first_going_on(ids, ends, eos))
     wrong = np.flatnonzero(found >= 0)
     if not len(wrong):
         return None
-    tokens, counts = np.unique(found[wrong], return_counts=True)
-    token = int(tokens[counts.argmax()])
+    token = int(found[wrong[0]])
     name = eos.names([token])
     remedy = (
         "if the chat template ends earlier answers so, set train_on='every_turn', else end each "
@@ -125,9 +124,9 @@ def note_going_on(documents: ArrowDocuments, eos: EosRule) -> str | None:
     if token in eos.stop_ids:
         remedy = f"set eos_token={name}, or add it to eos_token_id of the generation config"
     return (
-        f"{len(wrong):,} of {len(documents):,} documents are trained to end an answer in {name}, "
-        f"where generation goes on (it stops at {eos.names(eos.generation_ids)}); {remedy} (the "
-        f"first is document {wrong[0]})"
+        f"{len(wrong):,} of {len(documents):,} documents are trained to end an answer where "
+        f"generation goes on ({name} in document {wrong[0]}, the first; it stops at "
+        f"{eos.names(eos.generation_ids)}); {remedy}"
     )
 
 

@@ -237,8 +237,9 @@ def render_every_turn(
     return documents
 
 
-# A prompt that opens the thoughts of the model.
+# A prompt that opens the thoughts of the model, and one that opens or closes them.
 _OPENED = re.compile(r"<(\w+)>\s*\Z")
+_ASKS = re.compile(r"</?\w+>\s*\Z")
 
 
 def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, Iterable[Span]]:
@@ -312,12 +313,12 @@ def _why_apart(turn: RenderedConversation, prompt: str) -> str:
     """Return a sentence on a finished turn that does not go on from its prompt."""
     number = len(turn.messages) - 1
     at = common_prefix_length(turn.text, prompt)
-    remedy = (
-        "give the message the reasoning that the prompt asks for, or chat_template_kwargs that "
-        "fit it (enable_thinking)"
-    )
-    if at < len(prompt) - len(turn.chat.generation_prompt):
-        remedy = "the turn changes the messages before it: use another template"
+    remedy = "use another template, or set its 'train' to false"
+    if turn.conversation.kwargs or _ASKS.search(prompt):
+        remedy = (
+            "give the message the reasoning that the prompt asks for, or chat_template_kwargs "
+            "that fit it (enable_thinking)"
+        )
     return (
         f"at inference the model reads {quote(prompt[-40:])} at the end of its prompt before "
         f"message {number}, but the chat template writes {quote(turn.text[at : at + 40])} there in "
