@@ -35,7 +35,7 @@ class Rendered:
     only_whole: bool = False  # tokens that are partly outside of a span are masked
     adds_special_tokens: bool = True  # the tokenizer does; a chat template has written them
     keeps_prompt_tokens: bool = False  # its tokens are those of `prompt` alone, or it is refused
-    prompt_ends: Sequence[int] = ()  # characters, increasing, that a model writes after a prompt
+    prompt_ends: Sequence[int] = ()  # where a model begins to write, increasing: no token crosses
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Offsets:
         return is_within and not self._swallows(token, char)
 
     def _swallows(self, token: int, char: int) -> bool:
-        """Return whether it begins before `char`, and takes in white space from there (Phi-3)."""
+        """Return whether it begins before `char`, and takes in the white space there (Phi-3)."""
         if self._chars(token)[0] >= char:
             return False
         added = self.tokenizer.added_tokens_decoder.get(self.input_ids[token])
