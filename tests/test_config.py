@@ -50,6 +50,7 @@ VALUES = [  # settings, and words of the sentence
     ({"instruction_template": "Q"}, "has no effect without response_template"),
     ({"overflow": "overlap", "packing_strategy": "wrapped"}, "exclude each other; leave one"),
     ({"static_shapes": True, "packing": False}, "exclude each other; leave one"),
+    ({"auto_find_batch_size": True, "documents_per_step": 4}, "=True and documents_per_step=4 ex"),
 ]
 
 
@@ -67,6 +68,7 @@ def test_values_at_the_edges_and_numbers_that_libraries_make_pass():
         {"response_template": [5, 6], "instruction_template": "### Q:"},
         {"max_steps": np.int64(3), "learning_rate": np.float32(1e-4), "max_grad_norm": math.inf},
         {"gradient_checkpointing": 1, "documents_per_step": 4},
+        {"auto_find_batch_size": True, "packing": False},
     ):
         check_options(PackedSFTConfig(**HERE | settings))
 

@@ -150,9 +150,7 @@ class PackedSFTConfig(PackingOptions, SFTConfig):
             self.packing = self.max_length is not None
         check_types(self)
         check_device(self)
-        self._leaves_bf16_out = (
-            args.bf16 is None and not args.fp16 and _is_float32_better(args)
-        )
+        self._leaves_bf16_out = args.bf16 is None and not args.fp16 and _is_float32_better(args)
         if self._leaves_bf16_out:
             self.bf16 = False
         # transformers 5.23 recognizes only names that end in "loss". By the loss of a source, or a
@@ -202,6 +200,8 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("mixture", None): _ORDERS | {"train_sampling_strategy": ("sequential",), "curriculum": None},
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
     ("overflow", "overlap"): _WRAPPED,
+    # Its micro-batches hold the documents of a step, however small the batch size is.
+    ("auto_find_batch_size", None): {"documents_per_step": None},
 }
 
 

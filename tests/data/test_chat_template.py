@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 
 from trl_packing.data import row_format
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
+from trl_packing.data.responses import ResponseTemplate
 from trl_packing.data.turns import trained_spans
 
 
@@ -122,6 +123,67 @@ def assert_marked_as_by_trl(tokenizer, messages):
         expected[n] |= expected[n - 1] and start < last == end
     assert row["input_ids"].tolist() == theirs["input_ids"]
     assert (row["labels"] != -100).tolist() == expected
+
+
+# --- where a model begins to write ---------------------------------------------------------------
+
+BREAKS = [m for _ in "12" for m in (turn("user", "Hi"), turn("assistant", "\nHello"))]
+# Marks behind the space that the model writes: the generation prompt ends before it.
+SPACED = """\
+{% for m in messages %}{% if m.role == 'user' %}{{ m.content + '\n' }}{% else %}A: \
+{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}\
+{{ 'A:' if add_generation_prompt }}"""
+
+
+@pytest.mark.parametrize("name", ["chatml", "alpaca", "phi3", "qwen2_5_training", "phi3_training"])
+@pytest.mark.parametrize("train_on", ["assistant", None])
+def test_no_token_holds_the_end_of_a_prompt_and_the_beginning_of_an_answer(name, train_on):
+    chat = ChatTemplate(with_template(source_of(name), merges_lines=True))
+    settings = {}
+    if train_on is None:
+        settings = {"assistant_only": True}
+        if name not in MARKED:
+            header = chat.render(Conversation(BREAKS)).partition("\nHello")[0][-5:]
+            settings = {"answers": ResponseTemplate(chat.tokenizer, header, None)}
+    [row] = prepared(chat, [BREAKS], train_on, **settings)
+    text = chat.render(Conversation(BREAKS))
+    [two] = chat.tokenizer.encode("\n\n")
+    merged = text.count("\n\nHello") - ("answers" in settings)  # it trains the last answer
+    assert merged > 0
+    whole = chat.tokenizer.encode(text, add_special_tokens=False)
+    assert list(row["input_ids"]).count(two) == whole.count(two) - merged
+    assert chat.tokenizer.decode(row["input_ids"]) == text
+    assert (
+        chat.tokenizer.decode(row["input_ids"][row["labels"] != -100]).lstrip("\n")[:5] == "Hello"
+    )
+    if train_on == "assistant":
+        prompt = chat.tokenizer.apply_chat_template(BREAKS[:1], add_generation_prompt=True)
+        assert row["input_ids"][: len(prompt["input_ids"])].tolist() == prompt["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3_training"])
+def test_a_special_token_that_takes_in_the_space_of_an_answer_is_not_trained(name):
+    tokenizer = with_template(source_of(name), swallows="<|assistant|>")
+    for train_on in ("assistant", None):
+        if train_on is None and name == "phi3":  # it has no marks
+            continue
+        settings = {"assistant_only": train_on is None}
+        [row] = prepared(ChatTemplate(tokenizer), [BREAKS], train_on, **settings)
+        header = row["input_ids"] == tokenizer.convert_tokens_to_ids("<|assistant|>")
+        assert header.sum() == 2
+        assert (row["labels"][header] == -100).all()
+        assert tokenizer.decode(row["labels"][row["labels"] != -100]).startswith("Hello")
+
+
+def test_a_token_that_a_model_writes_whole_stays_whole():
+    tokenizer = with_template(SPACED)
+    messages = [turn("user", "Hi"), turn("assistant", "the answer")]
+    [row] = prepared(ChatTemplate(tokenizer), [messages])
+    theirs = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert row["input_ids"].tolist() == theirs["input_ids"]
+    assert tokenizer.decode(row["input_ids"][row["labels"] != -100]) == " the answer</s>"
 
 
 # --- tools ----------------------------------------------------------------------------------------

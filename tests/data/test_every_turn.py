@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from helpers.chat_templates import (
+    CALL,
     FORMATS,
     MARKED,
     RENDERS_CALLS,
@@ -69,9 +70,8 @@ def all_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def written(name: str, content: str) -> str:
     """Return the turn of a template, from its generation prompt to its stop token."""
-    ending = {"cohere2": "<|END_OF_TURN_TOKEN|>", "glm4moe": "<|user|>"}.get(name, "")
     text = FORMATS[name].written(content, True)
-    return text.removesuffix("\n") if name == "lfm2_2_5" else text + ending
+    return text.removesuffix("\n") + ("<|user|>" if name == "glm4moe" else "")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -245,7 +245,41 @@ def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
     assert [row["input_ids"] for row in stream] == found["input_ids"][:]
 
 
-# --- templates that cannot ------------------------------------------------------------------------
+THINKING_AGENT = [
+    turn("user", "How warm?"),
+    {"role": "assistant", "content": "", "thinking": "I look it up.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "minus nine"},
+    reasoned("It is cold.", "That is below zero.", "thinking"),
+    *SENTENCES,
+]
+# Names of speakers are in prompts alone.
+FORGETS = """\
+{% for m in messages %}<|{{ m.role }}|>{{ m.name + ': ' if m.name and add_generation_prompt }}\
+{{ m.content }}<|end|>{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"""
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+def test_an_answer_that_changes_the_messages_before_it_follows_its_own_prompt(name):
+    tokenizer = tokenizer_for(name)
+    row = {"messages": THINKING_AGENT, "tools": [WEATHER_TOOL]}
+    call, cold, hello = turns_of(tokenizer, row, calls_tools=True)
+    header = "<|end|><|start|>assistant"
+    assert call.startswith(f"<|channel|>analysis<|message|>I look it up.{header} to=functions.weat")
+    assert call.endswith("<|call|>")
+    thoughts = f"<|channel|>analysis<|message|>That is below zero.{header}"
+    assert cold == thoughts + "<|channel|>final<|message|>It is cold.<|return|>"
+    assert hello == "<|channel|>final<|message|>Hello<|return|>"
+
+
+def test_another_mode_names_every_turn_where_it_helps():
+    rows = [{"messages": THINKING_AGENT, "tools": [WEATHER_TOOL]}]
+    named = [turn("user", "Hi") | {"name": "Ann"}, turn("assistant", "Hello")]
+    with pytest.raises(ValueError, match=r"message 1 .*set train_on='every_turn'"):
+        prepared(ChatTemplate(tokenizer_for("gptoss")), rows, "assistant", calls_tools=True)
+    tokenizer = with_template(FORGETS)
+    assert turns_of(tokenizer, named) == ["Hello<|end|>"]
+    refused = with_template(FORGETS.replace("'<|assistant|>' if add", "'<|user|>' if add"))
+    assert "; use another template, or set its 'train' to false" in refusal(refused, *named)
 
 
 # --- tokens that merge ----------------------------------------------------------------------------

@@ -195,6 +195,30 @@ def test_a_span_at_the_end_takes_in_what_the_tokenizer_adds_only_with_only_whole
     assert weights_of(tokenizer, text, [(12, 15, 1.0)], only_whole=True)[-1] == 1
 
 
+@every_kind
+@settings(max_examples=200, deadline=None)
+@given(prompt=texts, answer=texts, special=st.booleans())
+@example(prompt="Answer: ", answer="we", special=True)
+def test_no_token_crosses_the_end_of_a_prompt_or_it_is_said(kind, prompt, answer, special):
+    tokenizer = made(kind)
+    text, size = prompt + answer, len(prompt)
+    spans = [(size, len(text), 1.0)]
+    [document] = tokenize(
+        tokenizer, [Rendered(text, spans, None, False, special, prompt_ends=[size])]
+    )
+    whole, ids = ids_of(tokenizer, text, special), document.input_ids
+    alone = ids_of(tokenizer, prompt, special)
+    if ids == whole:
+        offsets = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        crosses = any(a < size < b for a, b in offsets["offset_mapping"])
+        assert not crosses or whole[: len(alone)] == alone or document.lost_prompt
+    else:
+        assert ids == alone + ids_of(tokenizer, answer, special=False)
+        assert not document.weights[: len(alone)].any()
+        assert document.weights[len(alone) :].all()
+        assert tokenizer.decode(ids) in (tokenizer.decode(whole), text)
+
+
 def test_spans_of_a_slow_tokenizer_are_refused():
     with pytest.raises(ValueError, match="ByT5Tokenizer is a slow tokenizer"):
         weights_of(ByT5Tokenizer(), "The Answer", [(0, 3, 1.0)])

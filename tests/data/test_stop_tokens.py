@@ -1,15 +1,21 @@
 """Documents end in a trained stop token, or are counted, or get one; two BOS tokens are counted."""
 
+from itertools import groupby
+
 import pytest
 from datasets import Dataset, concatenate_datasets
 from harness import make_trainer
+from helpers.chat_templates import SHIPPED, prepared, source_of, turn, with_template
 from helpers.tiny import CHATML, tiny_rows, tiny_tokenizer
 from transformers import GenerationConfig
 
+from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.stop_tokens import (
     EosRule,
     append_eos,
+    generation_stop_ids,
+    note_going_on,
     note_missing_eos,
     stop_token_ids,
 )
@@ -84,6 +90,84 @@ def test_documents_are_counted_one_by_one_through_mappings_and_chunks():
     for pair in (*ENDED, *LEFT_OUT):
         assert note_missing_eos(arrow(documents(pair)), RULE) is None
     assert note_missing_eos(arrow(documents(*UNENDED)), EosRule(TOKENIZER, frozenset())) is None
+
+
+# --- the ends of all answers ----------------------------------------------------------------------
+
+# Tokens at which models of a family stop: the EOS of their tokenizers first, then those of their
+# generation configs.
+FAMILIES = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "diffusion_gemma": ["<turn|>"],
+    "gemma": ["<end_of_turn>"],
+    "gemma4": ["<turn|>"],
+    "glm4moe": ["</s>", "<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "idefics3": ["<end_of_utterance>"],
+    "lfm2": ["<|im_end|>"],
+    "llama3": ["<|eot_id|>"],
+    "llava_next": ["</s>"],
+    "muse": ["<|eot|>"],
+    "nemotron": ["<|im_end|>"],
+    "phi3": ["</s>", "<|end|>"],
+    "qwen": ["<|im_end|>"],
+    "smolvlm": ["<end_of_utterance>"],
+}
+SAID = {"gptoss": note_going_on, "gptoss_training": note_going_on, "glm4moe": note_missing_eos}
+SEVERAL = [m for n in "123" for m in (turn("user", f"ask {n}"), turn("assistant", f"say {n}"))]
+
+
+def ends_of(documents: Dataset, spaces: list[int]) -> list[int]:
+    """The last token, no white space, of each trained part."""
+    found = []
+    for labels in documents["labels"]:
+        for is_trained, part in groupby(labels, lambda label: label != -100):
+            found += [token for token in part if is_trained and token not in spaces][-1:]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.jinja")))
+def test_every_answer_ends_where_generation_stops_or_it_is_said(name):
+    family = max((each for each in FAMILIES if name.startswith(each)), key=len)
+    tokenizer = with_template(source_of(name), more=FAMILIES[family])
+    tokenizer.eos_token = FAMILIES[family][0]
+    config = GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(FAMILIES[family]))
+    known = generation_stop_ids(tokenizer, config)
+    rule = EosRule(tokenizer, stop_token_ids(tokenizer, config), False, known)
+    messages = SEVERAL
+    if family in ("idefics3", "smolvlm", "llava_next"):
+        parts = [[{"type": "text", "text": m["content"]}] for m in SEVERAL]
+        messages = [{**m, "content": part} for m, part in zip(SEVERAL, parts, strict=True)]
+    for train_on in ("assistant", "last_assistant", "every_turn"):
+        if train_on == "every_turn" and family == "deepseek":
+            continue  # its prompts open thoughts, and these answers have none
+        rows = Dataset.from_list(prepared(ChatTemplate(tokenizer), [messages], train_on))
+        wrong = [token for token in ends_of(rows, rule.spaces) if token not in known]
+        notes = {note for note in (note_going_on, note_missing_eos) if note(arrow(rows), rule)}
+        said = {SAID[name]} if name in SAID and train_on != "every_turn" else set()
+        if family == "gptoss" and train_on == "last_assistant":
+            said = set()
+        assert notes == said
+        assert bool(wrong) == bool(said)
+
+
+def test_answers_that_a_template_ends_in_another_token_are_said(tmp_path, caplog):
+    rows = [{"messages": SEVERAL}] * 3
+    for settings, said in (({}, True), ({"eos_token": "<|im_end|>"}, False)):
+        caplog.clear()
+        tokenizer = tiny_tokenizer(chat=True)
+        tokenizer.eos_token = "<eos>"
+        with caplog.at_level("WARNING"):
+            trainer = make_trainer(
+                tmp_path, rows, tokenizer=tokenizer, train_on="assistant", **settings
+            )
+        note = (
+            "where generation goes on ('<|im_end|>' in document 0, the first; it stops at '<eos>'"
+        )
+        assert (note in caplog.text) == said
+        assert ("set eos_token='<|im_end|>'" in caplog.text) == said
+        assert ("generation goes on" in str(trainer.packing_report)) == said
 
 
 # --- appending ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ conversations(system=True)   a strategy of hypothesis
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import trl
 from datasets import Dataset
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny import byte_level_bpe
@@ -96,7 +96,7 @@ FORMATS = {
     "gemma4": Format(ends("<turn|>", str.strip)),
     "phi3": Format(ends("<|end|>")),
     "cohere": Format(ends("<|END_OF_TURN_TOKEN|>", str.strip)),
-    "cohere2": Format(ends("<|END_RESPONSE|>")),
+    "cohere2": Format(ends("<|END_RESPONSE|><|END_OF_TURN_TOKEN|>")),
     "deepseekv3": Format(ends("<｜end▁of▁sentence｜>")),
     "glm4moe": Format(glm4),
     "gptoss": Format(gptoss),
@@ -130,12 +130,24 @@ def tokenizer_for(name: str) -> PreTrainedTokenizerFast:
     return with_template(source_of(name))
 
 
-def with_template(source: str) -> PreTrainedTokenizerFast:
-    backend = Tokenizer.from_str(_words())
+@cache
+def _line_breaks() -> str:
+    """A byte for each token, but for two line breaks, which are one."""
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return byte_level_bpe(["\n\n"] * 3, 257, split=whole).to_str()
+
+
+def with_template(
+    source: str, *, merges_lines: bool = False, swallows: str = "", more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer; its special token `swallows` takes in the white space behind it."""
+    backend = Tokenizer.from_str(_line_breaks() if merges_lines else _words())
     special = ["<s>", "</s>", *sorted(set(_SPECIAL.findall(source)) - {"<|user|>", "<|system|>"})]
     if "[gMASK]" in source:  # GLM's roles are tokens
         special += ["<|user|>", "<|system|>"]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    special += [token for token in (swallows, *more) if token and token not in special]
+    options = {"special": True, "normalized": False}
+    backend.add_special_tokens([AddedToken(t, rstrip=t == swallows, **options) for t in special])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=source
     )

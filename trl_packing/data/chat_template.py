@@ -172,6 +172,22 @@ class ChatTemplate:
         lead = before.removeprefix(prompt) if prompt and before.startswith(prompt) else ""
         return lead, after
 
+    def prompt_ends(self, text: str, starts: Sequence[int]) -> list[int]:
+        """Return where a model begins to write the answers that start at `starts`.
+
+        Marks may begin in the white space at the end of the prompt, and then the rest of it counts.
+        """
+        prompt = self.generation_prompt
+        ends = set()
+        for start in starts:
+            at = text.find(prompt, max(start - len(prompt), 0), start + len(prompt))
+            if at >= 0 and not text[start : at + len(prompt)].strip():
+                ends.add(at + len(prompt))
+            elif at >= 0 or not text[:start].rstrip().endswith(prompt.rstrip()):
+                ends.add(start)
+            # Else the model writes the white space before the start, in its first token.
+        return sorted(ends)
+
     def start_of(self, role: str) -> str:
         """Return the special token with which a turn begins after an answer; "" without one.
 
@@ -191,15 +207,29 @@ class ChatTemplate:
         special = {*self.tokenizer.all_special_tokens, *(t.content for t in added if t.special)}
         return tuple(sorted(special, key=len, reverse=True))
 
+    @cached_property
+    def stop(self) -> str:
+        """The special tokens behind the last answer, up to the EOS; "" without a stop (GLM).
+
+        ChatML on a tokenizer without ChatML's tokens: the model has to stop with these words.
+        """
+        after = self.around_answer[1]
+        eos = re.escape(self.tokenizer.eos_token or "\0")
+        found = re.match(rf"\s*(?:{self._special}*?{eos}|{self._special}+)", after)
+        return found[0] if found else after.rstrip()
+
     def stop_size(self, after: str) -> int:
         """Return how many characters at the start of `after` are a stop, with space before it."""
-        space = len(after) - len(after.lstrip())
-        for token in self.special_tokens:
-            if after.startswith(token, space):
-                return space + len(token)
-        # ChatML on a tokenizer without ChatML's tokens: the model has to stop with these words.
-        words = self.around_answer[1].rstrip()
-        return len(words) if after.startswith(words) else 0
+        if self.stop and after.startswith(self.stop):
+            return len(self.stop)
+        found = re.match(rf"\s*{self._special}", after)
+        return found.end() if found else 0
+
+    @cached_property
+    def _special(self) -> str:
+        """A pattern of one special token."""
+        tokens = [re.escape(token) for token in self.special_tokens if token]
+        return f"(?:{'|'.join(tokens) or chr(0)})"
 
 
 def absent_from(text: str) -> str:

@@ -244,7 +244,7 @@ class RowFormat:
             text = _string(self.formatting_func(row), "the result of formatting_func")
         is_whole = self._is_rendered(text, row)
         text = text if is_whole else self._ended(text)
-        return Rendered(text, self._answers(text), None, True, adds_special_tokens=not is_whole)
+        return self._by_template(text, None, adds_special_tokens=not is_whole)
 
     def _is_rendered(self, text: str, row: Row) -> bool:
         """Whether a function has made the row's messages as the template writes them, complete."""
@@ -259,10 +259,14 @@ class RowFormat:
         eos_token = self.eos_token or ""
         return text if text.endswith(eos_token) else text + eos_token
 
-    def _answers(self, text: str) -> list[tuple[int, int, float]] | None:
+    def _by_template(self, text: str, prompt: str | None, *, adds_special_tokens: bool) -> Rendered:
+        """Return a document of which all is trained, or what answers the response template."""
         if self.answers is None:
-            return None
-        return [(start, stop, 1.0) for start, stop in self.answers.answers(text) or ()]
+            return Rendered(text, None, prompt, adds_special_tokens=adds_special_tokens)
+        found = self.answers.answers(text) or ()
+        spans = [(start, stop, 1.0) for start, stop in found]
+        ends = [start for start, _ in found]
+        return Rendered(text, spans, prompt, True, adds_special_tokens, prompt_ends=ends)
 
     def _conversation(self, row: Row, form: str) -> list[Rendered]:
         prompt, completion, conversation = self._messages(row, form)
@@ -283,7 +287,8 @@ class RowFormat:
             return render_every_turn(self.chat, conversation, weights)
         if by_turns:
             text, spans = trained_spans(self.chat, conversation, weights)
-            return [Rendered(text, spans, adds_special_tokens=False)]
+            ends = self.chat.prompt_ends(text, [start for start, *_ in spans])
+            return [Rendered(text, spans, adds_special_tokens=False, prompt_ends=ends)]
         untrained = None
         if prompt and self.completion_only and as_trl:
             first = conversation.of(conversation.messages[: len(prompt)])
@@ -293,9 +298,11 @@ class RowFormat:
             if not marked:
                 why = "it has no assistant message that the template marks by {% generation %}"
                 raise RuntimeError(f"assistant_only_loss=True, but {why}")
-            return [Rendered(text, [(*span, 1.0) for span in marked], untrained, False, False)]
+            spans = [(*span, 1.0) for span in marked]
+            ends = self.chat.prompt_ends(text, [start for start, _ in marked])
+            return [Rendered(text, spans, untrained, False, False, prompt_ends=ends)]
         text = self.chat.render(conversation)
-        return [Rendered(text, self._answers(text), untrained, self.answers is not None, False)]
+        return [self._by_template(text, untrained, adds_special_tokens=False)]
 
     def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
         """Return the messages of the prompt, those after it, and the conversation of both."""

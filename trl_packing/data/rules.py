@@ -20,7 +20,7 @@ from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
 from trl_packing.data.row_format import PromptTemplate, RowFormat
-from trl_packing.data.stop_tokens import EosRule, stop_token_ids
+from trl_packing.data.stop_tokens import EosRule, generation_stop_ids, stop_token_ids
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 
@@ -85,7 +85,10 @@ class Rules:
         own = None if processing_class is tokenizer else processing_class
         template = getattr(own, "chat_template", None)  # of a processor
         stop_ids = stop_token_ids(tokenizer, generation_config, template)
-        eos = EosRule(tokenizer, stop_ids, options.append_eos)
+        known = stop_ids  # without a generation config, a template is right on where answers end
+        if generation_config is not None:
+            known = generation_stop_ids(tokenizer, generation_config)
+        eos = EosRule(tokenizer, stop_ids, options.append_eos, known)
         return cls(args, processing_class, packing, not packing, row_format, eos, by_trl, labeler)
 
     @property

@@ -5,9 +5,9 @@
     input_ids   Question  :  Why  ?  \\n  Answer  :  Because .  <eos>
     trained     0         0  0    0  0   0       0  1       1  1
 
-A token with some characters of a span and some before it is trained, or the first word of an answer
-would never be learned. A prompt ends where TRL ends it: at the first token that differs between the
-prompt alone and the prompt with its completion.
+No token crosses `prompt_ends`: a model reads the prompt before it writes, so both are tokenized
+apart where they would merge. A prompt of `prompt` ends where TRL ends it: at the first token that
+differs between the prompt alone and the prompt with its completion.
 """
 
 import re
@@ -15,7 +15,7 @@ import string
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ class Rendered:
     prompt: str | None = None  # untrained, which TRL tokenizes alone to find its end
     only_whole: bool = False  # tokens that are partly outside of a span are masked
     adds_special_tokens: bool = True  # the tokenizer does; a chat template has written them
-    keeps_prompt_tokens: bool = False  # no token merges where the prompt ends, as at inference
+    keeps_prompt_tokens: bool = False  # its tokens are those of `prompt` alone, or it is refused
+    prompt_ends: Sequence[int] = ()  # where a model begins to write, increasing: no token crosses
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,15 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
         if document.spans is None and document.prompt is None:
             continue
         encoding = encoded.encodings[number]
-        offsets = _Offsets(encoding, ids, encoding.tokens if trims else None)
+        offsets = _Offsets(tokenizer, encoding, ids, encoding.tokens if trims else None)
         for start, stop, weight in document.spans or ():
             first, last = offsets.tokens_of(start, stop, document.only_whole)
             weights[first:last] = weight
+        crossed = [end for end in document.prompt_ends if offsets.merges_at(end)]
+        if crossed:
+            found[number] = _apart(tokenizer, document, found[number], crossed)
         end = 0 if document.prompt is None else _prompt_end(offsets, document, tokenizer)
-        if end is None:
+        if document.prompt is not None and (end is None or crossed):
             open_ends.append(number)
         else:
             weights[:end] = 0
@@ -89,28 +93,37 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
             document, tokens = documents[number], found[number]
             end = common_prefix_length(prompt, tokens.input_ids)
             if end < len(prompt) and document.keeps_prompt_tokens:
-                found[number] = _behind_its_prompt(tokenizer, document, tokens, prompt)
+                size = len(document.prompt or "")
+                found[number] = _apart(tokenizer, document, tokens, [size])
+                if found[number].lost_prompt:
+                    raise ValueError(
+                        "its tokens merge where the generation prompt ends and the turn "
+                        f"{quote(document.text[size : size + 20])} begins; begin the turn with "
+                        "another character"
+                    )
             else:
                 tokens.weights[:end] = 0
-                found[number] = replace(tokens, lost_prompt=prompt[end:])
+                found[number] = replace(tokens, lost_prompt=prompt[end:] or tokens.lost_prompt)
     return found
 
 
-def _behind_its_prompt(
-    tokenizer: Any, document: Rendered, tokens: Tokenized, prompt: list[int]
-) -> Tokenized:
-    """Return the tokens of the prompt alone and those of the text after it, which would merge."""
-    size = len(document.prompt or "")
-    spans = [(start - size, stop - size, weight) for start, stop, weight in document.spans or ()]
-    rest = Rendered(document.text[size:], spans, adds_special_tokens=False)
-    [apart] = tokenize(tokenizer, [rest])
-    ids = prompt + apart.input_ids
-    if tokenizer.decode(ids) != tokenizer.decode(tokens.input_ids):  # it puts a space before a text
-        raise ValueError(
-            "its tokens merge where the generation prompt ends and the turn "
-            f"{quote(rest.text[:20])} begins; begin the turn with another character"
-        )
-    return Tokenized(ids, np.pad(apart.weights, (len(prompt), 0)))
+def _apart(tokenizer: Any, document: Rendered, whole: Tokenized, ends: Sequence[int]) -> Tokenized:
+    """Return the tokens of the parts between `ends`, across which those of `whole` merge.
+
+    A tokenizer that adds to any text, such as a space, cannot: `whole` stays, with `lost_prompt`.
+    """
+    parts = []
+    for start, stop in pairwise([0, *ends, len(document.text)]):
+        spans = [(a - start, b - start, weight) for a, b, weight in document.spans or ()]
+        special = document.adds_special_tokens and start == 0
+        part = Rendered(document.text[start:stop], spans, None, document.only_whole, special)
+        parts += tokenize(tokenizer, [part])
+    ids = [token for part in parts for token in part.input_ids]
+    if tokenizer.decode(ids) not in (tokenizer.decode(whole.input_ids), document.text):
+        prompt = parts[0].input_ids
+        lost = prompt[common_prefix_length(prompt, whole.input_ids) :]
+        return replace(whole, lost_prompt=lost)
+    return Tokenized(ids, np.concatenate([part.weights for part in parts]))
 
 
 # Ends of a prompt that a tokenizer may split differently once more text follows: the last of
@@ -142,8 +155,11 @@ _SPACE = "Ġ" + string.whitespace
 class _Offsets:
     """Maps characters to tokens; `trimmed` are the tokens if offsets exclude space around them."""
 
-    def __init__(self, encoding: Any, input_ids: list[int], trimmed: list[str] | None):
-        self.encoding, self.input_ids, self.trimmed = encoding, input_ids, trimmed
+    def __init__(
+        self, tokenizer: Any, encoding: Any, input_ids: list[int], trimmed: list[str] | None
+    ):
+        self.tokenizer, self.encoding = tokenizer, encoding
+        self.input_ids, self.trimmed = input_ids, trimmed
         tokens = range(len(encoding), 0, -1)  # without those that the tokenizer adds at the end
         self.num_tokens = next((n for n in tokens if self._chars(n - 1)[1]), 0)
 
@@ -163,17 +179,36 @@ class _Offsets:
     def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
         """Return the tokens of the characters [start, stop), without space that belongs to none."""
         tokens = range(self.num_tokens)
-        first = bisect_right(tokens, start, key=lambda token: self._chars(token)[1])
+        first = self._token_at(start)
         last = bisect_left(tokens, stop, key=lambda token: self._chars(token)[0])
         if start >= stop or first >= last:
             return 0, 0
         if not only_whole:
+            if self._swallows(first, start):
+                first += 1
             return first, last
         first = max(first, bisect_left(tokens, start, key=lambda token: self._chars(token)[0]))
         after = bisect_right(tokens, stop, key=lambda token: self._chars(token)[1])
         # A span at the end of the text includes tokens that the tokenizer adds after it.
         after = len(self.encoding) if after == len(tokens) else after
         return min(first, after), after
+
+    def merges_at(self, char: int) -> bool:
+        """Return whether a token holds characters before and behind the start of `char`."""
+        token = self._token_at(char)
+        is_within = token < self.num_tokens and self._chars(token)[0] < char
+        return is_within and not self._swallows(token, char)
+
+    def _swallows(self, token: int, char: int) -> bool:
+        """Return whether it begins before `char`, and takes in the white space there (Phi-3)."""
+        if self._chars(token)[0] >= char:
+            return False
+        added = self.tokenizer.added_tokens_decoder.get(self.input_ids[token])
+        return added is not None and added.rstrip
+
+    def _token_at(self, char: int) -> int:
+        """Return the first token that ends behind the start of `char`."""
+        return bisect_right(range(self.num_tokens), char, key=lambda token: self._chars(token)[1])
 
     def _chars(self, token: int) -> tuple[int, int]:
         """Return the characters [start, stop) of a token; (0, 0) for one that was added."""

@@ -31,7 +31,12 @@ from trl_packing.data.messages import has_flags
 from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
-from trl_packing.data.stop_tokens import append_eos, note_missing_eos, note_second_bos
+from trl_packing.data.stop_tokens import (
+    append_eos,
+    note_going_on,
+    note_missing_eos,
+    note_second_bos,
+)
 from trl_packing.data.stream import fit_stream, with_equal_columns
 from trl_packing.data.tokenize_rows import can_prepare, documents_from_rows
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
@@ -111,7 +116,8 @@ def whole_documents(
     if missing is not None and rules.eos.appends:
         tokens = append_eos(tokens, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
         missing = note_missing_eos(tokens, rules.eos)
-    notes = [note for note in (missing, not_found, second) if note is not None]
+    going_on = note_going_on(tokens, rules.eos)
+    notes = [note for note in (missing, going_on, not_found, second) if note is not None]
     for note in notes:
         logger.warning(f"{name} dataset: {note}")
     if hint is not None:

@@ -4,6 +4,8 @@ tokens     Why  ?  Because  .  <|im_end|>  \\n        ChatML ends so; TRL trains
 labels      .   .  Because  .      .       .         untrained stop token: train it
 tokens     Why  ?  Because  .                        trained to the end: append EOS
 labels      .   .  Because  .      .       .  Hm ?   ends untrained: nothing is appended
+
+So should the answers before the last: gpt-oss ends those in `<|end|>`, where generation goes on.
 """
 
 from collections.abc import Iterable
@@ -29,6 +31,7 @@ class EosRule:
     tokenizer: Any
     stop_ids: frozenset[int]
     appends: bool = False
+    generation_ids: frozenset[int] = frozenset()  # at which generation stops; empty if unknown
 
     @cached_property
     def spaces(self) -> list[int]:
@@ -37,6 +40,11 @@ class EosRule:
         tokens = chain.from_iterable(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
         blank = [token for token in {*tokens} if not self.tokenizer.decode([token]).strip()]
         return sorted({*blank} - self.stop_ids)
+
+    def names(self, ids: Iterable[int]) -> str:
+        """Return the tokens of some ids, for a message."""
+        tokens = [self.tokenizer.convert_ids_to_tokens(n) or str(n) for n in sorted(ids)]
+        return ("one of " if len(tokens) > 1 else "") + ", ".join(map(quote, tokens))
 
     def ids(self) -> dict[str, Any]:
         """Return the arguments of `append_eos_to_table` beside the table.
@@ -51,6 +59,13 @@ class EosRule:
 NO_EOS = EosRule(None, frozenset())
 
 
+def generation_stop_ids(tokenizer: Any, generation_config: Any = None) -> frozenset[int]:
+    """Return the tokenizer's EOS token, and those of `generation_config`."""
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids = [*configured] if isinstance(configured, list | tuple) else [configured]
+    return frozenset(int(token) for token in (tokenizer.eos_token_id, *ids) if token is not None)
+
+
 def stop_token_ids(
     tokenizer: Any, generation_config: Any = None, chat_template: str | None = None
 ) -> frozenset[int]:
@@ -59,15 +74,13 @@ def stop_token_ids(
     These are the tokenizer's EOS token, those of `generation_config`, and the first special token
     that follows an answer in `chat_template` (default: the tokenizer's).
     """
-    ids = [tokenizer.eos_token_id]
-    configured = getattr(generation_config, "eos_token_id", None)
-    ids += configured if isinstance(configured, list | tuple) else [configured]
+    ids = generation_stop_ids(tokenizer, generation_config)
     chat = ChatTemplate(tokenizer, chat_template)
     with suppress(Exception):  # a template may raise anything
         after = chat.around_answer[1] if chat.exists else ""
         found = [(after.index(t), -len(t), t) for t in chat.special_tokens if t and t in after]
-        ids += [tokenizer.convert_tokens_to_ids(token) for *_, token in sorted(found)[:1]]
-    return frozenset(int(token) for token in ids if token is not None)
+        ids |= {tokenizer.convert_tokens_to_ids(token) for *_, token in sorted(found)[:1]}
+    return ids
 
 
 def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
@@ -80,16 +93,56 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
     wrong = np.flatnonzero(trained & ~ends_in_stop_token(documents, eos))
     if not len(wrong):
         return None
-    stops = sorted(eos.stop_ids)
-    names = ", ".join(quote(eos.tokenizer.convert_ids_to_tokens(n) or str(n)) for n in stops)
+    names = eos.names(eos.stop_ids)
     remedy = "set append_eos=True, or end them in one"
     if eos.appends:
         remedy = "their last tokens are not trained: check the completion or assistant masks"
     return (
         f"{len(wrong):,} of {trained.sum():,} documents ({len(wrong) / trained.sum():.1%}) do not "
-        f"end in a trained stop token ({'one of ' * (len(stops) > 1)}{names}); {remedy} (the first "
+        f"end in a trained stop token ({names}); {remedy} (the first "
         f"is document {wrong[0]})"
     )
+
+
+def note_going_on(documents: ArrowDocuments, eos: EosRule) -> str | None:
+    """Return a sentence on trained parts behind which generation goes on, None if there are none.
+
+    The last part of a document counts only if it ends in another stop token: `note_missing_eos`.
+    """
+    if not eos.generation_ids:
+        return None
+    found = documents.by_document("labels", lambda ids, ends: _first_going_on(ids, ends, eos))
+    wrong = np.flatnonzero(found >= 0)
+    if not len(wrong):
+        return None
+    token = int(found[wrong[0]])
+    name = eos.names([token])
+    remedy = (
+        "if the chat template ends earlier answers so, set train_on='every_turn', else end each "
+        "answer in a stop token"
+    )
+    if token in eos.stop_ids:
+        remedy = f"set eos_token={name}, or add it to eos_token_id of the generation config"
+    return (
+        f"{len(wrong):,} of {len(documents):,} documents are trained to end an answer where "
+        f"generation goes on ({name} in document {wrong[0]}, the first; it stops at "
+        f"{eos.names(eos.generation_ids)}); {remedy}"
+    )
+
+
+def _first_going_on(labels: np.ndarray, offsets: np.ndarray, eos: EosRule) -> np.ndarray:
+    """Return the token that ends the first such part of each document; -1 without one."""
+    skipped = [IGNORE_INDEX, *eos.spaces]
+    edges = np.flatnonzero(np.diff(labels != IGNORE_INDEX)) + 1
+    parts = np.union1d(offsets, edges.clip(offsets[0], offsets[-1]))
+    ends = _last(labels, parts, skipped)
+    ends = ends[ends >= 0]
+    last = _last(labels, offsets, skipped)
+    counted = last[~_holds(labels, last, eos.stop_ids)]
+    wrong = np.setdiff1d(ends[~_holds(labels, ends, eos.generation_ids)], counted)[::-1]
+    found = np.full(len(offsets) - 1, -1)
+    found[np.searchsorted(offsets, wrong, side="right") - 1] = labels[wrong]
+    return found
 
 
 def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:

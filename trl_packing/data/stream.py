@@ -20,6 +20,7 @@ from trl_packing.data.stop_tokens import (
     NO_EOS,
     EosRule,
     append_eos_to_table,
+    note_going_on,
     note_missing_eos,
 )
 from trl_packing.documents.arrow import ArrowDocuments
@@ -89,7 +90,9 @@ class StreamFit:
             table = append_eos_to_table(table, **eos.ids())
             documents = ArrowDocuments(datasets.Dataset(table), columns)
         pieces, counts = fit(documents, self.overflow, eos.stop_ids, where=where, numbers=rows)
-        missing = None if self._counts.notes else note_missing_eos(documents, eos)
+        missing = None
+        if not self._counts.notes:
+            missing = note_missing_eos(documents, eos) or note_going_on(documents, eos)
         if missing is not None:
             counts = replace(counts, notes=(f"of the documents read first, {missing}",))
         if TURN in batch:

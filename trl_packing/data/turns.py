@@ -10,6 +10,7 @@ inference; docs/every-turn.md has the cases.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,10 +71,16 @@ class RenderedConversation:
         return before, after
 
 
-_UNKNOWN = (
-    "the chat template renders message {} differently beside other messages; use one with "
-    "{{% generation %}}, or train_on='all'"
-)
+def _unknown(rendered: RenderedConversation, number: int) -> ValueError:
+    """Return the error of a message that is not found in the text; a turn alone may be."""
+    remedy = "use one with {% generation %}, or train_on='all'"
+    with suppress(ValueError):
+        turn = rendered.conversation.of(rendered.messages[: number + 1])
+        render_every_turn(rendered.chat, turn, {number: 1.0})
+        remedy = "set train_on='every_turn', or use one with {% generation %}"
+    return ValueError(
+        f"the chat template renders message {number} differently beside other messages; {remedy}"
+    )
 
 
 def trained_spans(
@@ -155,7 +162,7 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
             limit = len(before)
     stop = next((stop for stop in stops if start <= stop <= limit), None)
     if stop is None:
-        raise ValueError(_UNKNOWN.format(number))
+        raise _unknown(rendered, number)
     if missing := missing_part(rendered.messages[number], text[start:stop]):
         name, words = missing
         raise ValueError(
@@ -174,7 +181,7 @@ def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, 
         if prompt and rendered.text.startswith(prompt):
             return len(prompt), after
     if not rendered.text.startswith(before):
-        raise ValueError(_UNKNOWN.format(number))
+        raise _unknown(rendered, number)
     return len(before), after
 
 
@@ -230,8 +237,9 @@ def render_every_turn(
     return documents
 
 
-# A prompt that opens the thoughts of the model.
+# A prompt that opens the thoughts of the model, and one that opens or closes them.
 _OPENED = re.compile(r"<(\w+)>\s*\Z")
+_ASKS = re.compile(r"</?\w+>\s*\Z")
 
 
 def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, Iterable[Span]]:
@@ -247,19 +255,10 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
             f"it ({error}); set its 'train' to false, or use another template"
         ) from error
     turn = RenderedConversation(chat, conversation, text)
-    words = prompt.rstrip()
+    start = _start_behind(turn, prompt)
     missing = None
-    if text.startswith(prompt) or (words and text.startswith(words)):  # white space may differ
-        start = len(text) - len(text[len(words) :].lstrip())
-        start = len(prompt) if text.startswith(prompt) else start
-        after = chat.around_answer[1]
-        size = _stop_size(chat, after)
-        end = len(text) - len(after)
-        is_known = size and text.endswith(after) and end >= start
-        ended = text.rstrip() if text.rstrip().endswith(chat.special_tokens) else text
-        written = text[start : end + size] if is_known else ended[start:]
-        if not size:  # turns end as the next one begins (GLM)
-            written += chat.start_of("tool" if message.get("tool_calls") else "user")
+    if start is not None:
+        written = _turn_from(turn, start)
         missing = missing_part(message, written)
         opened = _OPENED.search(prompt)
         if missing is None and not (opened and opened[0].strip() in written):
@@ -277,26 +276,54 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
             "even where it is the last one; use a template that keeps it, or write reasoning into "
             "the content (<think>…</think>)"
         )
-    at = common_prefix_length(text, prompt)
-    raise ValueError(
+    raise ValueError(_why_apart(turn, prompt))
+
+
+def _start_behind(turn: RenderedConversation, prompt: str) -> int | None:
+    """Return where the last message goes on from `prompt`; None if it begins in another way."""
+    text, words = turn.text, prompt.rstrip()
+    if text.startswith(prompt):
+        return len(prompt)
+    if words and text.startswith(words):  # white space may differ
+        return len(text) - len(text[len(words) :].lstrip())
+    # An answer may change the messages before it: gpt-oss drops the thoughts of a tool call.
+    header = turn.chat.generation_prompt
+    before = turn.around(len(turn.messages) - 1)[0].removesuffix(turn.chat.around_answer[0])
+    is_turn = header and all(each.endswith(header) for each in (prompt, before))
+    return len(before) if is_turn and text.startswith(before) else None
+
+
+def _turn_from(turn: RenderedConversation, start: int) -> str:
+    """Return the text of the last message from `start` on, with the stop that it ends in."""
+    chat, text = turn.chat, turn.text
+    after = chat.around_answer[1]
+    size = len(chat.stop)
+    end = len(text) - len(after)
+    if size and text.endswith(after) and end >= start:
+        return text[start : end + size]
+    words = text.rstrip()
+    written = words[start:] if words.endswith(chat.special_tokens) else text[start:]
+    if size:
+        return written
+    # Turns end as the next one begins (GLM).
+    return written + chat.start_of("tool" if turn.messages[-1].get("tool_calls") else "user")
+
+
+def _why_apart(turn: RenderedConversation, prompt: str) -> str:
+    """Return a sentence on a finished turn that does not go on from its prompt."""
+    number = len(turn.messages) - 1
+    at = common_prefix_length(turn.text, prompt)
+    remedy = "use another template, or set its 'train' to false"
+    if turn.conversation.kwargs or _ASKS.search(prompt):
+        remedy = (
+            "give the message the reasoning that the prompt asks for, or chat_template_kwargs "
+            "that fit it (enable_thinking)"
+        )
+    return (
         f"at inference the model reads {quote(prompt[-40:])} at the end of its prompt before "
-        f"message {number}, but the chat template writes {quote(text[at : at + 40])} there in the "
-        "finished turn; give the message the reasoning that the prompt asks for, or "
-        "chat_template_kwargs that fit it (enable_thinking)"
+        f"message {number}, but the chat template writes {quote(turn.text[at : at + 40])} there in "
+        f"the finished turn; {remedy}"
     )
-
-
-def _stop_size(chat: ChatTemplate, after: str) -> int:
-    """Return how many characters of `after` are the stop: special tokens, up to the EOS."""
-    size = chat.stop_size(after)
-    eos = chat.tokenizer.eos_token
-    while size and not (eos and after[:size].endswith(eos)):
-        following = (len(t) for t in chat.special_tokens if t and after.startswith(t, size))
-        more = next(following, 0)
-        if not more:
-            break
-        size += more
-    return size
 
 
 def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:
@@ -321,5 +348,5 @@ def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:
         content = content[len(given) :]
     elif f"<{tag}>" in content or f"</{tag}>" not in content:
         return None  # it does not begin inside of the thoughts that the prompt has opened
-    written = content + after[: _stop_size(turn.chat, after)]
+    written = content + after[: turn.chat.stop_size(after)]
     return written if missing_part(message, written) is None else None
