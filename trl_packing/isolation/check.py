@@ -76,6 +76,7 @@ class IsolationReport:
     gradient_difference: float | None = None  # relative to the largest gradient
     has_images: bool = False  # in the probe that decided
     in_float32: bool = False  # measured again, on a copy of weights that round more
+    by_length: bool = False  # B changes with the length of A alone: positions, ties of an index
 
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
@@ -86,6 +87,11 @@ class IsolationReport:
         return NOISE_FACTOR * self.noise
 
     @property
+    def badness(self) -> tuple[int, bool, float]:
+        """What orders reports on the same model; the largest decides."""
+        return [*VERDICTS].index(self.verdict), self.by_length, self.difference
+
+    @property
     def is_blunt(self) -> bool:
         """Whether rounding is too near to a leak for the difference alone to tell them apart."""
         return self.verdict != "leaks" and self.difference > LEAK_SHARE * self.leak
@@ -93,6 +99,8 @@ class IsolationReport:
     @property
     def words(self) -> str:
         """The verdict in words."""
+        if self.by_length:
+            return "documents depend on the LENGTH of others, and not on their tokens"
         limits = ", as far as rounding lets it show" if self.is_blunt else ""
         return VERDICTS[self.verdict] + limits
 
@@ -224,17 +232,20 @@ def check_probes(
         reports = []
         for probe in made:
             measured = _measure(called, inner, probe, fused_head, collator)
+            verdict, *numbers = _verdict(*measured, eps)
+            packed = measured[1]
             report = IsolationReport(
-                *_verdict(*measured, eps),
+                verdict,
+                *numbers,
                 probe=probe.name,
                 model=type(inner).__name__,
                 attention=attention,
                 mode="training" if model.training else "evaluation",
                 has_images="images" in probe.document,
+                by_length=verdict == "leaks" and len(packed) > 1 and torch.equal(*packed[:2]),
             )
             reports.append((report, probe))
-        from_best = [*VERDICTS]
-        return max(reports, key=lambda pair: (from_best.index(pair[0].verdict), pair[0].difference))
+        return max(reports, key=lambda pair: pair[0].badness)
 
     eps = torch.finfo(next(inner.parameters()).dtype).eps
     with try_backward(inner, training=training) as faults, preserve_state(model, training):

@@ -355,8 +355,9 @@ def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> 
 def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
         return f"refused ({str(result)[:80]})"
+    verdict = "depends on lengths" if result.by_length else result.verdict
     by = f" by {brief(result.difference)}" if result.verdict == "leaks" else ""
-    return result.verdict + by + " with images" * result.has_images
+    return verdict + by + " with images" * result.has_images
 
 
 _FROM_BEST = (*VERDICTS, "refused", NOT_FINITE)
