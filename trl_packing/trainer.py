@@ -52,13 +52,13 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.training.arguments import (
     check_arguments,
     check_set_afterwards,
+    explain_missing_marks,
     generation_config_of,
     hide_packing,
     leave_packing,
     reason_for_trl_path,
     reason_to_keep_rows_apart,
     refuse_model_init,
-    training_template,
 )
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
@@ -214,9 +214,7 @@ class PackedSFTTrainer(SFTTrainer):
             try:
                 super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
             except ValueError:
-                tokenizer = getattr(self, "_tokenizer", None)
-                if tokenizer is not None and getattr(args, "assistant_only_loss", False):
-                    training_template(tokenizer)  # refuses one that cannot be trained so
+                explain_missing_marks(args, getattr(self, "_tokenizer", None), train_dataset)
                 raise
         self._between_steps.begin()
         keep_outputs_precise(self.accelerator)

@@ -100,8 +100,7 @@ def commands() -> list[Any]:
 def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch, capsys):
     if "4bit" in options or "qlora" in options:
         pytest.importorskip("bitsandbytes")
-    for name in ("trl_packing.recipes.recipe_data", "trl_packing.data.files"):
-        monkeypatch.setattr(f"{name}.load_dataset", hub)
+    monkeypatch.setattr("trl_packing.data.files.load_dataset", hub)
     monkeypatch.chdir(ROOT)
     trained = []
     train = PackedSFTTrainer.train

@@ -94,7 +94,7 @@ def test_one_row_is_read_without_the_images_of_the_others(model, processor, tmp_
     first, third = preview_rows(run, [1, 2])
     assert "[image 32×24, " in first.texts[0]
     assert third.documents == ()
-    assert "image 0 in row 2 of the data set cannot be read" in third.reason
+    assert "image 0 in row 2 of the inspected dataset cannot be read" in third.reason
     with pytest.raises(ValueError, match="image 0 in row 2 of the train dataset cannot be read"):
         preview_losses(run)
 

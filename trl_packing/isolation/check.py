@@ -232,11 +232,13 @@ def check_probes(
         reports = []
         for probe in made:
             measured = _measure(called, inner, probe, fused_head, collator)
-            verdict, *numbers = _verdict(*measured, eps)
+            verdict, difference, noise, leak = _verdict(*measured, eps)
             packed = measured[1]
             report = IsolationReport(
                 verdict,
-                *numbers,
+                difference,
+                noise,
+                leak,
                 probe=probe.name,
                 model=type(inner).__name__,
                 attention=attention,

@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig
 from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import is_conversational
 
 from trl_packing.attention.model_facts import loading_options
 from trl_packing.attention.state import temporarily
@@ -179,6 +180,14 @@ def training_template(tokenizer: Any) -> str | None:
             "assistant_only_loss=True needs a chat template with {% generation %} marks, and that "
             "of this tokenizer has none; set train_on='assistant' instead, which needs no marks"
         ) from error
+
+
+def explain_missing_marks(args: Any, tokenizer: Any, dataset: Any) -> None:
+    """Raise our ValueError, with the way out, where TRL has refused a chat template."""
+    if tokenizer is None or dataset is None or not getattr(args, "assistant_only_loss", False):
+        return
+    if is_conversational(next(iter(dataset), {})):
+        training_template(tokenizer)
 
 
 def generation_config_of(model: Any, args: Any) -> Any:
