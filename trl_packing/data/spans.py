@@ -35,6 +35,8 @@ class Rendered:
     only_whole: bool = False  # tokens that are partly outside of a span are masked
     adds_special_tokens: bool = True  # the tokenizer does; a chat template has written them
     keeps_prompt_tokens: bool = False  # no token merges where the prompt ends, as at inference
+    handled: int = 0  # bits of the column `HANDLED`
+    tokens: "Tokenized | None" = None  # known without the text
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
     found, open_ends = [], []
     for number, document in enumerate(documents):
+        if document.tokens is not None:
+            found.append(document.tokens)
+            continue
         ids = encoded["input_ids"][number]
         weights = np.full(len(ids), document.spans is None, np.float32)
         found.append(Tokenized(ids, weights))
