@@ -144,8 +144,10 @@ LOST = [
     ("llama3", TOOLS, SETTINGS[1], r"tool call of message 1 \('weather'\); use a template"),
     ("qwen2_5_training", THOUGHTS, SETTINGS[0], r"reasoning of message 1 .*into the content"),
     ("llama3_1", BESIDE, SETTINGS[0], r"content of message 1 \('One moment"),
-    ("qwen3_8", [turn("user", "Hi"), turn("assistant", "<think>\nHm.\n</think>\n\nHello")],
-     SETTINGS[1], r"thoughts of its own .* message 1 .*move them into 'reasoning_content'"),
+    *(("qwen3_8", [turn("user", "Hi"), turn("assistant", content)], each,
+       r"thoughts of its own .* message 1 .*move them into 'reasoning_content'")
+      for content in ("<think>\nHm.\n</think>\n\nHello", "Hm.\n</think>\nHello")
+      for each in SETTINGS[:2]),
     ("qwen3", [turn("user", "Hi"), {"role": "assistant", "content": None, "function_call": CALL}],
      SETTINGS[1], "has its call under 'function_call', .*make it 'tool_calls'"),
 ]  # fmt: skip

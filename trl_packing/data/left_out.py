@@ -167,20 +167,17 @@ def in_words(part: Part, messages: Sequence[Message]) -> str:
     )
 
 
-# Thoughts of the template, perhaps empty, and those in a content.
-_TWICE = re.compile(r"</think>\s*<think>")
-
-
 def check_thoughts(messages: Sequence[Message], text: str) -> None:
     """Raise ValueError if a template has written its own thoughts before those in a content."""
-    if "</think>" not in text or not _TWICE.search(text):
+    if "</think>" not in text:
         return
-    contents = [str(message.get("content")) for message in messages]
-    if any(map(_TWICE.search, contents)):
-        return
-    for number, content in enumerate(contents):
-        if content.lstrip().startswith("<think>"):
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] != "assistant" or "</think>" not in str(content):
+            continue
+        before, found, _ = text.partition(str(content).strip())
+        if found and before.rstrip().endswith("</think>"):
             raise ValueError(
                 "the chat template writes thoughts of its own before those in the content of "
-                f"message {number} ({quote(content[:40])}); move them into 'reasoning_content'"
+                f"message {number} ({quote(str(content)[:40])}); move them into 'reasoning_content'"
             )

@@ -144,8 +144,13 @@ def without_arrow_nulls(value: Any, feature: Any) -> Any:
     `feature` is that of `datasets`: nulls in JSON were written by somebody, and stay.
     """
     if isinstance(value, dict) and isinstance(feature, dict):
-        present = {key: each for key, each in value.items() if each is not None}
-        return {key: without_arrow_nulls(each, feature.get(key)) for key, each in present.items()}
+        found = {}
+        for key, each in value.items():
+            if isinstance(each, (dict, list)):  # a call for each text would cost
+                found[key] = without_arrow_nulls(each, feature.get(key))
+            elif each is not None:
+                found[key] = each
+        return found
     if isinstance(value, list) and isinstance(feature, (List, LargeList)):
         return [without_arrow_nulls(each, feature.feature) for each in value]
     return value
