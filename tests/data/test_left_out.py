@@ -111,6 +111,15 @@ def test_arguments_as_json_text_train_as_a_dictionary(name):
     assert "weather" in rules.documents(nothing, "messages")[0].text
 
 
+def test_the_template_for_rows_with_tools_decides_on_arguments():
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = with_template(plain)
+    tokenizer.chat_template = {"default": plain, "tool_use": SHOWS_ALL}
+    row = {"messages": [turn("user", "Hi"), calling('{"city": "Bern"}')], "tools": [{"name": "f"}]}
+    [document] = RowFormat(ChatTemplate(tokenizer), "</s>").documents(row, "messages")
+    assert '"arguments": {"city": "Bern"}' in document.text
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_report_counts_parsed_arguments_and_lost_reasoning(tmp_path, caplog, streamed):
     tokenizer = tokenizer_for("qwen2_5")

@@ -199,13 +199,17 @@ class ChatTemplate:
         return token if is_own else ""
 
     @cached_property
-    def form_of_arguments(self) -> type | None:
-        """The form of the arguments of tool calls that it reads, dict or str; None for both.
+    def forms_of_arguments(self) -> dict[bool, type | None]:
+        """The form of arguments of tool calls that it reads, with `tools` beside them or not.
 
-        Many quote a text again, some raise an error; some cannot read a dictionary.
+        dict or str; None for both. Many quote a text again, some raise an error; some cannot read a
+        dictionary. A tokenizer may have another template for rows with tools.
         """
-        as_text = self.try_render(_calling(_JSON))
-        as_dict = self.try_render(_calling(json.loads(_JSON)))
+        return {False: self._form_of_arguments(None), True: self._form_of_arguments([_TOOL])}
+
+    def _form_of_arguments(self, tools: list[Any] | None) -> type | None:
+        as_text = self.try_render(_calling(_JSON, tools))
+        as_dict = self.try_render(_calling(json.loads(_JSON), tools))
         if as_text == as_dict:
             return None
         if as_text is None or as_dict is None:
@@ -241,13 +245,19 @@ def absent_from(text: str) -> str:
 
 
 _JSON = '{"city": "Rome"}'
+_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "a"}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "a", "parameters": _PARAMETERS},
+}
 
 
-def _calling(arguments: Any) -> Conversation:
+def _calling(arguments: Any, tools: list[Any] | None) -> Conversation:
     """Return a conversation that ends in a call with these arguments."""
     function = {"name": "f", "arguments": arguments}
     call = {"type": "function", "id": "call00001", "function": function}
-    return Conversation([_USER, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return Conversation([_USER, answer], tools)
 
 
 _MARK = absent_from("")

@@ -394,7 +394,8 @@ class RowFormat:
             )
         messages, handled = without_flags([*prompt, *last]), 0
         if any(message.get("tool_calls") for message in messages):
-            messages, handled = with_arguments(messages, self.chat.form_of_arguments)
+            form_of_arguments = self.chat.forms_of_arguments[tools is not None]
+            messages, handled = with_arguments(messages, form_of_arguments)
         return prompt, last, Conversation(messages, tools, kwargs, sanitizes), handled
 
 
