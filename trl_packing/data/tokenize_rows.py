@@ -94,11 +94,15 @@ def documents_from_rows(
     except ValueError as error:
         sentence = f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
         raise ValueError(sentence) from error
-    if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
-        logger.warning(
-            f"the {name} dataset has tools, but the chat template renders no tool calls; use "
-            "another template"
-        )
+    if first.get("tools") and row_format.chat.exists:
+        lacks = "" if row_format.chat.reads_tools else "tools"
+        if not row_format.calls_tools:
+            lacks = "tool calls"
+        if lacks:
+            logger.warning(
+                f"the {name} dataset has tools, but the chat template renders no {lacks}; use "
+                "another template"
+            )
     form = row_format.form(first)
     columns = ["input_ids", "labels"]
     if form.endswith("messages"):
