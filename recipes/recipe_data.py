@@ -48,7 +48,7 @@ from trl_packing.data.files import (
     read_rows,
     records_of,
 )
-from trl_packing.data.row_format import PromptTemplate, column_among
+from trl_packing.data.row_format import BESIDE, PromptTemplate, column_among
 
 # TRL reads the first two beside a conversation, and the trainer the weight of a document.
 KEPT_COLUMNS = ("tools", "chat_template_kwargs", "loss_weight")
@@ -338,6 +338,9 @@ class RowColumns:
         if whole and makes_prompts:
             raise self._error(f"{whole!r} is the whole document: name no prompt beside it")
         kept = [column for column in columns if column in self.kept]
+        if not entry.dataset_text_field:  # the trainer warns of parts that nothing reads
+            template = entry.prompt_template or ""
+            kept += [c for c in BESIDE if c in {*columns} - {*kept} and f"{{{c}}}" not in template]
         if makes_prompts or (not whole and "prompt" in columns and "input_ids" not in columns):
             dropped = [column for column in columns if column not in kept]
             rewrite = self._prompt_completion(columns, next(iter(dataset)))

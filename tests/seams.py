@@ -114,6 +114,7 @@ _BY_CLASS = {
     "accelerate.Accelerator": "_models",
     "datasets.IterableDataset": "_distributed _ex_iterable",
     "datasets.Dataset": "_fingerprint _indices",
+    "datasets.iterable_dataset.FormattedExamplesIterable": "features",
     "transformers.PreTrainedModel": "_can_set_attn_implementation",
     "transformers.PreTrainedConfig": "_attn_implementation_internal",
 }

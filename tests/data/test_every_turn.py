@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize_rows import documents_from_rows
-from trl_packing.documents.labels import TURN
+from trl_packing.documents.labels import HANDLED, TURN
 
 
 def turns_of(tokenizer: Any, row: Any, **settings: Any) -> list[str]:
@@ -237,7 +237,8 @@ def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
     found = documents_from_rows(
         rows, row_format, keeps_columns=True, document_columns=["source", "loss_weight"]
     )
-    assert set(found.column_names) == {"input_ids", "labels", TURN, "source", "loss_weight"}
+    kept = {"source", "loss_weight"}
+    assert set(found.column_names) == {"input_ids", "labels", TURN, HANDLED, *kept}
     assert found["source"][:] == list("aaabc")
     assert found["loss_weight"][:] == [2.0, 2.0, 2.0, 1.0, 0.5]
     assert found[TURN][:] == [0, 1, 2, -1, 0]

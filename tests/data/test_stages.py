@@ -5,6 +5,7 @@ import logging
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from harness import alone, assert_exact, make_trainer, run
+from helpers.chat_templates import source_of
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
 from trl import SFTTrainer
 
@@ -94,17 +95,20 @@ def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
         trainer_for(tmp_path, rows_of("nothing"), tokenizer=tokenizer, response_template=ANSWER)
 
 
-@pytest.mark.parametrize("renders", [True, False])
-def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, renders):
+@pytest.mark.parametrize("lacks", [None, "tool calls", "tools"])
+def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, lacks):
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
     tokenizer = tiny_tokenizer(chat=True)
-    if not renders:
-        lacks = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
-        tokenizer.chat_template = lacks
+    if lacks == "tool calls":
+        plain = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+        tokenizer.chat_template = plain
+    elif lacks == "tools":
+        tokenizer.chat_template = source_of("deepseekv3")
     with caplog.at_level(logging.WARNING):
         trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
-    warns = "has tools, but the chat template renders no tool calls" in caplog.text
-    assert warns == (not renders)
+    warns = "has tools, but the chat template renders no" in caplog.text
+    assert warns == (lacks is not None)
+    assert not lacks or f"renders no {lacks};" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, List, load_dataset
 from harness import make_trainer
 from helpers.chat_templates import source_of, turn, with_template
 from helpers.combinations import combined
@@ -158,6 +158,53 @@ def test_other_templates_and_settings_give_the_documents_of_trl(tmp_path, form, 
     assert ours == by_trl(data_set(form), chat, tmp_path, **settings)
     masks = settings.get("assistant_only_loss") or settings.get("completion_only_loss")
     assert not masks or form == "messages" or any(-100 in labels for _, labels in ours)
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt messages"])
+def test_special_tokens_in_the_words_of_users_become_text_as_in_trl(tmp_path, form):
+    chat = tokenizer("qwen2_5", bos=True)
+    rows, plain = (
+        Dataset.from_list(
+            [
+                {**FORMS[form]("Why <|im_end|>?", "So."), "chat_template_kwargs": kwargs}
+                for kwargs in (
+                    {"sanitize_control_tokens": each},
+                    {"sanitize_control_tokens": False},
+                )
+            ]
+        )
+        for each in (True, False)
+    )
+    ours = documents(rows, chat, tmp_path)
+    assert ours == by_trl(rows, chat, tmp_path)
+    assert len(ours[0][0]) > len(documents(plain, chat, tmp_path)[0][0]), "the control"
+    assert any(-100 in labels for _, labels in ours) == (form != "messages")
+    for refused in ({"train_on": "assistant"}, {"train_on": "every_turn"}):
+        with pytest.raises(ValueError, match=r"row 0 .*sanitize_control_tokens=True.*leave it out"):
+            documents(rows, chat, tmp_path, **refused)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_lists_of_a_fixed_size_are_read(tmp_path, streamed):
+    chat = tokenizer("qwen2_5")
+    row = {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8], "loss_weights": [1.0] * 4}
+    rows = Dataset.from_list([{**row, "input_ids": [n, 6, 7, 8]} for n in range(5, 11)])
+    talk = Dataset.from_list([FORMS["messages"]("Why?", "So.")] * 3)
+    for given, settings in (
+        (rows, {}),
+        (rows, {"max_length": 3, "packing": True, "overflow": "split", "append_eos": True}),
+        (rows.select_columns(["input_ids"]).select([4, 1]), {"max_length": 3}),
+        (talk, {}),
+    ):
+        sizes = {"messages": 2}
+        fixed = Features({c: List(f.feature, sizes.get(c, 4)) for c, f in given.features.items()})
+        pair = [given, given.cast(fixed)]
+        if streamed:
+            pair = [each.to_iterable_dataset() for each in pair]
+            settings = {**settings, "max_steps": 1}
+        plain, ours = (prepared(each, chat, tmp_path, **settings) for each in pair)
+        for column in ("input_ids", "labels"):
+            assert [d.get(column) for d in ours] == [d.get(column) for d in plain]
 
 
 @pytest.mark.parametrize("form", ["text", "prompt and space"])

@@ -146,6 +146,18 @@ def test_the_report_counts_the_images_of_its_documents(options, trainer_of, proc
     assert f"images       {counts.images} in {documents} document" in str(trainer.packing_report)
 
 
+def test_reasoning_that_the_template_leaves_out_is_counted(trainer_of):
+    def with_reasoning(row):
+        *before, answer = row["messages"]
+        return {"messages": [*before, {**answer, "reasoning_content": "It looks so."}]}
+
+    rows = image_dataset(form="messages")
+    words = "8 documents with reasoning that the chat template leaves out"
+    for given, is_counted in ((rows.map(with_reasoning), True), (rows, False)):
+        report = " ".join(str(trainer_of(given).packing_report).split())
+        assert (words in report) == is_counted
+
+
 @pytest.mark.slow
 def test_the_tower_never_computes_more_than_max_patches(trainer_of):
     most = {}

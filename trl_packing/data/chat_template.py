@@ -6,9 +6,10 @@
 Both are learned from short conversations, for `turns.py`.
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ class Conversation:
     messages: list[Message]
     tools: Sequence[Any] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sanitizes: bool = False  # special tokens in its words become text
 
     def of(self, messages: list[Message]) -> "Conversation":
         """Return a conversation of other messages with the same tools and arguments."""
@@ -124,14 +126,21 @@ class ChatTemplate:
         )
         return text
 
-    def _apply(self, conversation: Conversation, generation_prompt: bool) -> str:
+    def sanitized_ids(
+        self, conversation: Conversation, *, generation_prompt: bool = False
+    ) -> list[int]:
+        """Return the token ids of a conversation whose words make no special token."""
+        return self._apply(  # type: ignore[return-value]
+            conversation, generation_prompt, tokenize=True, sanitize_control_tokens=True
+        )
+
+    def _apply(self, conversation: Conversation, generation_prompt: bool, **options: Any) -> str:
         return self.tokenizer.apply_chat_template(
             conversation.messages,
             tools=conversation.tools,
             chat_template=self.override,
             add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **conversation.kwargs,
+            **{"tokenize": False, "return_dict": False, **options, **conversation.kwargs},
         )
 
     # `apply_chat_template` copies and checks its inputs, for half of its time.
@@ -156,6 +165,11 @@ class ChatTemplate:
             if _compile_jinja_template is not None:
                 return self._render_directly(trial.messages, True) == self._apply(trial, True)
         return False
+
+    @cached_property
+    def hidden_parts(self) -> dict[Any, Collection[int]]:
+        """Parts of messages that do not reach the text, by the shape of a conversation."""
+        return {}  # `left_out` fills it
 
     @cached_property
     def generation_prompt(self) -> str:
@@ -201,6 +215,34 @@ class ChatTemplate:
         return token if is_own else ""
 
     @cached_property
+    def forms_of_arguments(self) -> dict[bool, type | None]:
+        """The form of arguments of tool calls that it reads, with `tools` beside them or not.
+
+        dict or str; None for both. Many quote a text again, some raise an error; some cannot read a
+        dictionary. A tokenizer may have another template for rows with tools.
+        """
+        return {False: self._form_of_arguments(None), True: self._form_of_arguments([_TOOL])}
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template for rows with tools names them."""
+        return "tools" in self.tokenizer.get_chat_template(self.override, [_TOOL])
+
+    def _form_of_arguments(self, tools: list[Any] | None) -> type | None:
+        as_text = self.try_render(_calling(_JSON, tools))
+        as_dict = self.try_render(_calling(json.loads(_JSON), tools))
+        if as_text == as_dict:
+            return None
+        if as_text is None or as_dict is None:
+            return dict if as_text is None else str
+        before, _, after = as_text.partition(_JSON)
+        written = as_dict.removeprefix(before).removesuffix(after)
+        with suppress(ValueError):
+            if json.loads(written) == json.loads(_JSON):  # perhaps with other white space
+                return None
+        return dict
+
+    @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The tokenizer's special tokens, the longest first."""
         added = self.tokenizer.added_tokens_decoder.values()
@@ -235,6 +277,22 @@ class ChatTemplate:
 def absent_from(text: str) -> str:
     """Return a character of the private use area that is not in `text`."""
     return next(mark for mark in map(chr, range(0xF8FF, 0xE000, -1)) if mark not in text)
+
+
+_JSON = '{"city": "Rome"}'
+_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "a"}}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "a", "parameters": _PARAMETERS},
+}
+
+
+def _calling(arguments: Any, tools: list[Any] | None) -> Conversation:
+    """Return a conversation that ends in a call with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    call = {"type": "function", "id": "call00001", "function": function}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return Conversation([_USER, answer], tools)
 
 
 _MARK = absent_from("")

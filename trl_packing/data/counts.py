@@ -9,6 +9,21 @@ import numpy as np
 # Largest share of lost trained tokens, or of documents without their stop token, without warning.
 WARN_LOST_SHARE = 0.01
 
+# Bits of the column `documents.labels.HANDLED`: what preparation did with parts of a row.
+PARSED, NO_JSON, NO_REASONING, NO_WORDS = 1, 2, 4, 8
+_HANDLED = {
+    PARSED: "with arguments of tool calls as JSON text: parsed, as the chat template needs them",
+    NO_JSON: "with arguments of tool calls that are no JSON object: written as they are",
+    NO_REASONING: (
+        "with reasoning that the chat template leaves out: not trained; train_on='every_turn' "
+        "trains it if the template writes it in the last turn"
+    ),
+    NO_WORDS: (
+        "with words beside reasoning or tool calls that the chat template leaves out: neither read "
+        "nor trained; use a template that writes them"
+    ),
+}
+
 
 class Line(NamedTuple):
     """A line of a report: its label, "" below the line before; its text; whether it warns."""
@@ -145,6 +160,12 @@ def turns_of(places: np.ndarray) -> PreparationCounts:
     # The first turn of a conversation, or a conversation without one.
     conversations = int((places <= 0).sum())
     return PreparationCounts(conversations=conversations, turns=int((places >= 0).sum()))
+
+
+def handled_in(bits: np.ndarray) -> PreparationCounts:
+    """Return how many documents have each bit, given the values of the column `HANDLED`."""
+    numbers = {bit: int(((bits & bit) > 0).sum()) for bit in _HANDLED}
+    return PreparationCounts(stages=tuple(Stage(n, _HANDLED[b]) for b, n in numbers.items() if n))
 
 
 def quantity(number: int, unit: str) -> str:

@@ -8,14 +8,16 @@ message of a data set decides, not the type of a column, which depends on the lo
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, LargeList, List
 
+from trl_packing.data.counts import NO_JSON, PARSED
 from trl_packing.data.printable import in_short, quote
 from trl_packing.documents.weights import LARGEST_WEIGHT
 
@@ -94,8 +96,20 @@ def check_messages(messages: Any, chat_template: str, *, what: str = "messages")
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"{what!r} must be a list of messages, got {in_short(messages)}")
     for number, message in enumerate(messages):
-        if fault := _fault(message, chat_template):
+        if fault := _old_call(message, chat_template) or _fault(message, chat_template):
             raise ValueError(f"message {number} of {what!r} {fault}")
+
+
+def _old_call(message: Any, chat_template: str) -> str | None:
+    """Return what is wrong with a call under the key that OpenAI's API had before tool_calls."""
+    if not isinstance(message, Mapping) or not message.get("function_call"):
+        return None
+    if re.search(r"\bfunction_call\b", chat_template):
+        return None
+    return (
+        "has its call under 'function_call', which the chat template does not read; make it "
+        "'tool_calls': [{'type': 'function', 'function': …}]"
+    )
 
 
 def _fault(message: Any, chat_template: str) -> str | None:
@@ -124,6 +138,76 @@ def without_flags(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def without_arrow_nulls(value: Any, feature: Any) -> Any:
+    """Return `value` without null keys, which Arrow adds to a struct that lacks a key of another.
+
+    `feature` is that of `datasets`: nulls in JSON were written by somebody, and stay.
+    """
+    if isinstance(value, dict) and isinstance(feature, dict):
+        found = {}
+        for key, each in value.items():
+            if isinstance(each, (dict, list)):  # a call for each text would cost
+                found[key] = without_arrow_nulls(each, feature.get(key))
+            elif each is not None:
+                found[key] = each
+        return found
+    if isinstance(value, list) and isinstance(feature, (List, LargeList)):
+        return [without_arrow_nulls(each, feature.feature) for each in value]
+    return value
+
+
+def with_function(call: Any, change: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Return a tool call with its function changed; some calls are a function themselves."""
+    if call.get("function"):
+        return {**call, "function": change(call["function"])}
+    return change(call)
+
+
+def with_arguments(messages: Sequence[Message], form: type | None) -> tuple[list[Message], int]:
+    """Return messages whose tool calls have arguments of a form, and bits of `counts.HANDLED`.
+
+    `form` is dict, str or None for both. Raises ValueError for text that should be a dictionary,
+    and is no JSON object.
+    """
+    handled = 0
+    number = 0
+
+    def change(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        nonlocal handled
+        arguments = function.get("arguments")
+        if isinstance(arguments, Mapping) and form is str:
+            return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        if not isinstance(arguments, str):
+            return function
+        value = _object_in(arguments)
+        if value is None and form is dict:
+            raise ValueError(
+                f"message {number} has {in_short(arguments)} as arguments of a tool call, but the "
+                "chat template reads a dictionary; make it a JSON object"
+            )
+        if form is dict:
+            handled |= PARSED
+            return {**function, "arguments": value}
+        handled |= NO_JSON if value is None else 0
+        return function
+
+    found = list(messages)
+    for number, message in enumerate(messages):
+        if message.get("tool_calls"):
+            calls = [with_function(call, change) for call in message["tool_calls"]]
+            found[number] = {**message, "tool_calls": calls}
+    return found, handled
+
+
+def _object_in(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, {} for an empty text; None if it is something else."""
+    with suppress(ValueError):
+        value = json.loads(text.strip() or "{}")
+        if isinstance(value, dict):
+            return value
+    return None
+
+
 def trained_messages(
     messages: Sequence[Mapping[str, Any]], train_on: str, *, first: int = 0
 ) -> dict[int, float]:
@@ -147,7 +231,7 @@ def trained_messages(
     return weights
 
 
-_COLUMNS = ("prompt", "completion", "messages", "conversations")
+MESSAGES = ("prompt", "completion", "messages", "conversations")  # columns that hold them
 
 
 def has_flag(message: Any) -> bool:
@@ -163,13 +247,13 @@ def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
 
 def messages_in(row: Row) -> list[Any]:
     """Return the messages in all columns of a row."""
-    lists = [row.get(name) for name in _COLUMNS]
+    lists = [row.get(name) for name in MESSAGES]
     return [message for each in lists if isinstance(each, list) for message in each]
 
 
 def rows_with(dataset: Dataset, words: Sequence[str]) -> Iterable[Row]:
     """Return the messages of all rows; no row if none of `words` is a key or a text in them."""
-    columns = [name for name in _COLUMNS if name in dataset.column_names]
+    columns = [name for name in MESSAGES if name in dataset.column_names]
     if not any(_may_hold(part, words) for c in columns for part in dataset.data.column(c).chunks):
         return []
     return dataset.select_columns(columns).with_format(None)  # without rows that are left out

@@ -12,13 +12,18 @@ A row is one document; with `train_on="every_turn"`, one for each turn (`turns.p
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from trl.data_utils import common_prefix_length
+
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
+from trl_packing.data.counts import NO_REASONING, NO_WORDS
+from trl_packing.data.left_out import check_thoughts, in_words, left_out, parts_of
 from trl_packing.data.messages import (
     Row,
     check_messages,
@@ -27,12 +32,16 @@ from trl_packing.data.messages import (
     messages_from_sharegpt,
     tools_from_value,
     trained_messages,
+    with_arguments,
     without_flags,
 )
 from trl_packing.data.printable import in_short
 from trl_packing.data.responses import ResponseTemplate
-from trl_packing.data.spans import Rendered
+from trl_packing.data.spans import Rendered, Tokenized
 from trl_packing.data.turns import render_every_turn, trained_spans
+
+# Columns of data sets of other projects that hold a part of the conversation.
+BESIDE = ("system", "system_prompt", "history", "tools", "functions", "documents")
 
 # Messages as a CSV file stores them: JSON, or Python's own notation.
 _TEXT_OF_MESSAGES = re.compile(r"""\s*\[\s*{\s*["'](role|content)["']\s*:""")
@@ -214,6 +223,16 @@ class RowFormat:
         if not conversational and self.eos_token is None:
             raise ValueError("the tokenizer has no eos_token; set eos_token in the config")
 
+    def unread(self, row: Row) -> list[str]:
+        """Return columns of a row that look like parts of a conversation, and are not read."""
+        form = self.form(row)
+        if form == "text":
+            return []
+        read = ["tools"] if form.endswith("messages") else []
+        if self.prompt_template is not None:
+            read = self.prompt_template.fields
+        return [name for name in BESIDE if name in row and name not in read]
+
     def documents(self, row: Row, form: str) -> list[Rendered]:
         """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.
 
@@ -269,13 +288,12 @@ class RowFormat:
         return Rendered(text, spans, prompt, True, adds_special_tokens, prompt_ends=ends)
 
     def _conversation(self, row: Row, form: str) -> list[Rendered]:
-        prompt, completion, conversation = self._messages(row, form)
+        prompt, completion, conversation, handled = self._messages(row, form)
         messages = [*prompt, *completion]
-        as_trl = self.train_on is None
-        weights: dict[int, float] = {}
-        if by_turns := self.train_on in ("assistant", "last_assistant", "every_turn"):
-            weights = trained_messages(messages, str(self.train_on), first=len(prompt))
-        elif as_trl and self.flags_decide and any(map(has_flag, messages)):
+        weights: dict[int, float] | None = None
+        if self.train_on in ("assistant", "last_assistant", "every_turn"):
+            weights = trained_messages(messages, self.train_on, first=len(prompt))
+        elif self.train_on is None and self.flags_decide and any(map(has_flag, messages)):
             raise ValueError(  # of a stream
                 "a message has 'train' or 'weight', unlike those of the first row; set train_on="
                 "'assistant', where it counts, or 'all'"
@@ -283,15 +301,25 @@ class RowFormat:
         if not completion or (self.makes_turns and not weights):  # dropped and counted later
             text = (self.chat.try_render(conversation) if messages else "") or ""
             return [Rendered(text, [], adds_special_tokens=False)]
-        if self.makes_turns:
-            return render_every_turn(self.chat, conversation, weights)
-        if by_turns:
+        if self.makes_turns and weights is not None:
+            documents = render_every_turn(self.chat, conversation, weights)
+            conversation = conversation.of(conversation.messages[: max(weights) + 1])
+        elif weights is not None:
             text, spans = trained_spans(self.chat, conversation, weights)
             ends = self.chat.prompt_ends(text, [start for start, *_ in spans])
-            return [Rendered(text, spans, adds_special_tokens=False, prompt_ends=ends)]
+            documents = [Rendered(text, spans, adds_special_tokens=False, prompt_ends=ends)]
+        else:
+            documents = [self._as_trl(conversation, len(prompt))]
+        first = len(prompt) if self.completion_only and self.train_on is None else 0
+        handled |= self._left_out(conversation, documents[-1].text, weights, first)
+        return [replace(each, handled=handled) for each in documents] if handled else documents
+
+    def _as_trl(self, conversation: Conversation, size: int) -> Rendered:
+        """Return a conversation as TRL trains it; its first `size` messages are the prompt."""
         untrained = None
-        if prompt and self.completion_only and as_trl:
-            first = conversation.of(conversation.messages[: len(prompt)])
+        as_trl = self.train_on is None
+        if size and self.completion_only and as_trl:
+            first = conversation.of(conversation.messages[:size])
             untrained = self.chat.render(first, generation_prompt=True)
         if self.assistant_only and as_trl:
             text, marked = self.chat.render_marked(conversation)
@@ -300,12 +328,54 @@ class RowFormat:
                 raise RuntimeError(f"assistant_only_loss=True, but {why}")
             spans = [(*span, 1.0) for span in marked]
             ends = self.chat.prompt_ends(text, [start for start, _ in marked])
-            return [Rendered(text, spans, untrained, False, False, prompt_ends=ends)]
+            return Rendered(text, spans, untrained, False, False, prompt_ends=ends)
         text = self.chat.render(conversation)
-        return [self._by_template(text, untrained, adds_special_tokens=False)]
+        if conversation.sanitizes:
+            tokens = self._sanitized(conversation, 0 if untrained is None else size)
+            return Rendered(text, adds_special_tokens=False, tokens=tokens)
+        return self._by_template(text, untrained, adds_special_tokens=False)
 
-    def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation]:
-        """Return the messages of the prompt, those after it, and the conversation of both."""
+    def _sanitized(self, conversation: Conversation, size: int) -> Tokenized:
+        """Return the tokens of a conversation; those of its first `size` messages are untrained."""
+        ids = self.chat.sanitized_ids(conversation)
+        weights = np.ones(len(ids), np.float32)
+        if not size:
+            return Tokenized(ids, weights)
+        first = conversation.of(conversation.messages[:size])
+        prompt = self.chat.sanitized_ids(first, generation_prompt=True)
+        end = common_prefix_length(prompt, ids)
+        weights[:end] = 0
+        return Tokenized(ids, weights, prompt[end:])
+
+    def _left_out(
+        self,
+        conversation: Conversation,
+        text: str,
+        weights: Mapping[int, float] | None,
+        first: int,
+    ) -> int:
+        """Return bits for what the template leaves out; ValueError for what a run cannot lose.
+
+        `weights` are those of the trained messages; None trains all from `first`, as TRL does.
+        """
+        if not self.makes_turns:
+            check_thoughts(conversation.messages, text)
+        missing = left_out(self.chat, conversation, text)
+        handled = 0
+        for part in missing:
+            number, message = part.number, conversation.messages[part.number]
+            is_trained = number >= first if weights is None else number in weights
+            if part.name == "reasoning" and (self.makes_turns or not is_trained):
+                continue  # a turn was compared alone, and prompts have none at inference
+            parts = parts_of(message, number)
+            is_whole = all(each in missing for each in parts)
+            if is_whole or part.name == "tool call" or (is_trained and weights is not None):
+                raise ValueError(in_words(part, conversation.messages))
+            handled |= NO_REASONING if part.name == "reasoning" else NO_WORDS
+        return handled
+
+    def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation, int]:
+        """Return messages of the prompt, those after it, the conversation, and what was parsed."""
         names = ["prompt", "completion"]
         if form == "messages":
             names = [_name_of_messages(row) or "messages"]
@@ -321,8 +391,19 @@ class RowFormat:
             lists.append(list(messages))
         prompt, last = lists[-2:]
         tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
-        kwargs = row.get("chat_template_kwargs") or {}
-        return prompt, last, Conversation(without_flags([*prompt, *last]), tools, kwargs)
+        kwargs = dict(row.get("chat_template_kwargs") or {})
+        sanitizes = bool(kwargs.pop("sanitize_control_tokens", False))
+        by_text = self.answers is not None or self.train_on in ("assistant", "last_assistant")
+        if sanitizes and (by_text or self.makes_turns or self.assistant_only):
+            raise ValueError(
+                "sanitize_control_tokens=True in its 'chat_template_kwargs' makes tokens without "
+                "places in the text, so no answer is found in them; leave it out, or train all"
+            )
+        messages, handled = without_flags([*prompt, *last]), 0
+        if any(message.get("tool_calls") for message in messages):
+            form_of_arguments = self.chat.forms_of_arguments[tools is not None]
+            messages, handled = with_arguments(messages, form_of_arguments)
+        return prompt, last, Conversation(messages, tools, kwargs, sanitizes), handled
 
 
 def _name_of_messages(row: Row) -> str | None:

@@ -36,6 +36,8 @@ class Rendered:
     adds_special_tokens: bool = True  # the tokenizer does; a chat template has written them
     keeps_prompt_tokens: bool = False  # its tokens are those of `prompt` alone, or it is refused
     prompt_ends: Sequence[int] = ()  # where a model begins to write, increasing: no token crosses
+    handled: int = 0  # bits of the column `HANDLED`
+    tokens: "Tokenized | None" = None  # known without the text
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
     found, open_ends = [], []
     for number, document in enumerate(documents):
+        if document.tokens is not None:
+            found.append(document.tokens)
+            continue
         ids = encoded["input_ids"][number]
         weights = np.full(len(ids), document.spans is None, np.float32)
         found.append(Tokenized(ids, weights))

@@ -24,7 +24,7 @@ from trl_packing.data.bad_rows import (
     check_weights_have_tokens,
     without_padding,
 )
-from trl_packing.data.counts import PreparationCounts, turns_of
+from trl_packing.data.counts import PreparationCounts, handled_in, turns_of
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import fit_and_count
 from trl_packing.data.messages import has_flags
@@ -38,10 +38,15 @@ from trl_packing.data.stop_tokens import (
     note_second_bos,
 )
 from trl_packing.data.stream import fit_stream, with_equal_columns
-from trl_packing.data.tokenize_rows import can_prepare, documents_from_rows
+from trl_packing.data.tokenize_rows import (
+    can_prepare,
+    documents_from_rows,
+    note_unread_columns,
+)
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
+    HANDLED,
     MASK_COLUMNS,
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
@@ -100,10 +105,7 @@ def whole_documents(
     if is_packed(documents):
         _note_not_found(ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS)), rules, name)
         return WholeDocuments(documents)
-    found = PreparationCounts()
-    if TURN in documents.column_names:
-        found = turns_of(documents.data.column(TURN).to_numpy())
-        documents = documents.remove_columns(TURN)
+    documents, found = _without_counts(documents)
     if not rules.keeps_columns:
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
@@ -118,11 +120,21 @@ def whole_documents(
         missing = note_missing_eos(tokens, rules.eos)
     going_on = note_going_on(tokens, rules.eos)
     notes = [note for note in (missing, going_on, not_found, second) if note is not None]
-    for note in notes:
+    for note in (*found.stages, *notes):
         logger.warning(f"{name} dataset: {note}")
     if hint is not None:
         notes.append(hint)
     return WholeDocuments(tokens.dataset, replace(found, notes=tuple(notes)))
+
+
+def _without_counts(documents: Dataset) -> tuple[Dataset, PreparationCounts]:
+    """Return documents without the columns that are counted, and their counts."""
+    found = PreparationCounts()
+    for column, count in ((TURN, turns_of), (HANDLED, handled_in)):
+        if column in documents.column_names:
+            found += count(documents.data.column(column).to_numpy())
+            documents = documents.remove_columns(column)
+    return documents, found
 
 
 def fit_documents(
@@ -221,14 +233,17 @@ def _tokenize(
         return label_tokenized(
             documents, completion_only=False, template=template, num_proc=num_proc
         )
+    row_format = replace(rules.row_format, formatting_func=formatting_func, answers=template)
     documents = documents_from_rows(
         dataset,
-        replace(rules.row_format, formatting_func=formatting_func, answers=template),
+        row_format,
         keeps_columns=rules.keeps_columns,
         document_columns=document_columns(columns, rules.options.named_columns()),
         num_proc=num_proc,
         name=name,
     )
+    if unread := note_unread_columns(dataset, row_format, name):
+        logger.warning(unread)
     return shuffle(documents, rules, fitted=False)
 
 

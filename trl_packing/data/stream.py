@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from trl_packing.data.counts import PreparationCounts, turns_of
+from trl_packing.data.counts import PreparationCounts, handled_in, turns_of
 from trl_packing.data.fitting import Overflow, cut_table, fit
 from trl_packing.data.limits import NO_LIMITS
 from trl_packing.data.stop_tokens import (
@@ -25,6 +25,7 @@ from trl_packing.data.stop_tokens import (
 )
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
+    HANDLED,
     TOKEN_WEIGHTS,
     TURN,
     check_same_columns,
@@ -72,6 +73,7 @@ class StreamFit:
     eos: EosRule
     _counts: PreparationCounts = field(default_factory=PreparationCounts)
     _num_untrained: int = 0  # documents in a row
+    _said: set[str] = field(default_factory=set)  # what was warned of
 
     def __call__(
         self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
@@ -97,6 +99,13 @@ class StreamFit:
             counts = replace(counts, notes=(f"of the documents read first, {missing}",))
         if TURN in batch:
             counts += turns_of(np.asarray(batch[TURN]))
+        if HANDLED in batch:
+            handled = handled_in(np.asarray(batch[HANDLED]))
+            for stage in handled.stages:
+                if stage.why not in self._said:
+                    self._said.add(stage.why)
+                    logger.warning(f"of the documents of the stream read first, {stage}")
+            counts += handled
         self._counts += counts
         before = self._num_untrained
         self._num_untrained = 0 if len(pieces.rows) else before + len(rows)

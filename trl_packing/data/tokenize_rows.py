@@ -22,12 +22,14 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.chat_template import TEMPLATE_ERRORS
-from trl_packing.data.messages import Row, has_flags
+from trl_packing.data.messages import MESSAGES, Row, has_flags, without_arrow_nulls
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.spans import Rendered, Tokenized, flat_tokens, tokenize
+from trl_packing.data.stream import steps_of
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
+    HANDLED,
     SOURCE,
     TOKEN_WEIGHTS,
     TURN,
@@ -44,6 +46,7 @@ _DTYPES = {
     "labels": List(Value("int64")),
     TOKEN_WEIGHTS: List(Value("float32")),
     TURN: Value("int64"),
+    HANDLED: Value("int64"),
     DOCUMENT_WEIGHT: Value("float32"),
     SOURCE: Value("string"),
 }
@@ -92,12 +95,19 @@ def documents_from_rows(
     except ValueError as error:
         sentence = f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
         raise ValueError(sentence) from error
-    if first.get("tools") and row_format.chat.exists and not row_format.calls_tools:
-        logger.warning(
-            f"the {name} dataset has tools, but the chat template renders no tool calls; use "
-            "another template"
-        )
+    if first.get("tools") and row_format.chat.exists:
+        lacks = "" if row_format.chat.reads_tools else "tools"
+        if not row_format.calls_tools:
+            lacks = "tool calls"
+        if lacks:
+            logger.warning(
+                f"the {name} dataset has tools, but the chat template renders no {lacks}; use "
+                "another template"
+            )
+    form = row_format.form(first)
     columns = ["input_ids", "labels"]
+    if form.endswith("messages"):
+        columns.append(HANDLED)
     if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
         columns.append(TOKEN_WEIGHTS)
     if row_format.makes_turns:
@@ -110,8 +120,9 @@ def documents_from_rows(
         "remove_columns": removed,
         "fn_kwargs": {
             "row_format": row_format,
-            "form": row_format.form(first),
+            "form": form,
             "columns": columns,
+            "structs": _structs(rows) if row_format.formatting_func is None else {},
             "name": name,
             "version": version("trl_packing"),  # another version may render differently
             "is_alone": not is_stream and not row_format.makes_turns and removed == present,
@@ -130,18 +141,66 @@ def documents_from_rows(
     return rows.map(_prepare_batch, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **options)
 
 
+def note_unread_columns(
+    dataset: Dataset | IterableDataset, row_format: RowFormat, name: str
+) -> str | None:
+    """Return a sentence on columns with parts of the conversation that are not read, or None.
+
+    Of a stream, the first row decides.
+    """
+    first = next(iter(dataset.with_format(None)))
+    unread = row_format.unread(first)
+    if isinstance(dataset, IterableDataset):
+        unread = [column for column in unread if first[column]]
+    else:
+        columns = {column: dataset.data.column(column) for column in unread}
+        unread = [c for c, values in columns.items() if _has_value(values)]
+    if not unread:
+        return None
+    remedy = "put them into the messages (docs/data.md has the line for 'system'), or remove them"
+    if row_format.prompt_template is not None:
+        remedy = f"name them in prompt_template ({{{unread[0]}}}), make messages, or remove them"
+    names = " and ".join(map(repr, unread))
+    return (
+        f"the {name} dataset has {names} beside what is trained; such columns look like parts of "
+        f"the conversation and are not read: {remedy}"
+    )
+
+
+def _has_value(values: pa.ChunkedArray) -> bool:
+    return any(any(chunk.to_pylist()) for chunk in values.chunks)
+
+
+def _structs(rows: Dataset | IterableDataset) -> dict[str, Any]:
+    """Return the features of columns of a conversation in which Arrow may have added null keys.
+
+    Rows that a generator yields have none; a function of a stream leaves no features, so those of
+    its source count.
+    """
+    known = rows.features or {}
+    if isinstance(rows, IterableDataset) and not known:
+        of_steps = (getattr(step, "features", None) for step in steps_of(rows))
+        known = next((features for features in of_steps if features), {})
+    columns = {*MESSAGES, "tools", "chat_template_kwargs"} & {*known}
+    return {column: known[column] for column in sorted(columns)}
+
+
 def _prepare_batch(
     batch: Mapping[str, Sequence[Any]],
     indices: Sequence[int],
     row_format: RowFormat,
     form: str,
     columns: Sequence[str],
+    structs: Mapping[str, Any],
     name: str,
     version: str,
     is_alone: bool,
 ) -> dict[str, list[Any]] | pa.Table:
     """Return the documents of a batch; a table if no other column stays beside theirs."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    for column, feature in structs.items():
+        for row in rows:
+            row[column] = without_arrow_nulls(row.get(column), feature)
     tokenizer = row_format.chat.tokenizer
 
     def render(row: Row) -> list[Rendered]:
@@ -156,7 +215,7 @@ def _prepare_batch(
         return found
 
     try:
-        documents, places, turns = _documents_of(rows, render, tokenizer)
+        documents, places, turns, handled = _documents_of(rows, render, tokenizer)
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS):
         for row, index in zip(rows, indices, strict=True):
             _check_row(row, render, row_format, row_name(index, name))
@@ -174,19 +233,26 @@ def _prepare_batch(
         offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
         kinds = {"input_ids": pa.int32()}  # as `datasets` stores them
         lists = {column: pa.array(values, kinds.get(column)) for column, values in flat.items()}
-        return pa.table({c: pa.ListArray.from_arrays(offsets, v) for c, v in lists.items()})
-    made: dict[str, list[Any]] = {c: np.split(values, stops[:-1]) for c, values in flat.items()}
+        made: dict[str, Any] = {
+            c: pa.ListArray.from_arrays(offsets, values) for c, values in lists.items()
+        }
+        if HANDLED in columns:
+            made[HANDLED] = pa.array(handled, pa.int64())
+        return pa.table(made)
+    made = {c: np.split(values, stops[:-1]) for c, values in flat.items()}
     made |= {c: [each.tolist() for each in made[c]] for c in ("input_ids", "labels")}
     if TURN in columns:
         made[TURN] = turns
+    if HANDLED in columns:
+        made[HANDLED] = handled
     repeated = [column for column in columns if column in batch]
     return made | {column: [batch[column][n] for n in places] for column in repeated}
 
 
 def _documents_of(
     rows: Sequence[Row], render: Callable[[Row], list[Rendered]], tokenizer: Any
-) -> tuple[list[Tokenized], list[int], list[int]]:
-    """Return documents, places of their rows, and numbers of turns, -1 without a trained one."""
+) -> tuple[list[Tokenized], list[int], list[int], list[int]]:
+    """Return documents, places of their rows, numbers of turns (-1: none), bits of `HANDLED`."""
     rendered = (
         (place, turn if document.spans else -1, document)
         for place, row in enumerate(rows)
@@ -195,6 +261,7 @@ def _documents_of(
     parts = []
     places: list[int] = []
     turns: list[int] = []
+    handled: list[int] = []
     # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
         while chunk := list(islice(rendered, _AT_ONCE)):
@@ -202,7 +269,9 @@ def _documents_of(
             parts.append(tokenizing.submit(tokenize, tokenizer, texts))
             places += found
             turns += numbers
-    return [document for part in parts for document in part.result()], places, turns
+            handled += [text.handled for text in texts]
+    documents = [document for part in parts for document in part.result()]
+    return documents, places, turns, handled
 
 
 def _check_row(

@@ -23,7 +23,8 @@ from trl_packing.data.chat_template import (
     Span,
     absent_from,
 )
-from trl_packing.data.messages import REASONING_KEYS, Message, texts_of
+from trl_packing.data.left_out import Part, in_words, missing_part
+from trl_packing.data.messages import REASONING_KEYS, Message
 from trl_packing.data.printable import quote
 from trl_packing.data.spans import Rendered
 
@@ -164,12 +165,7 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
     if stop is None:
         raise _unknown(rendered, number)
     if missing := missing_part(rendered.messages[number], text[start:stop]):
-        name, words = missing
-        raise ValueError(
-            f"the chat template leaves out the {name} of message {number} "
-            f"({quote(words[:40])}), so the model would learn to leave it out; set "
-            "train_on='every_turn' or 'last_assistant', or use a template that keeps it"
-        )
+        raise ValueError(in_words(Part(number, *missing), rendered.messages))
     return start, stop
 
 
@@ -196,27 +192,6 @@ def _text(message: Message) -> str | None:
 def _is_plain(message: Message) -> bool:
     has_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
     return _text(message) is not None and not has_more
-
-
-def missing_part(message: Message, text: str) -> tuple[str, str] | None:
-    """Return the name and the words of a part of `message` that `text` leaves out; None if none."""
-    content = message.get("content")
-    reasoning = {message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)}
-    parts = []
-    for words in [content] if isinstance(content, str) else texts_of(content or ()):
-        *thoughts, last = re.split(r"</?think>", words)
-        parts.append(("content", last))
-        reasoning |= set(thoughts[-1:])
-    parts += [("reasoning", words) for words in reasoning]
-    for call in message.get("tool_calls") or ():
-        parts.append(("tool call", str((call.get("function") or call).get("name"))))
-    # Each part needs a place of its own, long ones first: answers often repeat their reasoning.
-    for name, words in sorted(parts, key=lambda part: -len(part[1])):
-        before, found, after = text.partition(words.strip() or "\0")
-        if words.strip() and not found:
-            return name, words.strip()
-        text = f"{before}\0{after}"
-    return None
 
 
 def render_every_turn(

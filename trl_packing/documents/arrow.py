@@ -164,6 +164,8 @@ def lists_of(name: str, chunk: pa.Array) -> FlatLists:
     """Return values and offsets of lists of integers or booleans; of weights, any numbers."""
     if chunk.null_count:
         raise ValueError(f"column {name!r} has a null row; filter it out, and flatten_indices()")
+    if pa.types.is_fixed_size_list(chunk.type):
+        chunk = chunk.cast(pa.list_(chunk.type.value_type))
     is_list = pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type)
     if is_list and pa.types.is_null(chunk.type.value_type) and not len(chunk.values):
         chunk = chunk.cast(pa.list_(pa.int64()))  # every row is empty
@@ -189,4 +191,6 @@ def list_column(values: np.ndarray, offsets: np.ndarray, field: pa.Field) -> pa.
     kind = field.type
     if pa.types.is_null(kind.value_type):  # a batch of empty documents of a stream
         kind = pa.list_(pa.int64())
+    if pa.types.is_fixed_size_list(kind):  # pieces have other sizes
+        kind = pa.list_(kind.value_type)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values)).cast(kind)

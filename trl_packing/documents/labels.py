@@ -31,6 +31,9 @@ IMAGE_SIZES = "image_sizes"  # height and width of every image of a row, in docu
 # conversation, or -1 if the conversation has none.
 TURN = "trl_packing_turn"
 
+# For every document of a conversation: bits that say what was parsed or left out (`data.counts`).
+HANDLED = "trl_packing_handled"
+
 # A row with shared prefixes: the places of its targets in the row, and two numbers for each of
 # them: their weight, and the documents that train them. `SOURCE_IDS` then has a number for each.
 SOURCE_PLACES, SOURCE_WEIGHTS = "source_places", "source_weights"

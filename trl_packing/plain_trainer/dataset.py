@@ -33,7 +33,7 @@ from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.limits import ModelLimits
 from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.stop_tokens import stop_token_ids
-from trl_packing.data.tokenize_rows import documents_from_rows
+from trl_packing.data.tokenize_rows import documents_from_rows, note_unread_columns
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -252,6 +252,8 @@ def make_supervised_dset(
         )
         if str(counts):
             logger.warning(f"{path}: {counts}")
+        if unread := note_unread_columns(rows, row_format, name):
+            logger.warning(unread)
         parts.append(fitted)
     documents = concatenate_datasets(parts)
     if pack_len:

@@ -130,9 +130,7 @@ class PreviewedRun:
         labeler = collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None
         processing_class = call.processing_class or (labeler and labeler.tokenizer)
         loaded = {
-            name: rows
-            if isinstance(rows, Dataset)
-            else Dataset.from_list(list(rows.take(stream_rows)), features=rows.features)
+            name: rows if isinstance(rows, Dataset) else _first_rows(rows, stream_rows)
             for name, rows in sets.items()
         }
         rows = next(iter(loaded.values()))
@@ -280,6 +278,13 @@ class PreviewedRun:
         rules = replace(self.preparation, row_format=row_format)
         rows = self.images.tokenize(rows, rules, self.chat_template, name)
         return prepare(rows, rules, formatting_func=self.call.formatting_func, name=name)
+
+
+def _first_rows(stream: IterableDataset, number: int) -> Dataset:
+    """Return the first rows of a stream, with columns that the first of them lacks."""
+    rows = list(stream.take(number))
+    missing = dict.fromkeys(name for row in rows for name in row)
+    return Dataset.from_list([missing | row for row in rows], features=stream.features)
 
 
 def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:

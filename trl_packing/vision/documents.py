@@ -28,6 +28,7 @@ from trl_packing.data.row_format import RowFormat
 from trl_packing.data.rules import Rules
 from trl_packing.data.spans import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.documents.labels import (
+    HANDLED,
     IGNORE_INDEX,
     IMAGE_IDS,
     IMAGE_ROW,
@@ -171,8 +172,8 @@ def _tokenize_batch(
             parts = [_in_full_length(next(tokens), runs, feature, token) for _, runs in of_row]
         ids, weights, numbers = map(np.concatenate, zip(*parts, strict=True))
         labels = np.where(weights > 0, ids, IGNORE_INDEX)
-        made.append((ids, labels, numbers, weights))
-    names = ("input_ids", "labels", IMAGE_IDS, *[TOKEN_WEIGHTS] * weighted)
+        made.append((ids, labels, numbers, of_row[0][0].handled, weights))
+    names = ("input_ids", "labels", IMAGE_IDS, HANDLED, *[TOKEN_WEIGHTS] * weighted)
     return dict(zip(names, map(list, zip(*made, strict=True)), strict=False))
 
 
