@@ -244,13 +244,18 @@ def test_a_tokenizer_of_mistral_common_gives_the_documents_of_trl(tmp_path, capl
             "needs a chat template, .* has none",
         ),
         ("messages", {"chat_template_path": "c.jinja"}, "tokenizer reads no chat template"),
+        (
+            "prompt messages",
+            {"chat_template_path": "c.jinja", "assistant_only_loss": True},
+            "tokenizer reads no chat template",
+        ),
     ],
 )
 def test_a_tokenizer_of_mistral_common_is_refused_with_the_one_that_can(
     tmp_path, monkeypatch, form, settings, words
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.jinja").write_text("{{ messages }}")
+    (tmp_path / "c.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
     rows = data_set(form)
     if settings.pop("stream", False):
         rows, settings = rows.to_iterable_dataset(), {"max_steps": 1, "max_length": 64}
