@@ -177,19 +177,18 @@ def _check(
         )
 
 
-def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str) -> None:
+def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str, why: str) -> None:
     """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
     names = ("train_on", "response_template", "prompt_template")
     ignored = [each for each in names if getattr(rules.options, each) is not None]
     if rules.row_format.flags_decide and has_flags(dataset, next(iter(dataset))):
         ignored.append("'train' or 'weight' of messages")
     if ignored:
-        raise ValueError(f"{ignored[0]} cannot be used on the {name} dataset: {_BY_TRL}")
+        raise ValueError(f"{ignored[0]} cannot be used on the {name} dataset: {why}")
 
 
 _BY_TRL = (
-    "TRL's code prepares it, because the tokenizer or processor renders or tokenizes in a way of "
-    f"its own; {PASS_FAST}"
+    "TRL's code prepares it, because {} renders or tokenizes in a way of its own; " + PASS_FAST
 )
 
 
@@ -197,21 +196,22 @@ def _prepare_by_trl(
     dataset: AnyDataset, rules: Rules, formatting_func: Any, name: str
 ) -> AnyDataset:
     """Return the documents that TRL's code makes of rows that ours cannot tokenize."""
-    _check_options_of_trl(dataset, rules, name)
+    why = _BY_TRL.format(type(rules.processing_class).__name__)
+    _check_options_of_trl(dataset, rules, name, why)
     try:
         documents = rules.by_trl(dataset, formatting_func, name)
-        first = next(iter(documents), {})
+        first: dict[str, Any] = next(iter(documents), {})
     except Exception as error:  # mistral-common has kinds of its own
         if formatting_func is not None:
             raise  # with the traceback of the user's own function
         reason = escape_hidden(str(error))
-        raise ValueError(f"the {name} dataset cannot be prepared: {reason}; {_BY_TRL}") from error
+        raise ValueError(f"the {name} dataset cannot be prepared: {reason}; {why}") from error
     eos = rules.eos.tokenizer.eos_token
     text = rules.eos.tokenizer.decode(first.get("input_ids", []), skip_special_tokens=True)
     if eos and text.endswith(eos):
         logger.warning(
             f"documents of the {name} dataset end in the text {eos!r}, which is not the stop token "
-            f"here: {_BY_TRL}, or rows of input_ids"
+            f"here: {why}, or rows of input_ids"
         )
     return documents
 
