@@ -213,7 +213,7 @@ class PackedSFTTrainer(SFTTrainer):
         with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
             try:
                 super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
-            except ValueError:
+            except Exception:  # a TypeError without a template (TRL 1.16)
                 explain_missing_marks(args, getattr(self, "_tokenizer", None), train_dataset)
                 raise
         self._between_steps.begin()

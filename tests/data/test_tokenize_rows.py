@@ -237,6 +237,79 @@ def test_slow_tokenizers_and_those_that_render_by_themselves_give_the_documents_
     )
 
 
+class RefusedChat(Exception):
+    """mistral-common's errors have no other base."""
+
+
+class MistralCommonBackend(PreTrainedTokenizerFast):
+    """What transformers' class of this name has and lacks (5.24, with mistral-common 1.13)."""
+
+    tokenizer = object()
+
+    @property
+    def is_fast(self) -> bool:
+        raise AttributeError("MistralCommonBackend has no attribute is_fast")
+
+    def get_chat_template(self, chat_template=None, tools=None):
+        raise NotImplementedError
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        if len(conversation) % 2:
+            raise RefusedChat("Expected last role Assistant for finetuning but got user")
+        return self("".join(message["content"] for message in conversation))
+
+
+def mistral_common() -> MistralCommonBackend:
+    chat = tokenizer("qwen2_5")
+    chat.__class__ = MistralCommonBackend
+    chat.chat_template = None
+    chat.split_special_tokens = True  # no text becomes a special token
+    return chat
+
+
+def test_a_tokenizer_of_mistral_common_gives_the_documents_of_trl(tmp_path, caplog):
+    for form in ("messages", "prompt, completion", "text"):
+        assert "not the stop token" not in caplog.text or form == "text"
+        rows = data_set(form)
+        ours = documents(rows, mistral_common(), tmp_path)
+        assert ours == by_trl(rows, mistral_common(), tmp_path)
+    assert mistral_common().decode(ours[0][0]).endswith("</s>")
+    assert ours[0][0][-1] != mistral_common().eos_token_id  # TRL's text became other tokens
+    assert "end in the text '</s>', which is not the stop token" in caplog.text
+    assert "mistral_format=False)), or rows of input_ids" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("form", "settings", "words"),
+    [
+        ("prompt messages", {}, "cannot be prepared: Expected last role Assistant"),
+        ("prompt messages", {"stream": True}, "cannot be prepared: Expected last role Assistant"),
+        ("messages", {"train_on": "assistant"}, "train_on cannot be used on the train dataset"),
+        (
+            "messages",
+            {"assistant_only_loss": True},
+            "needs a chat template, .* has none",
+        ),
+        ("messages", {"chat_template_path": "c.jinja"}, "tokenizer reads no chat template"),
+        (
+            "prompt messages",
+            {"chat_template_path": "c.jinja", "assistant_only_loss": True},
+            "tokenizer reads no chat template",
+        ),
+    ],
+)
+def test_a_tokenizer_of_mistral_common_is_refused_with_the_one_that_can(
+    tmp_path, monkeypatch, form, settings, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
+    rows = data_set(form)
+    if settings.pop("stream", False):
+        rows, settings = rows.to_iterable_dataset(), {"max_steps": 1, "max_length": 64}
+    with pytest.raises(ValueError, match=f"{words}.*mistral_format=False"):
+        documents(rows, mistral_common(), tmp_path, **settings)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3"])
 def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_trl(tmp_path, name):
     """TRL ignores the function then. No second BOS, and no EOS behind the template's end."""

@@ -39,6 +39,8 @@ def test_marks_that_a_template_lacks_are_no_reason_to_write_one(tmp_path):
     asked = {"processing_class": tokenizer, "assistant_only_loss": True}
     with pytest.raises(ValueError, match=r"generation %} marks, .*; set train_on='assistant'"):
         trainer_for(tmp_path, rows, **asked)
+    with pytest.raises(ValueError, match=r"needs a chat template, .* set chat_template_path"):
+        trainer_for(tmp_path, rows, **asked | {"processing_class": tiny_tokenizer()})
     marks = tiny_tokenizer(chat="generation")
     report = trainer_for(tmp_path, rows, **asked | {"processing_class": marks}).packing_report
     assert 0 < report.trained_tokens < report.tokens

@@ -71,6 +71,15 @@ def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
     assert "epochs here" not in str(padded), "the steps are the same"
 
 
+@pytest.mark.parametrize("number", [6, 4])  # dropped: more than half, and half
+def test_few_steps_are_the_fault_of_documents_that_were_dropped(tmp_path, number):
+    rows = Dataset.from_list(documents_of_lengths([20] * 4 + [90] * number))
+    text = " ".join(str(trainer_for(tmp_path, rows, overflow="drop").packing_report).split())
+    dropped = f"an epoch; {number} of {number + 4} documents were dropped, for the reasons below"
+    advice = "a smaller documents_per_step or gradient_accumulation_steps makes more"
+    assert (dropped in text, advice in text) == (number > 4, number <= 4)
+
+
 def test_what_cannot_be_grouped_by_documents_is_refused(tmp_path):
     packed = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [2, 1]}
     refused = {"cannot regroup": [packed] * 4}

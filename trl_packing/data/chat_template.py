@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
@@ -31,7 +32,19 @@ Span = tuple[int, int]  # [start, stop) in characters
 _MOST = 10_000_000  # no template computes with larger numbers
 
 # A template may compute something impossible, or need more than the sandbox allows.
+PASS_FAST = (
+    "pass a fast tokenizer as processing_class (for Mistral, "
+    "AutoTokenizer.from_pretrained(..., mistral_format=False))"
+)
+
 TEMPLATE_ERRORS = (TemplateError, TypeError, ArithmeticError, AttributeError, LookupError)
+
+
+def tokenizer_in(processing_class: Any) -> Any:
+    """Return a tokenizer, or the one inside a processor."""
+    if isinstance(processing_class, PreTrainedTokenizerBase):
+        return processing_class  # that of mistral-common also has a `tokenizer`
+    return getattr(processing_class, "tokenizer", processing_class)
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,11 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The text of the template. Raises ValueError if there is none."""
-        return self.tokenizer.get_chat_template(self.override)
+        """The text of the template. Raises ValueError if there is none, or none is read."""
+        try:
+            return self.tokenizer.get_chat_template(self.override)
+        except NotImplementedError as error:
+            raise ValueError(f"the tokenizer reads no chat template; {PASS_FAST}") from error
 
     def check_numbers(self) -> None:
         """Raise ValueError for a template that computes with numbers that only an attack needs.

@@ -17,6 +17,7 @@ from datasets import Dataset, IterableDataset
 from transformers import DataCollatorForLanguageModeling
 from trl.data_utils import get_dataset_column_names
 
+from trl_packing.data.chat_template import tokenizer_in
 from trl_packing.data.printable import quote
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
@@ -190,7 +191,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     ):
         if mlm:
             raise ValueError("mlm=True must be False: answers are trained, not masked tokens")
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        tokenizer = tokenizer_in(tokenizer)
         super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
         self.ignore_index = ignore_index
         self.padding_free = padding_free

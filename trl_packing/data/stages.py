@@ -24,10 +24,12 @@ from trl_packing.data.bad_rows import (
     check_weights_have_tokens,
     without_padding,
 )
+from trl_packing.data.chat_template import PASS_FAST
 from trl_packing.data.counts import PreparationCounts, handled_in, turns_of
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import fit_and_count
 from trl_packing.data.messages import has_flags
+from trl_packing.data.printable import escape_hidden
 from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
 from trl_packing.data.rules import AnyDataset, Rules
@@ -193,17 +195,43 @@ def _check(
         )
 
 
-def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str) -> None:
+def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str, why: str) -> None:
     """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
     names = ("train_on", "response_template", "prompt_template")
     ignored = [each for each in names if getattr(rules.options, each) is not None]
     if rules.row_format.flags_decide and has_flags(dataset, next(iter(dataset))):
         ignored.append("'train' or 'weight' of messages")
     if ignored:
-        raise ValueError(
-            f"{ignored[0]} cannot be used on the {name} dataset: TRL's code prepares it, because "
-            f"{type(rules.processing_class).__name__} renders or tokenizes in a way of its own"
+        raise ValueError(f"{ignored[0]} cannot be used on the {name} dataset: {why}")
+
+
+_BY_TRL = (
+    "TRL's code prepares it, because {} renders or tokenizes in a way of its own; " + PASS_FAST
+)
+
+
+def _prepare_by_trl(
+    dataset: AnyDataset, rules: Rules, formatting_func: Any, name: str
+) -> AnyDataset:
+    """Return the documents that TRL's code makes of rows that ours cannot tokenize."""
+    why = _BY_TRL.format(type(rules.processing_class).__name__)
+    _check_options_of_trl(dataset, rules, name, why)
+    try:
+        documents = rules.by_trl(dataset, formatting_func, name)
+        first: dict[str, Any] = next(iter(documents), {})
+    except Exception as error:  # mistral-common has kinds of its own
+        if formatting_func is not None:
+            raise  # with the traceback of the user's own function
+        reason = escape_hidden(str(error))
+        raise ValueError(f"the {name} dataset cannot be prepared: {reason}; {why}") from error
+    eos = rules.eos.tokenizer.eos_token
+    text = rules.eos.tokenizer.decode(first.get("input_ids", []), skip_special_tokens=True)
+    if eos and text.endswith(eos):
+        logger.warning(
+            f"documents of the {name} dataset end in the text {eos!r}, which is not the stop token "
+            f"here: {why}, or rows of input_ids"
         )
+    return documents
 
 
 def _tokenize(
@@ -226,8 +254,7 @@ def _tokenize(
         dataset = dataset.remove_columns(SEQ_LENGTHS)
     formatting_func = one_text_each(formatting_func, next(iter(dataset)))
     if not can_prepare(rules.processing_class):
-        _check_options_of_trl(dataset, rules, name)
-        documents = rules.by_trl(dataset, formatting_func, name)
+        documents = _prepare_by_trl(dataset, rules, formatting_func, name)
         if template is None:
             return documents
         return label_tokenized(

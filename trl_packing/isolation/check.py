@@ -233,7 +233,6 @@ def check_probes(
         for probe in made:
             measured = _measure(called, inner, probe, fused_head, collator)
             verdict, difference, noise, leak = _verdict(*measured, eps)
-            packed = measured[1]
             report = IsolationReport(
                 verdict,
                 difference,
@@ -244,7 +243,7 @@ def check_probes(
                 attention=attention,
                 mode="training" if model.training else "evaluation",
                 has_images="images" in probe.document,
-                by_length=verdict == "leaks" and len(packed) > 1 and torch.equal(*packed[:2]),
+                by_length=verdict == "leaks" and _ignores_tokens(*measured[1:]),
             )
             reports.append((report, probe))
         return max(reports, key=lambda pair: pair[0].badness)
@@ -384,12 +383,18 @@ def _verdict(
     elif (
         difference <= LEAK_SHARE * leak
         or all(share_is_small(*pair) for pair in pairs)
-        or (len(pairs) > 1 and torch.equal(*packed[:2]) and not torch.equal(*contaminated[:2]))
+        or _ignores_tokens(packed, contaminated)
     ):
         verdict = "isolated"
     else:
         verdict = "inconclusive"
     return verdict, difference, noise, leak
+
+
+def _ignores_tokens(packed: list[Tensor], contaminated: list[Tensor]) -> bool:
+    """Whether B is the same to the last bit in two rows whose A has other tokens."""
+    others_differ = len(contaminated) > 1 and not torch.equal(*contaminated[:2])
+    return others_differ and torch.equal(*packed[:2])
 
 
 def _furthest(results: Iterable[Tensor], alone: Tensor) -> float:

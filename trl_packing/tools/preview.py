@@ -26,6 +26,7 @@ from trl.data_utils import is_conversational
 
 from trl_packing.attention.backends import check_is_backend
 from trl_packing.config import PackingOptions
+from trl_packing.data.chat_template import tokenizer_in
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.files import records_of
 from trl_packing.data.printable import escape_hidden
@@ -139,7 +140,7 @@ class PreviewedRun:
         rules = Rules.of_run(
             args,
             tokenizer,
-            getattr(tokenizer, "tokenizer", tokenizer),
+            tokenizer_in(tokenizer),
             packing=args.packing,
             chat_template=template,
             completion_only=trains_completions(rows, args.completion_only_loss),
@@ -303,7 +304,7 @@ def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:
 
 
 def _refuse(dataset: Any, formatting_func: Any, name: str) -> Any:
-    raise ValueError("TRL's own code prepares data for this tokenizer; it cannot be shown here")
+    raise ValueError("a preview runs no code of TRL")
 
 
 class TracedDocuments(NamedTuple):

@@ -215,9 +215,11 @@ def configure_tokenizer(tokenizer: Any, args: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl.chat_template_utils import clone_chat_template
 
+    from trl_packing.data.chat_template import tokenizer_in
+
     tokenizer = copy.deepcopy(tokenizer)
     path = args.chat_template_path
-    inner = getattr(tokenizer, "tokenizer", tokenizer)  # the tokenizer inside a processor
+    inner = tokenizer_in(tokenizer)
     if args.eos_token is not None:
         inner.eos_token = args.eos_token
     if path is not None and path.endswith((".jinja", ".j2")):

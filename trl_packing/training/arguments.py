@@ -24,6 +24,7 @@ from trl_packing.attention.model_facts import loading_options
 from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
+from trl_packing.data.chat_template import PASS_FAST, ChatTemplate
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
@@ -169,9 +170,14 @@ def training_template(tokenizer: Any) -> str | None:
     """Return the chat template that TRL takes for ``assistant_only_loss``; None: the tokenizer's.
 
     Raises:
-        ValueError: TRL knows no template with marks for this tokenizer.
+        ValueError: TRL knows no template with marks for this tokenizer, or it has none.
     """
-    if has_generation_markers(tokenizer.chat_template):
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "assistant_only_loss=True needs a chat template, and the tokenizer has none; set "
+            f"chat_template_path, or {PASS_FAST}"
+        )
+    if has_generation_markers(ChatTemplate(tokenizer).source):
         return None
     try:
         return get_training_chat_template(tokenizer)
