@@ -76,7 +76,7 @@ class IsolationReport:
     gradient_difference: float | None = None  # relative to the largest gradient
     has_images: bool = False  # in the probe that decided
     in_float32: bool = False  # measured again, on a copy of weights that round more
-    by_length: bool = False  # B changes with the length of A alone: positions, ties of an index
+    whatever_others: bool = False  # B differs, but not by the tokens of A: positions, masks, ties
 
     def __bool__(self) -> bool:
         return self.verdict == "isolated"
@@ -89,7 +89,7 @@ class IsolationReport:
     @property
     def badness(self) -> tuple[int, bool, float]:
         """What orders reports on the same model; the largest decides."""
-        return [*VERDICTS].index(self.verdict), self.by_length, self.difference
+        return [*VERDICTS].index(self.verdict), self.whatever_others, self.difference
 
     @property
     def is_blunt(self) -> bool:
@@ -99,8 +99,8 @@ class IsolationReport:
     @property
     def words(self) -> str:
         """The verdict in words."""
-        if self.by_length:
-            return "documents depend on the LENGTH of others, and not on their tokens"
+        if self.whatever_others:
+            return "documents DIFFER in a packed row, whatever the others contain"
         limits = ", as far as rounding lets it show" if self.is_blunt else ""
         return VERDICTS[self.verdict] + limits
 
@@ -243,7 +243,7 @@ def check_probes(
                 attention=attention,
                 mode="training" if model.training else "evaluation",
                 has_images="images" in probe.document,
-                by_length=verdict == "leaks" and _ignores_tokens(*measured[1:]),
+                whatever_others=verdict == "leaks" and _ignores_tokens(*measured[1:]),
             )
             reports.append((report, probe))
         return max(reports, key=lambda pair: pair[0].badness)

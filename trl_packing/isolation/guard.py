@@ -355,7 +355,7 @@ def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> 
 def _in_short(result: CheckResult) -> str:
     if isinstance(result, Refusal):
         return f"refused ({str(result)[:80]})"
-    verdict = "depends on lengths" if result.by_length else result.verdict
+    verdict = "differs" if result.whatever_others else result.verdict
     by = f" by {brief(result.difference)}" if result.verdict == "leaks" else ""
     return verdict + by + " with images" * result.has_images
 
