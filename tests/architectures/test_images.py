@@ -53,4 +53,4 @@ def test_large_gemma_4_models_open_images_in_windows_only():
     model = tiny_vision_model("gemma4", processor, use_bidirectional_attention="vision")
     found = image_step.compare_with_images(model, processor)
     assert (found.outcome, found.backend) == ("exact", "mask")
-    assert "documents leaks by" in found.reason
+    assert "documents differs by" in found.reason

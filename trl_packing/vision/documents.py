@@ -203,6 +203,8 @@ def _texts_of(
             f"its text has {found} image placeholders ({token}), but it has {len(images)} images; "
             "give one image part for each image"
         )
+    # The processor tokenizes prompt and answer together.
+    rendered = replace(rendered, prompt_ends=())
     parts = [rendered]
     if splits and rendered.prompt is not None:
         text = rendered.text
