@@ -3,6 +3,7 @@
     flash_attn.py, varlen.py      kernels over boundaries, on CUDA in bf16 and fp16
     document_sdpa.py              one document after another: anywhere, any dtype
     (native), block_mask.py       a mask T×T, from position_ids or as input
+    recurrent.py                  modules that mix documents run on one after another
     padded_rows.py                padded forwards of the same documents: any model
 
 Only faults that a trial misses are refused here; the isolation check finds the others on the model.
@@ -15,7 +16,14 @@ import torch
 from torch import nn
 
 # Importing document_sdpa registers `torch.ops.trl_packing`.
-from trl_packing.attention import block_mask, document_sdpa, flash_attn, padded_rows, varlen
+from trl_packing.attention import (
+    block_mask,
+    document_sdpa,
+    flash_attn,
+    padded_rows,
+    recurrent,
+    varlen,
+)
 from trl_packing.attention.interface import implementation_name
 from trl_packing.attention.model_facts import (
     current_implementation,
@@ -30,8 +38,8 @@ __all__ = ["AttentionChoice", "resolve_attention"]
 
 PADDED = (padded_rows.NAME, padded_rows.EQUAL_LENGTHS)  # shapes follow the documents there
 
-# Backends that leave the model its native attention, from the fastest to the most general one.
-NATIVE_ATTENTION = ("model", block_mask.NAME, *PADDED)
+# Backends after the kernels, from the fastest to the most general one.
+NATIVE_ATTENTION = ("model", block_mask.NAME, recurrent.NAME, *PADDED)
 
 CHOICES = ("auto", *flash_attn.VERSIONS, "varlen", "documents", *NATIVE_ATTENTION)
 
@@ -40,6 +48,7 @@ _TITLES = {
     "documents": "document-wise SDPA",
     "model": "the model's own, masked by position_ids",
     block_mask.NAME: "the model's own, under an explicit 4-D mask",
+    recurrent.NAME: "one row, in which modules that mix documents run by document",
     padded_rows.NAME: "padded rows",
     padded_rows.EQUAL_LENGTHS: "rows of equal length",
 }
@@ -81,7 +90,9 @@ def resolve_attention(
         attention: ``"auto"`` or a backend: ``"flash_attention_2"`` (3, 4), ``"varlen"``,
             ``"documents"``; or one that leaves the model its native implementation: ``"model"``
             (masked by position_ids), ``"mask"`` (with an explicit 4-D mask), ``"padded"`` (the
-            same documents as padded rows), ``"equal_lengths"`` (the same without padding).
+            same documents as padded rows), ``"equal_lengths"`` (the same without padding). In
+            ``"by_document"``, modules that mix documents see them one by one; the isolation check
+            finds them.
         device: device of the forward pass; by default the model's.
         dtype: dtype of the forward pass (under autocast, autocast's); by default the model's.
 
@@ -103,7 +114,9 @@ def resolve_attention(
         choices = _choices_that_fit(model, refused, runs_in)
         last = choices[-1].backend
         after = NATIVE_ATTENTION.index(last) + 1 if last in NATIVE_ATTENTION else 0
-        choices += [AttentionChoice(name, None, "") for name in NATIVE_ATTENTION[after:]]
+        for name in NATIVE_ATTENTION[after:]:
+            kernel = choices[0].implementation if name == recurrent.NAME else None
+            choices.append(AttentionChoice(name, kernel, ""))
         first, *slower = (replace(choice, native=native) for choice in choices)
         return replace(first, slower=tuple(slower))
     if refused[attention]:
@@ -126,6 +139,8 @@ def _implementation(model: Any, backend: str) -> str | None:
     if backend in ours:
         is_eager = str(current_implementation(model)).endswith("eager")
         return implementation_name(ours[backend], "eager" if is_eager else "sdpa")
+    if backend == recurrent.NAME and outside_interface(model) is None:
+        return _implementation(model, "documents")
     return None if backend in NATIVE_ATTENTION else backend
 
 

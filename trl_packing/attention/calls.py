@@ -135,6 +135,29 @@ def running_row() -> Mapping[str, Any] | None:
     return None if _allows_other_rows else _current
 
 
+def packed_row() -> Mapping[str, Any] | None:
+    """Return the boundaries of the packed call that runs on its row as a whole, None without."""
+    return _running[1] if _running is not None and _running[0].attention is None else None
+
+
+def run_again_inside() -> Callable[..., Any]:
+    """Return ``run(checkpoint, function, ...)``: what a checkpoint runs is in the call of now."""
+    running = _running
+
+    def inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        global _running
+        before, _running = _running, running
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _running = before
+
+    def run(checkpoint: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(inside, function), *args, **kwargs)
+
+    return run
+
+
 def needs_no_mask() -> bool:
     """Whether a packed call runs on a kernel that needs boundaries only."""
     return _running is not None and is_packed_implementation(_running[0].implementation)
@@ -271,7 +294,8 @@ class PackedWay:
 
     They run by ``run(module, inner, arguments)``, where `inner` is the forward before it was
     wrapped; None runs all calls unchanged. They set `implementation`, which does not travel with
-    copies. `attention` names a backend that needs no boundaries inside and takes no prefixes.
+    copies. `attention` names a backend that needs no boundaries inside and takes no prefixes. The
+    `run` of a part of a model gets the boundaries of the packed call that runs, too.
     """
 
     module: weakref.ref
@@ -279,6 +303,7 @@ class PackedWay:
     run: Callable[..., Any] | None = None
     implementation: str | None = None
     attention: str | None = None
+    is_part: bool = False
 
 
 def wrap_packed_calls(
@@ -286,12 +311,10 @@ def wrap_packed_calls(
     run: Callable[..., Any] | None,
     implementation: str | None = None,
     attention: str | None = None,
+    is_part: bool = False,
 ) -> None:
     """Run packed calls of `module` by `run`, below wrappers of others; arguments: `PackedWay`."""
-    found = vars(module).get("forward")
-    way = None
-    while found is not None and way is None:
-        way, found = getattr(found, "packed_way", None), getattr(found, "__wrapped__", None)
+    way = packed_way(module)
     if way is None or way.module() is not module:  # those of a copy are the original's
         if way is None and run is None:
             return
@@ -299,6 +322,16 @@ def wrap_packed_calls(
         way = PackedWay(weakref.ref(module), inner)
         module.forward = MethodType(_wrapped(module, way), module)
     way.run, way.implementation, way.attention = run, implementation, attention
+    way.is_part = is_part
+
+
+def packed_way(module: nn.Module) -> PackedWay | None:
+    """Return how packed calls of `module` run, of a copy as of its original, None if unwrapped."""
+    found = vars(module).get("forward")
+    way = None
+    while found is not None and way is None:
+        way, found = getattr(found, "packed_way", None), getattr(found, "__wrapped__", None)
+    return way
 
 
 def run_unchanged(module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -324,6 +357,8 @@ def _wrapped(module: nn.Module, way: PackedWay) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if way.run is None:
             return way.inner(self, *args, **kwargs)
+        if way.is_part:
+            return _run_part(way, dict(zip(names, args, strict=False)) | kwargs, self)
         enabled = None if _running is not None else getattr(self, "enabled_packing", None)
         if enabled is not None and not enabled.is_checking:
             run = functools.partial(_run_call, way, names, self)
@@ -362,6 +397,19 @@ def _run_call(
     try:
         run = way.run or run_unchanged  # settled in another way
         return run(module, functools.partial(way.inner, module), kwargs)
+    finally:
+        _running = before
+
+
+def _run_part(way: PackedWay, arguments: dict[str, Any], module: nn.Module) -> Any:
+    global _running
+    row = packed_row()
+    if row is None:
+        return way.inner(module, **arguments)
+    before, _running = _running, (way, {})
+    try:
+        run: Any = way.run
+        return run(module, functools.partial(way.inner, module), arguments, row)
     finally:
         _running = before
 

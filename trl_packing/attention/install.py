@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_packing.attention import block_mask, document_sdpa, flash_attn, padded_rows, varlen
+from trl_packing.attention import (
+    block_mask,
+    document_sdpa,
+    flash_attn,
+    padded_rows,
+    recurrent,
+    varlen,
+)
 from trl_packing.attention.backends import PADDED, AttentionChoice, outside_interface
 from trl_packing.attention.calls import run_known_arguments, run_unchanged, wrap_packed_calls
 from trl_packing.attention.model_facts import (
@@ -39,6 +46,9 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         backbone = backbone.decoder  # which the whole model calls past its backbone
     for module in (model, base, backbone):
         wrap_packed_calls(module, None)
+    if choice.backend != recurrent.NAME:
+        recurrent.run_parts_whole(base)
+    has_states = bool(recurrent.take_documents(base)) or choice.backend == recurrent.NAME
     set_implementation(base, choice.implementation or choice.native or native_implementation(base))
     if choice.backend in PADDED:
         whole = _model_to_pad(model, base)
@@ -49,7 +59,8 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     elif choice.backend == block_mask.NAME:
         wrap_packed_calls(backbone, block_mask.run_with_mask, attention=block_mask.NAME)
     else:
-        wrap_packed_calls(backbone, run_unchanged, choice.implementation)
+        run = recurrent.run_again_as_packed if has_states else run_unchanged
+        wrap_packed_calls(backbone, run, choice.implementation)
     if backbone is not base:
         wrap_packed_calls(base, run_known_arguments, choice.implementation)
 

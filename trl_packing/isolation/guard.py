@@ -21,6 +21,7 @@ from torch import nn
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
+from trl_packing.attention.recurrent import NAME as BY_DOCUMENT
 from trl_packing.attention.state import all_reduce_max, register_head
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
@@ -38,6 +39,7 @@ from trl_packing.isolation.check import (
     check_isolation,
     check_probes,
 )
+from trl_packing.isolation.mixing import run_mixing_modules_by_document
 from trl_packing.isolation.probes import Probe, probes
 from trl_packing.loss.lm_head import use_native_head
 from trl_packing.packing.collator import PackedCollator
@@ -265,6 +267,8 @@ class IsolationGuard:
 
         def check(choice: AttentionChoice) -> IsolationReport:
             install_attention(self.model, choice)
+            if choice.backend == BY_DOCUMENT:
+                run_mixing_modules_by_document(wrapped, options["training"])
             made = self.probes(documents, thorough=bool(failed))
             return check_probes(wrapped, made, attention=str(choice), **options)
 
@@ -347,6 +351,8 @@ def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> 
 
     def check() -> IsolationReport:
         install_attention(model, choice)
+        if choice.backend == BY_DOCUMENT:
+            run_mixing_modules_by_document(model, options.get("training"))
         return check_isolation(model, attention=str(choice), **options)
 
     return attempt(check)

@@ -1,0 +1,313 @@
+"""Keeps documents apart in what carries a state along the row: convolutions, scans, delta rules.
+
+    functions   those of transformers that kernels may replace (`causal_conv1d_fn`, ...): they get
+                the boundaries if the installed kernel takes them, else they run by document
+    modules     found by measuring (isolation/mixing.py): they run by document
+
+Everything else sees the whole row. Documents of similar length share a call as a small batch, in
+which a causal function never reads the cells behind a document:
+
+    projections   [a a a a a b b c c c c]
+    function      [a a a a a]   [b b]
+                  [c c c c .]
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trl_packing.attention.calls import (
+    packed_row,
+    packed_way,
+    run_again_inside,
+    wrap_packed_calls,
+)
+from trl_packing.attention.padded_rows import group_documents
+from trl_packing.attention.state import temporarily
+from trl_packing.documents.host_row import (
+    BOUNDARIES,
+    host_boundaries,
+    host_values,
+    to_device,
+)
+
+NAME = "by_document"
+
+# Tokens of a chunk of a scan in PyTorch; on CPUs, more only cost time and memory.
+_CHUNK = 64
+
+
+class Layout(NamedTuple):
+    """The documents of a row as small batches.
+
+    `tokens` are the tokens of all batches, one after another, and `shapes` the documents and the
+    longest length of each. The tokens of the row are `cells` among their outputs.
+    """
+
+    tokens: Tensor
+    shapes: list[tuple[int, int]]
+    cells: Tensor
+
+    def split(self, value: Tensor, dim: int) -> list[Tensor]:
+        """Return the batches of `value` ``(1, ...)``, whose tokens are in `dim`."""
+        # One gather, whose backward is one sum over the row.
+        flat = value.movedim(dim, 1)[0].index_select(0, self.tokens)
+        parts = flat.split([documents * longest for documents, longest in self.shapes])
+        shaped = zip(parts, self.shapes, strict=True)
+        return [part.unflatten(0, shape).movedim(1, dim) for part, shape in shaped]
+
+    def join(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Return the outputs of all batches, their tokens in `dim`, as those of the row."""
+        flat = [part.movedim(dim, 1).flatten(0, 1) for part in parts]
+        return torch.cat(flat).index_select(0, self.cells)[None].movedim(1, dim)
+
+
+@functools.lru_cache(maxsize=8)  # the layers of a row share it
+def _layout(boundaries: tuple[int, ...], device: torch.device, equal_lengths: bool) -> Layout:
+    shapes = []
+    tokens = []
+    real = []
+    cells = []
+    num_cells = 0
+    for group in group_documents(boundaries, equal_lengths=equal_lengths):
+        starts = np.array(boundaries[:-1])[group, None]
+        ends = np.array(boundaries[1:])[group, None]
+        token = starts + np.arange((ends - starts).max())
+        is_real = token < ends
+        shapes.append(token.shape)
+        tokens.append(np.minimum(token, ends - 1).ravel())
+        real.append(token[is_real])
+        cells.append(num_cells + np.flatnonzero(is_real))
+        num_cells += token.size
+    order = np.argsort(np.concatenate(real))
+    return Layout(
+        to_device(np.concatenate(tokens), device),
+        shapes,
+        to_device(np.concatenate(cells)[order], device),
+    )
+
+
+class RecurrentFunction:
+    """A function of transformers, run on the documents of a packed row."""
+
+    def __init__(self, function: Callable[..., Any], facts: Mapping[str, Any]):
+        self.function = function
+        self.package = facts["package"]
+        self.is_kernel = facts["is_new_implementation"]
+        # Names of the arguments of the kernel that is installed.
+        self.arguments = facts["applicable_params"] if self.is_kernel else ()
+        self._dims: dict[Any, int] = {}  # the dimension of tokens, by argument
+
+    def __call__(self, row: Mapping[str, Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Return what the function returns for a row, each document by itself."""
+        if row.get("key_index") is not None:
+            raise NotImplementedError(
+                f"{self.function.__name__} carries a state along the row, whose documents share "
+                "prefixes (key_index); set prefix_sharing='off'"
+            )
+        if taken := self._boundaries(row):
+            return self.function(*args, **kwargs | taken)
+        kwargs = {k: v for k, v in kwargs.items() if k not in _OF_KERNELS}
+        if not self.is_kernel and kwargs.get("chunk_size", 0) > _CHUNK:
+            kwargs["chunk_size"] = _CHUNK
+        return self._by_document(row, args, kwargs)
+
+    def _boundaries(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the boundaries under the names that the installed kernel has for them."""
+        if "seq_idx" in self.arguments and "seq_idx" in row:
+            return {"seq_idx": row["seq_idx"]}
+        if "cu_seqlens" not in self.arguments:
+            return {}
+        taken = {"cu_seqlens": row["cu_seq_lens_q"]}
+        if "cu_seqlens_cpu" in self.arguments:  # without it, the host waits for the device
+            taken["cu_seqlens_cpu"] = torch.from_numpy(host_values(row["cu_seq_lens_q"]))
+        return taken
+
+    @torch.compiler.disable
+    def _by_document(
+        self, row: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        boundaries = tuple(host_boundaries(row["cu_seq_lens_q"]))
+        given = dict(enumerate(args)) | kwargs
+        dims = {}
+        for name, value in given.items():
+            dim = self._dim_of_tokens(name, value, boundaries[-1])
+            if dim is not None:
+                dims[name] = dim
+        if not dims or len(boundaries) == 2:
+            return self.function(*args, **kwargs)
+        layout = _layout(boundaries, given[next(iter(dims))].device, False)
+        parts = {name: layout.split(given[name], dim) for name, dim in dims.items()}
+        outputs = []
+        for batch in range(len(layout.shapes)):
+            part: dict[Any, Any] = given | {name: found[batch] for name, found in parts.items()}
+            positional = [part.pop(i) for i in range(len(args))]
+            outputs.append(self.function(*positional, **part))
+        longest = layout.shapes[0][1]
+        if isinstance(outputs[0], tuple):
+            values, *states = zip(*outputs, strict=True)
+            if any(state is not None for of_batches in states for state in of_batches):
+                raise NotImplementedError(f"{self.function.__name__} returns states of documents")
+            return self._joined(list(values), longest, layout), *[None] * len(states)
+        return self._joined(outputs, longest, layout)
+
+    def _joined(self, parts: list[Any], longest: int, layout: Layout) -> Tensor | None:
+        if parts[0] is None:  # a kernel that is not installed has no result
+            return None
+        dim = self._dim_of_tokens("the output", parts[0], longest)
+        assert dim is not None, f"{self.function.__name__} returns no values of tokens"
+        return layout.join(parts, dim)
+
+    def _dim_of_tokens(self, name: Any, value: Any, tokens: int) -> int | None:
+        """Return the dimension of an argument that holds the tokens, None without one.
+
+        Where another one is as long by chance, it is that of earlier rows.
+        """
+        if not torch.is_tensor(value):
+            return None
+        dims = [dim for dim in range(1, value.dim()) if value.shape[dim] == tokens]
+        if len(dims) == 1:
+            self._dims.setdefault(name, dims[0])
+        if dims and name in self._dims:
+            return self._dims[name] if self._dims[name] in dims else None
+        if len(dims) > 1:
+            raise NotImplementedError(
+                f"{self.function.__name__}: which dimension of {tuple(value.shape)} are the tokens?"
+            )
+        return None
+
+
+# Arguments of kernels that functions in PyTorch refuse or ignore.
+_OF_KERNELS = {*BOUNDARIES, "cu_seqlens", "cu_seqlens_cpu"}
+
+
+def take_documents(model: nn.Module) -> list[RecurrentFunction]:
+    """Make recurrent functions of `model` keep documents apart in packed calls; return them."""
+    found = []
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    for namespace in [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]:
+        for name, value in list(namespace.items()):
+            if not inspect.isfunction(value):
+                continue
+            if not hasattr(value, "recurrent") and (facts := _facts(value)):
+                namespace[name] = value = _keep_apart(RecurrentFunction(value, facts))
+            if hasattr(value, "recurrent"):
+                found.append(value.recurrent)
+    return found
+
+
+def _facts(function: Callable[..., Any]) -> Mapping[str, Any] | None:
+    """Return what transformers knows of a function that a kernel may replace, else None."""
+    if not hasattr(function, "__wrapped__"):
+        return None
+    facts = inspect.getclosurevars(function).nonlocals
+    return (
+        facts if {"package", "is_new_implementation", "applicable_params"} <= set(facts) else None
+    )
+
+
+def _keep_apart(recurrent: RecurrentFunction) -> Callable[..., Any]:
+    @functools.wraps(recurrent.function)
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        row = packed_row()
+        return recurrent.function(*args, **kwargs) if row is None else recurrent(row, args, kwargs)
+
+    apart.recurrent = recurrent  # type: ignore[attr-defined]
+    return apart
+
+
+def run_parts_by_document(model: nn.Module, kind: type) -> None:
+    """Run modules of a class inside packed calls of `model` by document from now on."""
+    for module in model.modules():
+        if type(module) is kind:
+            wrap_packed_calls(module, _run_by_document, attention=NAME, is_part=True)
+
+
+def run_parts_whole(model: nn.Module) -> None:
+    """Undo `run_parts_by_document` for all classes."""
+    for module in model.modules():
+        way = packed_way(module)
+        if way is not None and way.is_part:
+            wrap_packed_calls(module, None)
+
+
+def _run_by_document(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    arguments: dict[str, Any],
+    row: Mapping[str, Any],
+) -> Any:
+    """Run a module inside a packed call on each document by itself."""
+    if row.get("key_index") is not None:
+        raise NotImplementedError("a module by document takes no shared prefixes (key_index)")
+    boundaries = tuple(host_boundaries(row["cu_seq_lens_q"]))
+    parameters = inspect.signature(type(module).forward).parameters
+    given = {k: v for k, v in arguments.items() if k in parameters or k not in _OF_KERNELS}
+    # A cell behind a document is its last token again, which a mask would show twice.
+    has_mask = any(_is_mask(value, boundaries[-1]) for value in given.values())
+    device = next(value.device for value in given.values() if torch.is_tensor(value))
+    layout = _layout(boundaries, device, has_mask)
+    parts = {name: _parts(value, layout, boundaries[-1]) for name, value in given.items()}
+    outputs = []
+    for batch in range(len(layout.shapes)):
+        outputs.append(forward(**{name: values[batch] for name, values in parts.items()}))
+    return _joined_output(outputs, layout)
+
+
+def _is_mask(value: Any, tokens: int) -> bool:
+    return torch.is_tensor(value) and value.shape[2:] == (tokens, tokens)
+
+
+def _parts(value: Any, layout: Layout, num_tokens: int) -> list[Any]:
+    """Return what an argument of a module has of the documents of each batch."""
+    if isinstance(value, (tuple, list)):
+        return list(zip(*[_parts(each, layout, num_tokens) for each in value], strict=True))
+    if not torch.is_tensor(value):
+        return [value] * len(layout.shapes)
+    if _is_mask(value, num_tokens):
+        found = []
+        for rows in layout.split(torch.arange(num_tokens, device=value.device)[None], 1):
+            found.append(value[0][:, rows[:, :, None], rows[:, None]].movedim(1, 0))
+        return found
+    if value.shape[:2] == (1, num_tokens):
+        return layout.split(value, 1)
+    if value.shape[1:3] == (1, num_tokens):  # positions in several dimensions, (axes, 1, T)
+        axes = [layout.split(axis, 1) for axis in value]
+        return [torch.stack(of_batch) for of_batch in zip(*axes, strict=True)]
+    return [value] * len(layout.shapes)
+
+
+def _joined_output(outputs: list[Any], layout: Layout) -> Any:
+    first = outputs[0]
+    if isinstance(first, (tuple, list)):
+        parts = zip(*outputs, strict=True)
+        return tuple(_joined_output(list(part), layout) for part in parts)
+    if torch.is_tensor(first) and first.shape[:2] == layout.shapes[0]:
+        return layout.join(outputs, 1)
+    return None  # a state of documents, or nothing
+
+
+def run_again_as_packed(
+    module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
+) -> Any:
+    """Run a packed call, and the layers that gradient checkpointing runs again, as packed."""
+    with ExitStack() as stack:
+        for holder, name in _checkpoints(module):
+            run = functools.partial(run_again_inside(), getattr(holder, name))
+            stack.enter_context(temporarily(holder, **{name: run}))
+        return forward(**arguments)
+
+
+def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules that run a function with checkpoints, and the attribute that does."""
+    for module in model.modules():
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            if name in vars(module):
+                yield module, name

@@ -1,0 +1,105 @@
+"""Finds the modules of a model in which documents of a row affect each other.
+
+Two rows hold the same document behind two different ones. In the first module that returns other
+values of it although it was given the same, the documents mix. That module is run by document, and
+the rows run again, until no module inside the model mixes them.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trl_packing.attention.calls import packed_way
+from trl_packing.attention.model_facts import unwrap_model, unwrap_peft
+from trl_packing.attention.recurrent import run_parts_by_document
+from trl_packing.attention.state import preserve_state, restore_state
+from trl_packing.documents.host_row import for_kernels
+from trl_packing.isolation.probes import random_tokens
+from trl_packing.packing.collator import PackedCollator
+
+_BEFORE, _TOKENS = 23, 18  # of the other document and the one that is compared
+# A state reaches the first tokens of the next document; these are compared.
+_COMPARED = 6
+_ROUNDS = 8
+# Values that differ by more than these times their rounding are not the same.
+_ROUNDING = 4
+
+
+@torch.no_grad()
+def run_mixing_modules_by_document(model: nn.Module, training: bool | None) -> list[str]:
+    """Run the modules of `model` that mix documents by document; return their classes.
+
+    `model` may be wrapped, and `training` is the mode of the forward, None that of the model. The
+    attention to run with is installed.
+    """
+    inner = unwrap_model(model)
+    base = unwrap_peft(inner)
+    draw = random_tokens(inner, np.random.default_rng(0))
+    document = draw(_TOKENS)
+    rows = [[draw(_BEFORE), document], [draw(_BEFORE), document]]
+    found: list[str] = []
+    with preserve_state(model, training):
+        for _ in range(_ROUNDS):
+            kind = _first_that_mixes(model, base, rows)
+            if kind is None or kind.__name__ in found:
+                break
+            run_parts_by_document(base, kind)
+            found.append(kind.__name__)
+    return found
+
+
+def _first_that_mixes(model: Any, base: nn.Module, rows: list[list[np.ndarray]]) -> type | None:
+    """Return the class of the first module that mixes the documents of `rows`, None without one."""
+    wholes = {id(m) for m in base.modules() if (way := packed_way(m)) and not way.is_part}
+    device = next(base.parameters()).device
+    seen: list[list[tuple[nn.Module, list[Tensor], list[Tensor]]]] = []
+    for row in rows:
+        batch = for_kernels(PackedCollator()([{"input_ids": ids} for ids in row]))
+        batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+        for name in ("labels", "target_counts"):
+            batch.pop(name, None)
+        calls: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
+
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = list(_of_document((args, tuple(kwargs.values()))))
+            calls.append((module, given, list(_of_document(output))))  # noqa: B023
+
+        with ExitStack() as stack, restore_state(model):
+            for module in base.modules():
+                if id(module) not in wholes:
+                    handle = module.register_forward_hook(record, with_kwargs=True)
+                    stack.callback(handle.remove)
+            model(**batch)
+        seen.append(calls)
+    for (module, *first), (other, *second) in zip(*seen, strict=False):
+        if module is not other:
+            return None
+        inputs, outputs = ((a, b) for a, b in zip(first, second, strict=True))
+        if _are_same(*inputs) and not _are_same(*outputs):
+            return type(module)
+    return None
+
+
+def _of_document(values: Any) -> Iterator[Tensor]:
+    """Yield the values of the document that is compared in tensors ``(1, T, ...)``."""
+    if isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _of_document(value)
+    elif torch.is_tensor(values) and values.shape[:2] == (1, _BEFORE + _TOKENS):
+        yield values[0, _BEFORE : _BEFORE + _COMPARED].clone()
+
+
+def _are_same(values: list[Tensor], others: list[Tensor]) -> bool:
+    for value, other in zip(values, others, strict=True):
+        if not value.is_floating_point():
+            if not torch.equal(value, other):
+                return False
+            continue
+        allowed = _ROUNDING * torch.finfo(value.dtype).eps * float(value.abs().max())
+        if not float((value - other).abs().max()) <= allowed:
+            return False
+    return True
