@@ -38,7 +38,7 @@ def test_a_step_equals_one_document_at_a_time(name, tmp_path):
     model = tiny_model(name)
     dataset = packed()
     expected = first_rows(model, dataset)
-    assert enable_packing(model).backend == ("padded" if "mamba" in name else "documents")
+    assert enable_packing(model).backend == "documents"
     assert_exact(first_step(model, dataset, tmp_path), expected)
 
 

@@ -32,7 +32,8 @@ def found(trials, name, device=CPU):
 def test_every_backend_is_tried_and_those_of_a_cpu_are_exact(trials):
     assert list(trials) == [*CHOICES[1:], PREFIXES]
     exact = [name for name, trial in trials.items() if trial.verdict in ("chosen", "exact")]
-    assert exact == ["documents", "model", "mask", "padded", "equal_lengths", PREFIXES]
+    rows = ["documents", "model", "mask", "by_document", "padded", "equal_lengths"]
+    assert exact == [*rows, PREFIXES]
     assert trials["varlen"].verdict == "refused"
     assert trials["documents"].verdict == "chosen"
     assert found(trials, PREFIXES)[0].startswith("ok exact: by ")

@@ -112,6 +112,8 @@ def resolve_attention(
             # SDPA has no memory-efficient kernel for bf16 there, either.
             runs_in += f"; bf16 is emulated on {torch.cuda.get_device_name()}: fp16=True is faster"
         choices = _choices_that_fit(model, refused, runs_in)
+        if states := recurrent.describe(model, kind):
+            choices = [replace(choice, reason=f"{choice.reason}; {states}") for choice in choices]
         last = choices[-1].backend
         after = NATIVE_ATTENTION.index(last) + 1 if last in NATIVE_ATTENTION else 0
         for name in NATIVE_ATTENTION[after:]:

@@ -13,6 +13,7 @@ which a causal function never reads the cells behind a document:
 """
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -101,6 +102,7 @@ class RecurrentFunction:
         self.function = function
         self.package = facts["package"]
         self.is_kernel = facts["is_new_implementation"]
+        self.is_convolution = facts["func_name"] == "causal_conv1d_fn"
         # Names of the arguments of the kernel that is installed.
         self.arguments = facts["applicable_params"] if self.is_kernel else ()
         self._dims: dict[Any, int] = {}  # the dimension of tokens, by argument
@@ -113,7 +115,11 @@ class RecurrentFunction:
                 "prefixes (key_index); set prefix_sharing='off'"
             )
         if taken := self._boundaries(row):
+            if self.is_convolution:  # with boundaries, it takes no other memory format
+                args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
             return self.function(*args, **kwargs | taken)
+        if self.is_convolution and args[0].is_cuda and (triton := _convolution_of_fla()):
+            return self._by_triton(triton, row, args, kwargs)
         kwargs = {k: v for k, v in kwargs.items() if k not in _OF_KERNELS}
         if not self.is_kernel and kwargs.get("chunk_size", 0) > _CHUNK:
             kwargs["chunk_size"] = _CHUNK
@@ -123,12 +129,22 @@ class RecurrentFunction:
         """Return the boundaries under the names that the installed kernel has for them."""
         if "seq_idx" in self.arguments and "seq_idx" in row:
             return {"seq_idx": row["seq_idx"]}
-        if "cu_seqlens" not in self.arguments:
-            return {}
-        taken = {"cu_seqlens": row["cu_seq_lens_q"]}
-        if "cu_seqlens_cpu" in self.arguments:  # without it, the host waits for the device
-            taken["cu_seqlens_cpu"] = torch.from_numpy(host_values(row["cu_seq_lens_q"]))
-        return taken
+        taken = _for_fla(row)
+        return {name: taken[name] for name in taken if name in self.arguments}
+
+    def _by_triton(
+        self,
+        triton: Callable[..., Any],
+        row: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """Return a short convolution by FLA's kernel, which needs no compiler to be installed."""
+        given = inspect.signature(self.function).bind(*args, **kwargs).arguments
+        x = given["hidden_states"].transpose(1, 2)  # (1, T, channels)
+        weight, bias, activation = (given.get(n) for n in ("weight", "bias", "activation"))
+        found = triton(x.to(weight.dtype), weight, bias, activation=activation, **_for_fla(row))
+        return found[0].transpose(1, 2).to(x.dtype)
 
     @torch.compiler.disable
     def _by_document(
@@ -184,6 +200,24 @@ class RecurrentFunction:
         return None
 
 
+def _for_fla(row: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the boundaries as FLA takes them; without a copy on the CPU, it waits for a GPU."""
+    boundaries = row["cu_seq_lens_q"]
+    return {
+        "cu_seqlens": boundaries,
+        "cu_seqlens_cpu": torch.from_numpy(host_values(boundaries)),
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _convolution_of_fla() -> Callable[..., Any] | None:
+    """Return the Triton convolution of flash-linear-attention, None if it cannot be imported."""
+    try:
+        return importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
+    except Exception:
+        return None
+
+
 # Arguments of kernels that functions in PyTorch refuse or ignore.
 _OF_KERNELS = {*BOUNDARIES, "cu_seqlens", "cu_seqlens_cpu"}
 
@@ -201,6 +235,31 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
             if hasattr(value, "recurrent"):
                 found.append(value.recurrent)
     return found
+
+
+def describe(model: nn.Module, device: str) -> str | None:
+    """Return how recurrent functions of `model` run on a kind of device, None without any."""
+    missing = set()
+    for recurrent in take_documents(model):
+        if not recurrent.is_kernel:
+            missing.add(recurrent.package)
+    if missing and "causal_conv1d" in missing and _convolution_of_fla():
+        missing.remove("causal_conv1d")
+    if not missing:
+        return None
+    if device != "cuda":
+        return "recurrent layers by document"
+    packages = sorted({DISTRIBUTIONS[name] for name in missing if name in DISTRIBUTIONS})
+    return f"recurrent layers by document; pip install {' '.join(packages)} for kernels"
+
+
+# What to install, by the package that transformers looks for. The convolution of causal-conv1d is
+# in flash-linear-attention too, which needs no compiler.
+DISTRIBUTIONS = {
+    "causal_conv1d": "flash-linear-attention",
+    "fla": "flash-linear-attention",
+    "mamba_ssm": "mamba-ssm",
+}
 
 
 def _facts(function: Callable[..., Any]) -> Mapping[str, Any] | None:
