@@ -295,7 +295,8 @@ def test_pictures_are_what_their_scripts_draw(tmp_path, monkeypatch):
     assert len(drawn) == len(examples) > 12
     monkeypatch.setattr(draw, "HERE", tmp_path)
     monkeypatch.setattr(hero, "HERE", tmp_path)
-    for make in (draw.draw_row, draw.draw_plan, draw.draw_step, draw.draw_tree, hero.draw_hero):
+    drawings = (draw.draw_row, draw.draw_plan, draw.draw_step, draw.draw_tree)
+    for make in (*drawings, draw.draw_recurrent, hero.draw_hero):
         make()
     draw.draw_imports(table)
     drawn |= {pictures / p.name: p.read_text() for p in tmp_path.glob("*.svg")}

@@ -14,6 +14,7 @@ import torch
 from hero import draw_hero
 
 from trl_packing import PackedCollator, document_ids_from_lengths, pack
+from trl_packing.attention.padded_rows import group_documents
 from trl_packing.packing.prefix_tree import build_prefix_tree
 
 HERE = Path(__file__).parent
@@ -246,6 +247,42 @@ def draw_tree() -> None:
     picture.save("tree.svg")
 
 
+def draw_recurrent() -> None:
+    """Draw which tokens each part of a recurrent layer sees, in a row of three documents."""
+    lengths = [5, 2, 4]
+    boundaries = [0, *np.cumsum(lengths).tolist()]
+    left, cell = 176, 26
+    picture = Picture(WIDTH, 312, "What each part of a recurrent layer sees of a packed row")
+
+    def cells(y: float, document: int, x: float = left, longest: int = 0) -> None:
+        for t in range(max(lengths[document], longest)):
+            is_real = t < lengths[document]
+            fill = COLORS[document] if is_real else GRAY
+            picture.box(x + t * cell, y, cell, 26, fill, "abc"[document] if is_real else "·")
+
+    def row(y: float, name: str) -> None:
+        picture.words(left - 12, y + 18, name, "end", bold=True)
+        for document, start in enumerate(boundaries[:-1]):
+            cells(y, document, left + start * cell)
+
+    row(24, "projections")
+    picture.words(left, 76, "↓ cut at the boundaries")
+    picture.words(left - 12, 106, "recurrent function", "end", bold=True)
+    y = 88
+    for call, group in enumerate(group_documents(tuple(boundaries), equal_lengths=False), 1):
+        longest = max(lengths[document] for document in group)
+        for document in group:
+            cells(y, document, longest=longest)
+            y += 26
+        picture.words(left + longest * cell + 10, y - 8, f"call {call}")
+        y += 12
+    picture.words(left, y + 14, "↓ joined again")
+    row(y + 28, "projections, MLP")
+    picture.words(24, y + 84, "All else, attention too, runs once on the whole row.")
+    picture.words(24, y + 104, "A kernel that takes boundaries gets the whole row, too.")
+    picture.save("recurrent.svg")
+
+
 # Column of each folder; its row follows from the imports.
 COLUMNS = {
     "documents": 1,
@@ -314,5 +351,6 @@ if __name__ == "__main__":
     draw_plan()
     draw_step()
     draw_tree()
+    draw_recurrent()
     draw_imports()
     draw_hero()

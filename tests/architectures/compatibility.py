@@ -34,7 +34,7 @@ from architectures.tiny_step import (
 )
 
 #: Backends that keep documents in one row. The others run padded rows of the same documents.
-ONE_ROW_BACKENDS = ("documents", "varlen", "model", "mask")
+ONE_ROW_BACKENDS = ("documents", "varlen", "model", "mask", "by_document")
 
 
 @dataclass(frozen=True)

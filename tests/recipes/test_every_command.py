@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures.tiny_models import build_tiny, tiny_config
 from datasets import Dataset, IterableDataset, load_dataset
+from helpers.chat_templates import tokenizer_for
 from helpers.recipes import FOLDER, ROOT, YAMLS, assert_prints, commands_of, module
 from helpers.tiny import save_tiny_model, tiny_rows
+from torch import nn
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
+VISION: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 COMPARISONS = ("compare_packing", "padding_free")
 PRINTED = ("chat_data", "response_template", "streaming", "tool_calling")  # as their docstrings say
 
@@ -25,6 +30,13 @@ PRINTED = ("chat_data", "response_template", "streaming", "tool_calling")  # as 
 def chats() -> list[dict[str, Any]]:
     rows = tiny_rows("conversational_language_modeling", 64)
     return [row | {"source": "a" if i % 3 else "b"} for i, row in enumerate(rows)]
+
+
+def thoughts() -> list[dict[str, Any]]:
+    rows = tiny_rows("conversational_language_modeling", 12)
+    for answer in [message for row in rows for message in row["messages"][1::2]]:
+        answer["content"] = f"<think>\nLet me see.\n</think>\n\n{answer['content']}"
+    return rows
 
 
 def pairs(*names: str) -> list[dict[str, Any]]:
@@ -45,6 +57,7 @@ HUB = {
     ],
     "hkust-nlp/dart-math-uniform": lambda: pairs("query", "response"),
     "llamafactory/glaive_toolcall_en": lambda: tiny_rows("tools", 24),
+    "HuggingFaceTB/smoltalk2": thoughts,
     "trl-lib/llava-instruct-mix": looks,
 }
 
@@ -64,7 +77,12 @@ def models(tmp_path_factory) -> dict[str, str]:
     for part in module("demo_pictures").demo_model(seed=0):
         part.save_pretrained(folder)
     text = save_tiny_model(tmp_path_factory.mktemp("text"), "llama", chat=True)
-    return {"text": text, "vision": str(folder)}
+    hybrid = str(tmp_path_factory.mktemp("qwen3_5"))
+    tokenizer = tokenizer_for("qwen3_5_think")
+    config = tiny_config("qwen3_5", {"text_config": {"vocab_size": len(tokenizer)}})
+    for part in (build_tiny("qwen3_5", VISION[type(config)], config), tokenizer):
+        part.save_pretrained(hybrid)  # the class of the checkpoint, with its tower
+    return {"text": text, "vision": str(folder), "qwen3_5": hybrid}
 
 
 def previewed(recipe: str | None, words: list[str]) -> Any:
@@ -88,12 +106,24 @@ def commands() -> list[Any]:
         for recipe, options in re.findall(r"recipes/(\w+)\.py((?: +--config [^#\n]*)?)", lines):
             if "--config recipes/" in options:
                 found.add((recipe, " ".join(options.split()).rstrip("`,")))
-    quick = "recipes/sft_mixture.yaml"
+    quick = ("recipes/sft_mixture.yaml", "recipes/qwen3_5.yaml")
     return [
         pytest.param(*each, marks=() if each[1].endswith(quick) else pytest.mark.slow)
         for each in sorted(found)
         if "dataset_name" not in each[1]  # with a file of the reader
     ]
+
+
+def assert_adapts_the_language_model_in_one_row(trainer: PackedSFTTrainer) -> None:
+    """Assert that recurrent layers kept the row, and that all matrices but the tower's adapt."""
+    assert trainer.attention.backend in ("documents", "by_document")
+    modules = dict(trainer.model.named_modules())
+    adapted = {name for name, module in modules.items() if hasattr(module, "lora_A")}
+    assert any("linear_attn.in_proj_qkv" in name for name in adapted)
+    plain = {name for name, module in modules.items() if type(module) is nn.Linear}
+    left = {name for name in plain if ".lora_" not in name and ".base_layer" not in name}
+    assert all(".visual." in name or name.endswith("lm_head") for name in left)
+    assert not any(".visual." in name for name in adapted)
 
 
 @pytest.mark.parametrize(("recipe", "options"), commands())
@@ -110,7 +140,10 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch, caps
         lambda self, *a, **k: trained.append(self) or train(self, *a, **k),
     )
     words = [*shlex.split(options), "--max_steps", "2", "--output_dir", str(tmp_path)]
-    words += ["--model_name_or_path", models["vision" if recipe == "vision" else "text"]]
+    kind = "vision" if recipe == "vision" else "text"
+    if options.endswith("qwen3_5.yaml"):
+        kind = "qwen3_5"
+    words += ["--model_name_or_path", models[kind]]
     is_shown = recipe not in (*COMPARISONS, "streaming")  # its script reads the hub itself
     shown = tokens_of(previewed(recipe, words)) if is_shown else None
     if recipe == "vision":
@@ -123,6 +156,8 @@ def test_the_command_trains(recipe, options, models, tmp_path, monkeypatch, caps
         assert_prints(recipe, capsys.readouterr().out)
     assert all(0 < trainer.state.global_step <= 2 for trainer in trained)
     assert all(trainer._trl_path is None for trainer in trained)
+    if kind == "qwen3_5":
+        assert_adapts_the_language_model_in_one_row(trained[0])
     if shown is not None:
         assert any(label != -100 for _, labels in shown for label in labels)
         rows = trained[0].train_dataset
