@@ -30,11 +30,10 @@ MODELS = {
     "qwen3_moe": "experts",
     "deepseek_v3": "latent attention, experts",
     "cohere2": "layers without positions",
-    "falcon_mamba": "states, on padded rows",
-    "lfm2": "convolutions, on padded rows",
-    "nemotron_h": "states and experts, on padded rows",
+    "falcon_mamba": "states",
+    "lfm2": "convolutions",
+    "nemotron_h": "states and experts",
 }
-PADDED = ("falcon_mamba", "lfm2", "nemotron_h")
 CUT = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
 #: The paths from documents to the step; all 19 documents are in it.
 WAYS = {
@@ -76,6 +75,9 @@ OPTIONS = {
     "lora": {},
     "sources": {"source_column": "source"},
 }
+#: These share no prefixes.
+RECURRENT = ("falcon_mamba", "lfm2", "nemotron_h")
+WAYS_OF_RECURRENT = ["padding-free, accumulated", "checkpointed", "static shapes", "compiled"]
 SLOW_WAYS = ["compiled", "a worker", "first-fit bins", "masked attention", "groups of prefixes"]
 SLOW_WAYS += [way for way in WAYS if "prefixes, " in way and "accumulated" not in way]
 
@@ -89,8 +91,8 @@ def rows():
         *(("gemma2", "accumulated", option) for option in ("dft", "smoothed", "lora")),
     ]
     others = [
-        *((m, w, "weights") for m in MODELS for w in WAYS if m not in PADDED),
-        *((m, "padding-free, accumulated", "smoothed") for m in PADDED),
+        *((m, w, "weights") for m in MODELS for w in WAYS if m not in RECURRENT),
+        *((m, w, "smoothed") for m in RECURRENT for w in WAYS_OF_RECURRENT),
         *(("qwen3_moe", "static shapes", option) for option in OPTIONS),
     ]
     slow = [row for row in dict.fromkeys(others) if row not in quick]
@@ -136,7 +138,7 @@ def expected_of(name, option, documents) -> Alone:
 def test_a_step_trains_its_documents_as_alone(name, way, option, tmp_path):
     found, documents = train(name, way, option, tmp_path)
     backend = found.trainer.attention.backend
-    assert (backend == "padded") == (name in PADDED or way == "padded attention")
+    assert (backend == "padded") == (way == "padded attention")
     if "prefixes" in way:
         assert found.trainer.data_collator.shares_prefixes
     assert_exact(found, expected_of(name, option, documents))

@@ -30,8 +30,9 @@ SOME = {
     "mpt": ("mask", "differs", False),
     "bart": ("padded", "differs", False),
     "bloom": ("padded", "differs", False),
-    "mamba": ("padded", "differs", False),
-    "jamba": ("padded", "differs", False),
+    "mamba": ("documents", "differs", False),
+    "jamba": ("documents", "differs", False),
+    "rwkv": ("by_document", "differs", False),
     "phi3+longrope": ("padded", "differs", True),  # shared documents are below its threshold
     "llama+dynamic": ("equal_lengths", "differs", False),
     "deepseek_v32": ("model", "exact", False),
@@ -85,7 +86,7 @@ def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(mo
     assert Verdict("llama", "exact", "documents", sharing=unchecked).is_silent_difference
 
 
-@pytest.mark.parametrize("name", ["bart", "bloom", "mamba", "mpt", "opt", "phi3+longrope"])
+@pytest.mark.parametrize("name", ["bart", "bloom", "rwkv", "mpt", "opt", "phi3+longrope"])
 def test_without_the_check_the_same_models_differ(name):
     """The negative control."""
     options = {"attention": "model", "isolation_check": "off", "shares": False}
@@ -105,7 +106,7 @@ def test_shared_keys_are_shared_with_gradient_checkpointing_too():
         ("dots3_note_text", "documents", "index_topk=8 needs the mask"),
         # The ranking is wrong for some contents only, so a check on a few documents may miss it.
         ("minimax_m3_vl_text", "padded", "index_topk_blocks=2 ranks blocks of the whole row"),
-        ("mamba", "model", "LEAK"),
+        ("rwkv", "model", "LEAK"),
     ],
 )
 def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
@@ -114,14 +115,14 @@ def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
     assert words in verdict.reason
 
 
-@pytest.mark.parametrize("name", fast(("llama", "mamba", "gpt_neo"), {"llama", "mamba"}))
+@pytest.mark.parametrize("name", fast(("llama", "rwkv", "gpt_neo"), {"llama", "rwkv"}))
 def test_verify_judges_a_model_and_its_shared_prefixes(name, tmp_path, capsys):
     backend, _, shares = SOME[name]
     tiny_model(name).save_pretrained(tmp_path)
     words = ["verify", "--model", str(tmp_path), "--device", "cpu", "--gradients"]
     assert main(words) == 0
     assert f"exact with attention={backend!r}" in capsys.readouterr().out
-    assert main([*words, "--attention", "model"]) == (name == "mamba")
+    assert main([*words, "--attention", "model"]) == (name == "rwkv")
     capsys.readouterr()
     assert main([*words, "--prefixes", "--json"]) == (0 if shares else 1)
     found = json.loads(capsys.readouterr().out)["prefixes"]

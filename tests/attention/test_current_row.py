@@ -108,7 +108,6 @@ def test_a_teacher_takes_the_batch_or_is_warned_of(is_whole, tmp_path, caplog):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["falcon_mamba", "llama"])
 def test_a_loop_of_ones_own_takes_the_batches_of_a_built_trainer(name, training, tmp_path):
-    """Falcon Mamba needs padded rows, which the check finds."""
     trainer, _ = trainer_with(ids_only, tmp_path, model=tiny_model(name))
     copied = copy.deepcopy(trainer.model)
     for batch in trainer.get_train_dataloader():

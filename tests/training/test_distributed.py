@@ -31,7 +31,7 @@ SAME_STEPS = {
     "stream": UNPACKED | {"lengths": MANY},
     # Two steps an epoch; without an empty micro-batch one rank would carry a gradient over.
     "the end of a stream": UNPACKED | {"lengths": [32, 32, 32], "max_steps": 4},
-    "a recurrent model, on padded rows": {
+    "a recurrent model": {
         "lengths": MANY,
         "model": "falcon_mamba",
         "options": SGD | {"isolation_check": "error"},

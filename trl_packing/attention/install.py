@@ -76,6 +76,8 @@ def _model_to_pad(model: Any, base: Any) -> Any:
 
 def take_prefix_keys(model: Any, attention: str) -> str | None:
     """Prepare `model`, on the backend `attention`, for shared prefixes; return why it cannot."""
+    if attention == recurrent.NAME or recurrent.take_documents(unwrap_peft(model)):
+        return "recurrent layers carry a state along the row"
     if attention in ("documents", "varlen"):
         return None
     if not flash_attn.is_flash_attention(attention) or attention not in ALL_ATTENTION_FUNCTIONS:

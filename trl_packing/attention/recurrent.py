@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trl_packing.attention.calls import (
     packed_row,
@@ -283,9 +284,13 @@ def _keep_apart(recurrent: RecurrentFunction) -> Callable[..., Any]:
 
 
 def run_parts_by_document(model: nn.Module, kind: type) -> None:
-    """Run modules of a class inside packed calls of `model` by document from now on."""
+    """Run modules of a class inside packed calls of `model` by document from now on.
+
+    One with parts whose weights FSDP2 gathers stays whole: ranks would gather unequally often.
+    """
     for module in model.modules():
-        if type(module) is kind:
+        gathers = any(isinstance(p, FSDPModule) for p in module.modules() if p is not module)
+        if type(module) is kind and not gathers:
             wrap_packed_calls(module, _run_by_document, attention=NAME, is_part=True)
 
 

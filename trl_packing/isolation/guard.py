@@ -119,6 +119,11 @@ class IsolationGuard:
 
     def select_backend(self, precision: Precision) -> None:
         """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
+        if self._requested == BY_DOCUMENT and not self.checks:
+            raise ValueError(
+                f"attention={BY_DOCUMENT!r} needs the isolation check, which finds the modules that "
+                "mix documents; set isolation_check='warn' or 'error'"
+            )
         device, dtype = precision
         best = resolve_attention(self.base_model, self._requested, device=device, dtype=dtype)
         self._use(install_first(self.model, [best, *best.slower]), precision)
@@ -268,7 +273,9 @@ class IsolationGuard:
         def check(choice: AttentionChoice) -> IsolationReport:
             install_attention(self.model, choice)
             if choice.backend == BY_DOCUMENT:
-                run_mixing_modules_by_document(wrapped, options["training"])
+                run_mixing_modules_by_document(
+                    wrapped, options["training"], ranks_alike=self._is_ours
+                )
             made = self.probes(documents, thorough=bool(failed))
             return check_probes(wrapped, made, attention=str(choice), **options)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trl_packing.attention.calls import packed_way
 from trl_packing.attention.model_facts import unwrap_model, unwrap_peft
 from trl_packing.attention.recurrent import run_parts_by_document
-from trl_packing.attention.state import preserve_state, restore_state
+from trl_packing.attention.state import all_reduce_max, preserve_state, restore_state
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
@@ -30,14 +30,23 @@ _ROUNDING = 4
 
 
 @torch.no_grad()
-def run_mixing_modules_by_document(model: nn.Module, training: bool | None) -> list[str]:
+def run_mixing_modules_by_document(
+    model: nn.Module, training: bool | None, *, ranks_alike: bool = False
+) -> list[str]:
     """Run the modules of `model` that mix documents by document; return their classes.
 
-    `model` may be wrapped, and `training` is the mode of the forward, None that of the model. The
-    attention to run with is installed.
+    The attention to run with is installed. Under ZeRO-3, where every call of a module gathers its
+    weights, none is.
+
+    Args:
+        model: it may be wrapped.
+        training: the mode of the forward; None: that of the model.
+        ranks_alike: all ranks are here, and run equally many forwards.
     """
     inner = unwrap_model(model)
     base = unwrap_peft(inner)
+    if any(hasattr(parameter, "ds_id") for parameter in base.parameters()):
+        return []  # ranks have other numbers of documents, and would wait for each other
     draw = random_tokens(inner, np.random.default_rng(0))
     document = draw(_TOKENS)
     rows = [[draw(_BEFORE), document], [draw(_BEFORE), document]]
@@ -45,10 +54,12 @@ def run_mixing_modules_by_document(model: nn.Module, training: bool | None) -> l
     with preserve_state(model, training):
         for _ in range(_ROUNDS):
             kind = _first_that_mixes(model, base, rows)
-            if kind is None or kind.__name__ in found:
+            is_new = kind is not None and kind.__name__ not in found
+            if not (all_reduce_max(int(is_new)) if ranks_alike else is_new):
                 break
-            run_parts_by_document(base, kind)
-            found.append(kind.__name__)
+            if kind is not None and is_new:
+                run_parts_by_document(base, kind)
+                found.append(kind.__name__)
     return found
 
 
