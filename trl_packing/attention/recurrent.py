@@ -70,6 +70,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # the layers of a row share it
+@torch.inference_mode(False)  # a backward may save it later
 def _layout(boundaries: tuple[int, ...], device: torch.device, equal_lengths: bool) -> Layout:
     shapes = []
     tokens = []
@@ -99,6 +100,7 @@ class RecurrentFunction:
 
     def __init__(self, function: Callable[..., Any], facts: Mapping[str, Any]):
         self.function = function
+        self.name = facts["func_name"]
         self.package = facts["package"]
         self.is_kernel = facts["is_new_implementation"]
         # Names of the arguments of the kernel that is installed.
@@ -109,8 +111,8 @@ class RecurrentFunction:
         """Return what the function returns for a row, each document by itself."""
         if row.get("key_index") is not None:
             raise NotImplementedError(
-                f"{self.function.__name__} carries a state along the row, whose documents share "
-                "prefixes (key_index); set prefix_sharing='off'"
+                f"{self.name} carries a state along the row, whose documents share prefixes "
+                "(key_index); set prefix_sharing='off'"
             )
         if taken := self._boundaries(row):
             return self.function(*args, **kwargs | taken)
@@ -138,48 +140,55 @@ class RecurrentFunction:
         given = dict(enumerate(args)) | kwargs
         dims = {}
         for name, value in given.items():
-            dim = self._dim_of_tokens(name, value, boundaries[-1])
+            dim = self._dim_of_tokens(name, value, (1, boundaries[-1]))
             if dim is not None:
                 dims[name] = dim
         if not dims or len(boundaries) == 2:
             return self.function(*args, **kwargs)
-        layout = _layout(boundaries, given[next(iter(dims))].device, False)
+        name, first = next(iter(dims.items()))
+        layout = _layout(boundaries, given[name].device, False)
         parts = {name: layout.split(given[name], dim) for name, dim in dims.items()}
         outputs = []
         for batch in range(len(layout.shapes)):
             part: dict[Any, Any] = given | {name: found[batch] for name, found in parts.items()}
             positional = [part.pop(i) for i in range(len(args))]
             outputs.append(self.function(*positional, **part))
-        longest = layout.shapes[0][1]
         if isinstance(outputs[0], tuple):
             values, *states = zip(*outputs, strict=True)
             if any(state is not None for of_batches in states for state in of_batches):
-                raise NotImplementedError(f"{self.function.__name__} returns states of documents")
-            return self._joined(list(values), longest, layout), *[None] * len(states)
-        return self._joined(outputs, longest, layout)
+                raise NotImplementedError(f"{self.name} returns states of documents")
+            return self._joined(list(values), layout, first), *[None] * len(states)
+        return self._joined(outputs, layout, first)
 
-    def _joined(self, parts: list[Any], longest: int, layout: Layout) -> Tensor | None:
+    def _joined(self, parts: list[Any], layout: Layout, dim_of_input: int) -> Tensor | None:
         if parts[0] is None:  # a kernel that is not installed has no result
             return None
-        dim = self._dim_of_tokens("the output", parts[0], longest)
-        assert dim is not None, f"{self.function.__name__} returns no values of tokens"
+        dim = self._dim_of_tokens("the output", parts[0], layout.shapes[0], dim_of_input)
+        assert dim is not None, f"{self.name} returns no values of tokens"
         return layout.join(parts, dim)
 
-    def _dim_of_tokens(self, name: Any, value: Any, tokens: int) -> int | None:
-        """Return the dimension of an argument that holds the tokens, None without one.
+    def _dim_of_tokens(
+        self, name: Any, value: Any, shape: tuple[int, int], likely: int | None = None
+    ) -> int | None:
+        """Return the dimension of a value that holds the tokens of documents, None without one.
 
-        Where another one is as long by chance, it is that of earlier rows.
+        `shape` has documents and tokens. Where another dimension is as long by chance, it is that
+        of earlier rows, or the `likely` one.
         """
-        if not torch.is_tensor(value):
+        documents, tokens = shape
+        if not torch.is_tensor(value) or value.shape[:1] != (documents,):  # such as weights
             return None
         dims = [dim for dim in range(1, value.dim()) if value.shape[dim] == tokens]
         if len(dims) == 1:
             self._dims.setdefault(name, dims[0])
         if dims and name in self._dims:
             return self._dims[name] if self._dims[name] in dims else None
-        if len(dims) > 1:
+        if likely in dims:
+            return likely
+        if dims:
             raise NotImplementedError(
-                f"{self.function.__name__}: which dimension of {tuple(value.shape)} are the tokens?"
+                f"{self.name}: which dimension of {tuple(value.shape)} are the tokens? Set "
+                "attention='padded'"
             )
         return None
 
