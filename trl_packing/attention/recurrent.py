@@ -203,7 +203,7 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     for namespace in [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]:
         for name, value in list(namespace.items()):
-            if not inspect.isfunction(value):
+            if not (inspect.isfunction(value) or isinstance(value, nn.Module)):
                 continue
             if not hasattr(value, "recurrent") and (facts := _facts(value)):
                 namespace[name] = value = _keep_apart(RecurrentFunction(value, facts))
@@ -212,14 +212,17 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
     return found
 
 
-def _facts(function: Callable[..., Any]) -> Mapping[str, Any] | None:
+_FACTS = {"func_name", "package", "is_new_implementation", "applicable_params"}
+
+
+def _facts(function: Any) -> Mapping[str, Any] | None:
     """Return what transformers knows of a function that a kernel may replace, else None."""
+    if isinstance(function, nn.Module):  # made by the package `kernels`
+        function = inspect.getclosurevars(type(function).forward).nonlocals.get("func")
     if not hasattr(function, "__wrapped__"):
         return None
     facts = inspect.getclosurevars(function).nonlocals
-    return (
-        facts if {"package", "is_new_implementation", "applicable_params"} <= set(facts) else None
-    )
+    return facts if set(facts) >= _FACTS else None
 
 
 def _keep_apart(recurrent: RecurrentFunction) -> Callable[..., Any]:
