@@ -81,6 +81,11 @@ class IsolationGuard:
         self.model = model
         self.limits = limits_of(unwrap_peft(model))
         self.checks = isolation_check != "off"
+        if attention == BY_DOCUMENT and not self.checks:
+            raise ValueError(
+                "attention='by_document' and isolation_check='off' exclude each other: the check "
+                "finds the modules that mix documents; set isolation_check='error'"
+            )
         # Checks that allowed the run with the backend in use: precision, whether in training, and
         # tokens of the shortest and the longest document, which were checked together.
         self.passed: list[tuple[Precision, bool, int, int]] = []
