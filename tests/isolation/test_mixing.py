@@ -35,6 +35,18 @@ class Shifts(nn.Module):
         return x if self.only_in_training and not self.training else shifted(x)
 
 
+class ShiftsAndAttends(nn.Module):
+    """The same in front of attention, which boundaries of the row would break."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, cu_seq_lens_q=None, **kwargs):
+        kwargs |= {"cu_seq_lens_q": cu_seq_lens_q}
+        return self.inner(hidden_states=shifted(hidden_states), **kwargs)
+
+
 class ShiftingModel(LlamaModel):
     """Mixes documents in the backbone itself, in no module inside."""
 
@@ -47,6 +59,12 @@ class ShiftingModel(LlamaModel):
 def llama_with(only_in_training=False):
     model = tiny_model("llama")
     model.model.layers[1].mlp = Shifts(model.model.layers[1].mlp, only_in_training)
+    return model
+
+
+def attention_with():
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn = ShiftsAndAttends(model.model.layers[1].self_attn)
     return model
 
 
@@ -87,7 +105,11 @@ def test_the_modules_that_mix_documents_are_found(name):
 
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [(llama_with, "by_document"), (shifting_outside, "padded")],
+    [
+        (llama_with, "by_document"),
+        (attention_with, "by_document"),
+        (shifting_outside, "padded"),
+    ],
 )
 def test_a_run_on_a_model_that_mixes_documents_is_exact(make, backend, tmp_path):
     model = make()

@@ -260,8 +260,8 @@ def _run_by_document(
     if row.get("key_index") is not None:
         raise NotImplementedError("a module by document takes no shared prefixes (key_index)")
     boundaries = tuple(host_boundaries(row["cu_seq_lens_q"]))
-    parameters = inspect.signature(type(module).forward).parameters
-    given = {k: v for k, v in arguments.items() if k in parameters or k not in _OF_KERNELS}
+    dropped = _OF_KERNELS - {"position_ids"}  # those of the row are not those of the batches
+    given = {k: v for k, v in arguments.items() if k not in dropped}
     # A cell behind a document is its last token again, which a mask would show twice.
     has_mask = any(_is_mask(value, boundaries[-1]) for value in given.values())
     device = next(value.device for value in given.values() if torch.is_tensor(value))
