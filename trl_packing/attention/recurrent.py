@@ -72,6 +72,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # the layers of a row share it
+@torch.inference_mode(False)  # a backward may save it later
 def _layout(boundaries: tuple[int, ...], device: torch.device, equal_lengths: bool) -> Layout:
     shapes = []
     tokens = []
@@ -101,6 +102,7 @@ class RecurrentFunction:
 
     def __init__(self, function: Callable[..., Any], facts: Mapping[str, Any]):
         self.function = function
+        self.name = facts["func_name"]
         self.package = facts["package"]
         self.is_kernel = facts["is_new_implementation"]
         self.is_convolution = facts["func_name"] == "causal_conv1d_fn"
@@ -112,11 +114,11 @@ class RecurrentFunction:
         """Return what the function returns for a row, each document by itself."""
         if row.get("key_index") is not None:
             raise NotImplementedError(
-                f"{self.function.__name__} carries a state along the row, whose documents share "
-                "prefixes (key_index); set prefix_sharing='off'"
+                f"{self.name} carries a state along the row, whose documents share prefixes "
+                "(key_index); set prefix_sharing='off'"
             )
         if taken := self._boundaries(row):
-            if self.is_convolution:  # with boundaries, it takes no other memory format
+            if self.is_convolution:  # channels last, without which it takes no boundaries
                 args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
             return self.function(*args, **kwargs | taken)
         if self.is_convolution and args[0].is_cuda and (triton := _convolution_of_fla()):
@@ -155,48 +157,55 @@ class RecurrentFunction:
         given = dict(enumerate(args)) | kwargs
         dims = {}
         for name, value in given.items():
-            dim = self._dim_of_tokens(name, value, boundaries[-1])
+            dim = self._dim_of_tokens(name, value, (1, boundaries[-1]))
             if dim is not None:
                 dims[name] = dim
         if not dims or len(boundaries) == 2:
             return self.function(*args, **kwargs)
-        layout = _layout(boundaries, given[next(iter(dims))].device, False)
+        name, first = next(iter(dims.items()))
+        layout = _layout(boundaries, given[name].device, False)
         parts = {name: layout.split(given[name], dim) for name, dim in dims.items()}
         outputs = []
         for batch in range(len(layout.shapes)):
             part: dict[Any, Any] = given | {name: found[batch] for name, found in parts.items()}
             positional = [part.pop(i) for i in range(len(args))]
             outputs.append(self.function(*positional, **part))
-        longest = layout.shapes[0][1]
         if isinstance(outputs[0], tuple):
             values, *states = zip(*outputs, strict=True)
             if any(state is not None for of_batches in states for state in of_batches):
-                raise NotImplementedError(f"{self.function.__name__} returns states of documents")
-            return self._joined(list(values), longest, layout), *[None] * len(states)
-        return self._joined(outputs, longest, layout)
+                raise NotImplementedError(f"{self.name} returns states of documents")
+            return self._joined(list(values), layout, first), *[None] * len(states)
+        return self._joined(outputs, layout, first)
 
-    def _joined(self, parts: list[Any], longest: int, layout: Layout) -> Tensor | None:
+    def _joined(self, parts: list[Any], layout: Layout, dim_of_input: int) -> Tensor | None:
         if parts[0] is None:  # a kernel that is not installed has no result
             return None
-        dim = self._dim_of_tokens("the output", parts[0], longest)
-        assert dim is not None, f"{self.function.__name__} returns no values of tokens"
+        dim = self._dim_of_tokens("the output", parts[0], layout.shapes[0], dim_of_input)
+        assert dim is not None, f"{self.name} returns no values of tokens"
         return layout.join(parts, dim)
 
-    def _dim_of_tokens(self, name: Any, value: Any, tokens: int) -> int | None:
-        """Return the dimension of an argument that holds the tokens, None without one.
+    def _dim_of_tokens(
+        self, name: Any, value: Any, shape: tuple[int, int], likely: int | None = None
+    ) -> int | None:
+        """Return the dimension of a value that holds the tokens of documents, None without one.
 
-        Where another one is as long by chance, it is that of earlier rows.
+        `shape` has documents and tokens. Where another dimension is as long by chance, it is that
+        of earlier rows, or the `likely` one.
         """
-        if not torch.is_tensor(value):
+        documents, tokens = shape
+        if not torch.is_tensor(value) or value.shape[:1] != (documents,):  # such as weights
             return None
         dims = [dim for dim in range(1, value.dim()) if value.shape[dim] == tokens]
         if len(dims) == 1:
             self._dims.setdefault(name, dims[0])
         if dims and name in self._dims:
             return self._dims[name] if self._dims[name] in dims else None
-        if len(dims) > 1:
+        if likely in dims:
+            return likely
+        if dims:
             raise NotImplementedError(
-                f"{self.function.__name__}: which dimension of {tuple(value.shape)} are the tokens?"
+                f"{self.name}: which dimension of {tuple(value.shape)} are the tokens? Set "
+                "attention='padded'"
             )
         return None
 
@@ -229,7 +238,7 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     for namespace in [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]:
         for name, value in list(namespace.items()):
-            if not inspect.isfunction(value):
+            if not (inspect.isfunction(value) or isinstance(value, nn.Module)):
                 continue
             if not hasattr(value, "recurrent") and (facts := _facts(value)):
                 namespace[name] = value = _keep_apart(RecurrentFunction(value, facts))
@@ -243,8 +252,8 @@ def describe(model: nn.Module, device: str) -> str | None:
     missing = set()
     for recurrent in take_documents(model):
         if not recurrent.is_kernel:
-            missing.add(recurrent.package)
-    if missing and "causal_conv1d" in missing and _convolution_of_fla():
+            missing.add(recurrent.package)  # of functions that only decode, too
+    if "causal_conv1d" in missing and _convolution_of_fla():
         missing.remove("causal_conv1d")
     if not missing:
         return None
@@ -263,14 +272,17 @@ DISTRIBUTIONS = {
 }
 
 
-def _facts(function: Callable[..., Any]) -> Mapping[str, Any] | None:
+_FACTS = {"func_name", "package", "is_new_implementation", "applicable_params"}
+
+
+def _facts(function: Any) -> Mapping[str, Any] | None:
     """Return what transformers knows of a function that a kernel may replace, else None."""
+    if isinstance(function, nn.Module):  # made by the package `kernels`
+        function = inspect.getclosurevars(type(function).forward).nonlocals.get("func")
     if not hasattr(function, "__wrapped__"):
         return None
     facts = inspect.getclosurevars(function).nonlocals
-    return (
-        facts if {"package", "is_new_implementation", "applicable_params"} <= set(facts) else None
-    )
+    return facts if set(facts) >= _FACTS else None
 
 
 def _keep_apart(recurrent: RecurrentFunction) -> Callable[..., Any]:
@@ -312,8 +324,8 @@ def _run_by_document(
     if row.get("key_index") is not None:
         raise NotImplementedError("a module by document takes no shared prefixes (key_index)")
     boundaries = tuple(host_boundaries(row["cu_seq_lens_q"]))
-    parameters = inspect.signature(type(module).forward).parameters
-    given = {k: v for k, v in arguments.items() if k in parameters or k not in _OF_KERNELS}
+    dropped = _OF_KERNELS - {"position_ids"}  # those of the row are not those of the batches
+    given = {k: v for k, v in arguments.items() if k not in dropped}
     # A cell behind a document is its last token again, which a mask would show twice.
     has_mask = any(_is_mask(value, boundaries[-1]) for value in given.values())
     device = next(value.device for value in given.values() if torch.is_tensor(value))

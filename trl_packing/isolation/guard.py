@@ -81,6 +81,11 @@ class IsolationGuard:
         self.model = model
         self.limits = limits_of(unwrap_peft(model))
         self.checks = isolation_check != "off"
+        if attention == BY_DOCUMENT and not self.checks:
+            raise ValueError(
+                "attention='by_document' and isolation_check='off' exclude each other: the check "
+                "finds the modules that mix documents; set isolation_check='error'"
+            )
         # Checks that allowed the run with the backend in use: precision, whether in training, and
         # tokens of the shortest and the longest document, which were checked together.
         self.passed: list[tuple[Precision, bool, int, int]] = []
@@ -119,11 +124,6 @@ class IsolationGuard:
 
     def select_backend(self, precision: Precision) -> None:
         """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
-        if self._requested == BY_DOCUMENT and not self.checks:
-            raise ValueError(
-                f"attention={BY_DOCUMENT!r} needs the isolation check, which finds the modules that "
-                "mix documents; set isolation_check='warn' or 'error'"
-            )
         device, dtype = precision
         best = resolve_attention(self.base_model, self._requested, device=device, dtype=dtype)
         self._use(install_first(self.model, [best, *best.slower]), precision)
