@@ -1,11 +1,11 @@
 """CPU time and memory of a packed step of hybrid models: in one row, and as padded forwards.
 
-    python benchmarks/hybrids.py --output benchmarks/results/hybrids.md   # about 15 minutes, 2 cores
+    python benchmarks/hybrids.py --output benchmarks/results/hybrids.md   # about 15 minutes
 
-Models of 4 layers × 512 hidden compute forward and backward of a row of 4,096 tokens. Each way runs
-in a separate process, for its peak of memory, and the processes take turns. The ratio is the median
-over pairs of turns. The last logits of both ways must agree first. TRL 1.16 runs the same row on
-the untouched model, as its padding-free batch.
+Models of 4 layers × 512 hidden compute forward and backward of a row of 4,096 tokens on one thread.
+Each way runs in a separate process, for its peak of memory, and the processes take turns. The ratio
+is the median over pairs of turns. The last logits of both ways must agree first. TRL runs the same
+documents on the untouched model, as its padding-free batch.
 """
 
 import argparse
@@ -92,6 +92,7 @@ def model(name: str) -> Any:
 def measure(name: str, mean: int, way: str, steps: int, result: Any) -> None:
     """Send the seconds of each step, the peak of memory in MiB, and some logits of the last."""
     warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)  # CPU seconds without those in which threads wait for each other
     batch = PackedCollator()(documents(mean))
     trained = model(name)
     install_attention(trained, resolve_attention(trained, way))

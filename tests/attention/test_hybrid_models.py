@@ -6,6 +6,7 @@ them (`helpers/kernel_doubles.py`); modules that mix documents in other ways run
 
 import copy
 import importlib
+import inspect
 from functools import cache
 
 import pytest
@@ -18,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trl_packing import PackedCollator, enable_packing
+from trl_packing.attention import recurrent
 
 # A chunk of a scan has 64 tokens.
 LENGTHS = (9, 1, 2, 65, 20, 64, 20)
@@ -194,6 +196,29 @@ def test_a_kernel_without_boundaries_runs_by_document(monkeypatch):
     assert calls["causal_conv1d_fn"][-1] == list(LENGTHS), "which mamba itself does not pass on"
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_fla_has_the_convolution_where_causal_conv1d_is_not_installed(ignores, monkeypatch):
+    """fla 0.6.0 takes ``(1, T, channels)``, and returns a state too."""
+    native = inspect.unwrap(modeling_of("lfm2").causal_conv1d_fn)
+    calls = []
+
+    def causal_conv1d(x, weight=None, bias=None, activation=None, cu_seqlens=None, **others):
+        assert torch.equal(others.pop("cu_seqlens_cpu"), cu_seqlens)
+        assert not others
+        assert x.shape[2] == len(weight)
+        calls.append(x.shape)
+        lengths = [x.shape[1]] if ignores else cu_seqlens.diff().tolist()
+        parts = [native(part.mT, weight, bias, activation).mT for part in x.split(lengths, 1)]
+        return torch.cat(parts, 1), None
+
+    monkeypatch.setattr(recurrent, "is_cpu", lambda tensor: False)
+    monkeypatch.setattr(recurrent, "_convolution_of_fla", lambda: causal_conv1d)
+    model, backend = enabled(tiny_model("lfm2"))
+    assert calls
+    assert (backend == "documents") != ignores
+    assert_exact(step(model, row_of(LENGTHS)), expected_of("lfm2"))
+
+
 def test_functions_that_the_package_kernels_made_modules_run_by_document(monkeypatch):
     def as_module(func):
         class Func(torch.nn.Module):
@@ -297,8 +322,7 @@ def test_prefixes_are_not_shared(name, tmp_path):
     ]
     found = run(tiny_model(name), documents, tmp_path, prefix_sharing="bin")
     (line,) = [x.text for x in found.trainer.packing_report.lines() if x.label == "prefixes"]
-    assert line.startswith("not shared: ")
-    assert ("set prefix_sharing='off'" in line) == (name == "lfm2")
+    assert line == "not shared: recurrent layers carry a state along the row"
     assert_exact(found, alone(tiny_model(name), documents))
 
 

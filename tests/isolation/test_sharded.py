@@ -13,7 +13,7 @@ def found(tmp_path_factory):
     return on_ranks(all_found, {"": None}, tmp_path_factory.mktemp("isolation"))[""]
 
 
-CASES = ["llama documents", "mamba padded", "mamba equal_lengths", "mamba model"]
+CASES = ["llama documents", "mamba documents", "mamba padded", "mamba equal_lengths", "rwkv model"]
 
 
 @pytest.mark.slow
@@ -22,8 +22,17 @@ CASES = ["llama documents", "mamba padded", "mamba equal_lengths", "mamba model"
 def test_every_rank_passes_isolated_documents_and_sees_a_leak(wrapper, case, found):
     for rank in found:
         verdict = rank[f"{wrapper} {case}"]
-        assert verdict["verdict"] == ("leaks" if case == "mamba model" else "isolated")
+        assert verdict["verdict"] == ("leaks" if case == "rwkv model" else "isolated")
         assert verdict["buffers_kept"]
+
+
+@pytest.mark.slow
+def test_states_in_one_row_gather_weights_once(found):
+    for rank in found:
+        collectives = {case: rank[f"FSDP2 {case}"]["collectives"] for case in CASES}
+        # As many layers as a Llama, and the same groups of weights.
+        assert 0 < collectives["mamba documents"] == collectives["llama documents"]
+        assert collectives["mamba padded"] > 2 * collectives["mamba documents"]
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from trl_packing.documents.host_row import (
     BOUNDARIES,
     host_boundaries,
     host_values,
+    is_cpu,
     to_device,
 )
 
@@ -121,7 +122,7 @@ class RecurrentFunction:
             if self.is_convolution:  # channels last, without which it takes no boundaries
                 args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
             return self.function(*args, **kwargs | taken)
-        if self.is_convolution and args[0].is_cuda and (triton := _convolution_of_fla()):
+        if self.is_convolution and not is_cpu(args[0]) and (triton := _convolution_of_fla()):
             return self._by_triton(triton, row, args, kwargs)
         kwargs = {k: v for k, v in kwargs.items() if k not in _OF_KERNELS}
         if not self.is_kernel and kwargs.get("chunk_size", 0) > _CHUNK:
@@ -145,9 +146,10 @@ class RecurrentFunction:
         """Return a short convolution by FLA's kernel, which needs no compiler to be installed."""
         given = inspect.signature(self.function).bind(*args, **kwargs).arguments
         x = given["hidden_states"].transpose(1, 2)  # (1, T, channels)
-        weight, bias, activation = (given.get(n) for n in ("weight", "bias", "activation"))
-        found = triton(x.to(weight.dtype), weight, bias, activation=activation, **_for_fla(row))
-        return found[0].transpose(1, 2).to(x.dtype)
+        weight = given["weight"]
+        options = {name: given.get(name) for name in ("bias", "activation")} | _for_fla(row)
+        found, _state = triton(x.to(weight.dtype), weight, **options)
+        return found.transpose(1, 2).to(x.dtype)
 
     @torch.compiler.disable
     def _by_document(

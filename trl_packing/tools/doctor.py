@@ -27,6 +27,11 @@ from trl_packing.tools.verify import verify_prefixes
 from trl_packing.versions import TESTED, installed_version, is_tested
 
 _OTHERS = ("trl-packing", "numpy", "torch", "peft", "bitsandbytes", "deepspeed", "flash-attn")
+# Kernels of recurrent layers; without them, these layers run by document.
+_RECURRENT = {
+    "flash-linear-attention": "Qwen3.5, Kimi Linear, LFM2",
+    "mamba-ssm": "Nemotron-H, Granite 4, Falcon-H1, Bamba, Jamba",
+}
 
 # Kernels that compute in half precision only. The others are tried in float32, where a leak is
 # furthest above rounding.
@@ -184,7 +189,19 @@ def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
     if chosen_of(trials) is None:
         text = "no backend keeps documents apart on this device; train on another one"
         return [*findings, Finding("fail", "attention", text)]
-    return [*findings, Finding("ok", "to be faster", advice(trials, device.capability))]
+    findings.append(Finding("ok", "to be faster", advice(trials, device.capability)))
+    return [*findings, Finding("-", "recurrent layers", _kernels_of_recurrent_layers(device))]
+
+
+def _kernels_of_recurrent_layers(device: Device) -> str:
+    """Return what makes recurrent layers kernels on a device, by family of models."""
+    if device.kind != "cuda":
+        return "by document, in one row; their kernels need an NVIDIA GPU"
+    parts = []
+    for package, families in _RECURRENT.items():
+        has = installed_version(package) is not None
+        parts.append(f"{families}: {'kernels' if has else f'by document; pip install {package}'}")
+    return ". ".join(parts)
 
 
 _INSTALL = {

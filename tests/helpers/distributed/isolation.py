@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from architectures.tiny_models import tiny_model
+from architectures.tiny_models import DOCUMENT_IDS, tiny_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_packing.isolation.guard
 from helpers.leaks import with_fused_head
-from trl_packing import check_isolation, resolve_attention
+from trl_packing import PackedCollator, check_isolation, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.isolation.guard import IsolationGuard
 
@@ -27,6 +28,16 @@ def sharded(model):
 WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded}
 
 
+class Collectives(TorchDispatchMode):
+    """Counts the calls in which ranks exchange tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "c10d" in function.namespace
+        return function(*args, **(kwargs or {}))
+
+
 def checked(name: str, attention: str, wrap) -> dict:
     torch.manual_seed(0)
     model = tiny_model(name)
@@ -34,7 +45,15 @@ def checked(name: str, attention: str, wrap) -> dict:
     model = wrap(model)
     before = [b.clone() for b in model.buffers()]
     verdict = check_isolation(model, training=True).verdict
-    return {"verdict": verdict, "buffers_kept": all(map(torch.equal, before, model.buffers()))}
+    documents = [{"input_ids": [DOCUMENT_IDS[0]] * n} for n in (40, 25, 12, 6, 3, 3)]
+    batch = PackedCollator()(documents)
+    with torch.no_grad(), Collectives() as collectives:
+        model(**{k: v for k, v in batch.items() if k not in ("labels", "target_counts")})
+    return {
+        "verdict": verdict,
+        "buffers_kept": all(map(torch.equal, before, model.buffers())),
+        "collectives": collectives.count,
+    }
 
 
 def raises_on_rank_1(wrap) -> str:
@@ -60,9 +79,10 @@ def raises_on_rank_1(wrap) -> str:
 
 
 def all_found(_) -> dict[str, dict]:
-    """Check four models in both wrappers."""
+    """Check five models in both wrappers."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
-    cases = ("llama documents", "mamba model", "mamba padded", "mamba equal_lengths")
+    cases = ("llama documents", "mamba documents", "mamba padded", "mamba equal_lengths")
+    cases += ("rwkv model",)
     return {
         f"{kind} {case}": checked(*case.split(), wrap)
         for kind, wrap in WRAPPERS.items()
