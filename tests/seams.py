@@ -92,6 +92,7 @@ FUNCTIONS = {
     "trl.trainer.utils.global_then_local_main_first": "",
     "trl.trainer.utils.maybe_gather_lm_head_ctx": "params",
     "trl.trainer.utils.pad": "tensors, padding_value, padding_side, pad_to_multiple_of",
+    "torch._C._current_graph_task_id": None,
     "torch._C._autograd._top_saved_tensors_default_hooks": None,
     "torch.nn.modules.module._global_forward_hooks_with_kwargs": None,
     "torch.ops.aten._flash_attention_backward": None,

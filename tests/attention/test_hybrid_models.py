@@ -260,8 +260,14 @@ def test_layers_that_are_recomputed_are_packed_again(name, kind, monkeypatch):
     model = checkpointed(enabled(tiny_model(name), FEW)[0], kind)
     assert_exact(step(model, row_of(FEW)), expected_of(name, FEW))
     model.zero_grad()
-    # The control: a layer that runs again outside of the packed call leaks, or is refused.
+    # A layer that runs again outside of the packed call is refused, and would leak.
     monkeypatch.setattr("trl_packing.attention.recurrent._checkpoints", lambda model: [])
+    with pytest.raises(RuntimeError, match="a checkpoint that is not the model's"):
+        step(model, row_of(FEW))
+    model.zero_grad()
+    for module in ("calls", "recurrent"):
+        patched = f"trl_packing.attention.{module}.refuse_recomputation"
+        monkeypatch.setattr(patched, lambda given: None)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
         assert_exact(step(model, row_of(FEW)), expected_of(name, FEW))
 

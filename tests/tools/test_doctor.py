@@ -76,6 +76,14 @@ def test_siblings_that_see_each_other_differ(monkeypatch):
     assert text.startswith("note differs: by ")
 
 
+def test_kernels_of_recurrent_layers_are_named_by_family(trials):
+    (text,) = found(trials, "recurrent layers")
+    assert text == "- by document, in one row; their kernels need an NVIDIA GPU"
+    (text,) = found(trials, "recurrent layers", Device("cuda", "a GPU", (9, 0)))
+    assert "Qwen3.5, Kimi Linear, LFM2: by document; pip install flash-linear-attention. " in text
+    assert text.endswith("pip install mamba-ssm")
+
+
 @pytest.mark.parametrize(
     ("capability", "chosen", "missing", "words"),
     [

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import _current_graph_task_id
 from torch.nn.functional import pad
 
 from trl_packing.attention.flash_attn import gathers_prefix_keys
@@ -138,6 +139,24 @@ def running_row() -> Mapping[str, Any] | None:
 def packed_row() -> Mapping[str, Any] | None:
     """Return the boundaries of the packed call that runs on its row as a whole, None without."""
     return _running[1] if _running is not None and _running[0].attention is None else None
+
+
+def refuse_recomputation(given: Tensor) -> None:
+    """Raise RuntimeError if a backward computes a part of a packed call again, outside of it.
+
+    Checkpoints of transformers and FSDP run it inside (`run_again_inside`), others may not.
+    """
+    if torch.compiler.is_compiling() or _current_graph_task_id() < 0:
+        return
+    if _running is not None or len(given) != 1:
+        return
+    for ids, row in rows_alive():
+        if ids.shape[1] in given.shape[1:] and len(row["cu_seq_lens_q"]) > 2:
+            raise RuntimeError(
+                "a checkpoint that is not the model's computes a recurrent layer again, without "
+                "the boundaries of documents; use gradient_checkpointing=True, or "
+                "attention='padded'"
+            )
 
 
 def run_again_inside() -> Callable[..., Any]:
@@ -405,6 +424,7 @@ def _run_part(way: PackedWay, arguments: dict[str, Any], module: nn.Module) -> A
     global _running
     row = packed_row()
     if row is None:
+        refuse_recomputation(next(x for x in arguments.values() if torch.is_tensor(x)))
         return way.inner(module, **arguments)
     before, _running = _running, (way, {})
     try:

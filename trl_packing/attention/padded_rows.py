@@ -59,15 +59,15 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
         tokens = kwargs.get("input_ids")
         device = (kwargs["inputs_embeds"] if tokens is None else tokens).device
         groups = group_documents(boundaries, thresholds, backend == EQUAL_LENGTHS)
-        rows = [_rows_of(group, np.array(boundaries), device) for group in groups]
+        rows = [rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.
         is_together = not is_alone() and is_sharded(module)
         most = all_reduce_max(len(rows), device) if is_together else len(rows)
         none = np.empty(0, np.int64)
-        idle = _Rows(rows[-1].token, torch.zeros_like(rows[-1].is_real), none, none)
+        idle = Rows(rows[-1].token, torch.zeros_like(rows[-1].is_real), none, none)
         rows += [idle] * (most - len(rows))
 
-        def run(row: _Rows) -> Any:
+        def run(row: Rows) -> Any:
             _forget_longer_documents(module)
             with temporarily(neftune, row_lengths=row.is_real.sum(1)):
                 return forward(**_row_batch(batch, row, boundaries[-1]))
@@ -141,7 +141,7 @@ def _forget_longer_documents(model: nn.Module) -> None:
                 setattr(module, cached, module.original_max_seq_len)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Cells ``(rows, longest)`` of a padded forward, and their tokens in the packed row.
 
     `token` is the token of each cell; padding repeats the last of its row. `real` are the flat
@@ -154,16 +154,17 @@ class _Rows(NamedTuple):
     real_tokens: np.ndarray
 
 
-def _rows_of(group: list[int], boundaries: np.ndarray, device: torch.device) -> _Rows:
+def rows_of(group: list[int], boundaries: np.ndarray, device: torch.device | None) -> Rows:
+    """Return the documents of a group as rows, the longest first, their tensors on `device`."""
     starts, ends = boundaries[:-1][group, None], boundaries[1:][group, None]
     token = starts + np.arange((ends - starts).max())
     is_real = token < ends
     token = np.minimum(token, ends - 1)
     real = np.flatnonzero(is_real)
-    return _Rows(to_device(token, device), to_device(is_real, device), real, token.ravel()[real])
+    return Rows(to_device(token, device), to_device(is_real, device), real, token.ravel()[real])
 
 
-def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str, Any]:
+def _row_batch(batch: dict[str, Any], rows: Rows, num_tokens: int) -> dict[str, Any]:
     made = {
         name: value[0][rows.token]
         if torch.is_tensor(value) and value.shape[:2] == (1, num_tokens)
@@ -178,14 +179,14 @@ def _row_batch(batch: dict[str, Any], rows: _Rows, num_tokens: int) -> dict[str,
     return made
 
 
-def _is_trained(labels: Tensor, row: _Rows) -> np.ndarray:
+def _is_trained(labels: Tensor, row: Rows) -> np.ndarray:
     """Return True on cells that are trained targets, ``(rows, longest)`` bool."""
     found = np.zeros(row.token.shape, bool)
     found.ravel()[row.real] = is_trained(labels)[0][row.real_tokens]
     return found
 
 
-def _joined(outputs: list[Any], rows: list[_Rows], weights: list[float]) -> Any:
+def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
     """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
     if torch.is_tensor(first):
@@ -203,7 +204,7 @@ def _joined(outputs: list[Any], rows: list[_Rows], weights: list[float]) -> Any:
     return make(**{n: _joined([getattr(o, n) for o in outputs], rows, weights) for n in names})
 
 
-def _joined_tensor(parts: list[Tensor], rows: list[_Rows], weights: list[float]) -> Tensor | None:
+def _joined_tensor(parts: list[Tensor], rows: list[Rows], weights: list[float]) -> Tensor | None:
     if parts[0].dim() == 0:
         weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
         return torch.stack(weighted).sum() if weighted else parts[0] * 0
@@ -235,7 +236,7 @@ def _joined_tensor(parts: list[Tensor], rows: list[_Rows], weights: list[float])
     return joined[None, 1:] if is_scores else joined[None]
 
 
-def _weights(model: Any, batch: dict[str, Any], rows: list[_Rows]) -> list[float]:
+def _weights(model: Any, batch: dict[str, Any], rows: list[Rows]) -> list[float]:
     """Return the weight of each forward's loss in that of the packed row."""
     labels = batch.get("labels")
     counts = [

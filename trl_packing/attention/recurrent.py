@@ -28,10 +28,11 @@ from torch.distributed.fsdp import FSDPModule
 from trl_packing.attention.calls import (
     packed_row,
     packed_way,
+    refuse_recomputation,
     run_again_inside,
     wrap_packed_calls,
 )
-from trl_packing.attention.padded_rows import group_documents
+from trl_packing.attention.padded_rows import group_documents, rows_of
 from trl_packing.attention.state import temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
@@ -81,15 +82,12 @@ def _layout(boundaries: tuple[int, ...], device: torch.device, equal_lengths: bo
     cells = []
     num_cells = 0
     for group in group_documents(boundaries, equal_lengths=equal_lengths):
-        starts = np.array(boundaries[:-1])[group, None]
-        ends = np.array(boundaries[1:])[group, None]
-        token = starts + np.arange((ends - starts).max())
-        is_real = token < ends
-        shapes.append(token.shape)
-        tokens.append(np.minimum(token, ends - 1).ravel())
-        real.append(token[is_real])
-        cells.append(num_cells + np.flatnonzero(is_real))
-        num_cells += token.size
+        rows = rows_of(group, np.array(boundaries), None)
+        shapes.append((len(rows.token), rows.token.shape[1]))
+        tokens.append(rows.token.flatten().numpy())
+        real.append(rows.real_tokens)
+        cells.append(num_cells + rows.real)
+        num_cells += rows.token.numel()
     order = np.argsort(np.concatenate(real))
     return Layout(
         to_device(np.concatenate(tokens), device),
@@ -238,7 +236,10 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
     """Make recurrent functions of `model` keep documents apart in packed calls; return them."""
     found = []
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    for namespace in [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]:
+    for module_name in sorted(names & sys.modules.keys()):
+        if module_name.startswith("torch."):
+            continue
+        namespace = vars(sys.modules[module_name])
         for name, value in list(namespace.items()):
             if not (inspect.isfunction(value) or isinstance(value, nn.Module)):
                 continue
@@ -291,7 +292,10 @@ def _keep_apart(recurrent: RecurrentFunction) -> Callable[..., Any]:
     @functools.wraps(recurrent.function)
     def apart(*args: Any, **kwargs: Any) -> Any:
         row = packed_row()
-        return recurrent.function(*args, **kwargs) if row is None else recurrent(row, args, kwargs)
+        if row is not None:
+            return recurrent(row, args, kwargs)
+        refuse_recomputation(args[0])
+        return recurrent.function(*args, **kwargs)
 
     apart.recurrent = recurrent  # type: ignore[attr-defined]
     return apart
