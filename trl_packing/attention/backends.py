@@ -48,7 +48,7 @@ _TITLES = {
     "documents": "document-wise SDPA",
     "model": "the model's own, masked by position_ids",
     block_mask.NAME: "the model's own, under an explicit 4-D mask",
-    recurrent.NAME: "one row, in which modules that mix documents run by document",
+    recurrent.NAME: "document-wise recurrent modules",
     padded_rows.NAME: "padded rows",
     padded_rows.EQUAL_LENGTHS: "rows of equal length",
 }

@@ -269,11 +269,12 @@ class IsolationGuard:
         If none is, the first that can be installed is, with the first failure.
         """
         failed: list[CheckResult] = []
+        by_document: list[str] = []  # classes of modules
 
         def check(choice: AttentionChoice) -> IsolationReport:
             install_attention(self.model, choice)
             if choice.backend == BY_DOCUMENT:
-                run_mixing_modules_by_document(
+                by_document[:] = run_mixing_modules_by_document(
                     wrapped, options["training"], ranks_alike=self._is_ours
                 )
             made = self.probes(documents, thorough=bool(failed))
@@ -291,6 +292,8 @@ class IsolationGuard:
         if not result:
             left = install_first(self.model, choices)
             result = failed[0] if failed else result
+        if left[0].backend == BY_DOCUMENT and by_document:
+            reasons.insert(0, ", ".join(by_document))
         # The failure of a single backend is what the refusal says itself.
         if len(failed) > 1 or (result and failed):
             left[0] = replace(left[0], reason="; ".join(reasons))
