@@ -10,7 +10,6 @@ the first steps beyond the median of the later ones. The losses of all variants 
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from machine import provenance, publish, table
+from machine import in_process, provenance, publish, table
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -113,18 +112,6 @@ def measure(options: dict[str, Any], steps: int, layers: int, result: Any) -> No
     result.send((timer.seconds, losses, graphs, padding))
 
 
-def run(options: dict[str, Any], *sizes: int) -> tuple[list[float], list[float], int, float]:
-    """Run `measure` in a separate process, and return its result."""
-    spawn = multiprocessing.get_context("spawn")
-    received, result = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=measure, args=(options, *sizes, result))
-    process.start()
-    result.close()  # otherwise this would wait for a process that has failed
-    taken = received.recv()
-    process.join()
-    return taken
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=50)
@@ -140,7 +127,9 @@ def main() -> None:
     rows = []
     expected = None
     for name, options in VARIANTS.items():
-        seconds, losses, graphs, padding = run(options, arguments.steps, arguments.layers)
+        seconds, losses, graphs, padding = in_process(
+            measure, options, arguments.steps, arguments.layers
+        )
         expected = expected or losses
         assert np.allclose(losses, expected, rtol=1e-3), (name, losses, expected)
         median = statistics.median(seconds[FIRST:])

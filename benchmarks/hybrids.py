@@ -9,7 +9,6 @@ documents on the untouched model, as its padding-free batch.
 """
 
 import argparse
-import multiprocessing
 import resource
 import statistics
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import provenance, publish, table
+from machine import in_process, provenance, publish, table
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -110,18 +109,6 @@ def measure(name: str, mean: int, way: str, steps: int, result: Any) -> None:
     result.send((seconds[1:], peak, logits[0, -64:].detach().numpy()))
 
 
-def turn(*arguments: Any) -> tuple[list[float], float, np.ndarray]:
-    """Run `measure` in a separate process, and return its result."""
-    spawn = multiprocessing.get_context("spawn")
-    received, result = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=measure, args=(*arguments, result))
-    process.start()
-    result.close()  # otherwise this would wait for a process that has failed
-    taken = received.recv()
-    process.join()
-    return taken
-
-
 def by_trl(name: str) -> str:
     """Return what TRL's padding-free batch does on the untouched model."""
     rows = [{"input_ids": d["input_ids"].tolist()} for d in documents(16)[:8]]
@@ -146,7 +133,7 @@ def compare(name: str, mean: int, steps: int, turns: int) -> list[str]:
     peaks = []
     for _ in range(turns):
         (padded, padded_peak, expected), (own, peak, found) = (
-            turn(name, mean, way, steps) for way in WAYS
+            in_process(measure, name, mean, way, steps) for way in WAYS
         )
         assert np.abs(found - expected).max() < 1e-4, (name, np.abs(found - expected).max())
         pairs.append((statistics.median(padded), statistics.median(own)))

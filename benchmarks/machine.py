@@ -1,6 +1,7 @@
 """The origin of measured numbers (command, hardware, versions), and the memory of a process."""
 
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import shlex
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def provenance(packages: tuple[str, ...] = ("torch", "transformers", "trl")) -> str:
@@ -44,6 +46,18 @@ def publish(text: str, output: str | None) -> None:
         path = Path(output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def in_process(measure: Callable[..., None], *arguments: Any) -> Any:
+    """Run ``measure(*arguments, result)`` in a separate process; return what it sends."""
+    spawn = multiprocessing.get_context("spawn")
+    received, result = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=measure, args=(*arguments, result))
+    process.start()
+    result.close()  # otherwise this would wait for a process that has failed
+    taken = received.recv()
+    process.join()
+    return taken
 
 
 def anonymous_mib() -> float:

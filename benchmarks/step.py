@@ -15,7 +15,6 @@ agree first (on Llama, TRL's packed rows are exact too).
 """
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from machine import provenance, publish, table
+from machine import in_process, provenance, publish, table
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -146,24 +145,13 @@ def measure(trainer_class: type, case: tuple, steps: int, result: Any) -> None:
     result.send((statistics.median(timer.seconds_a_token), statistics.mean(timer.losses)))
 
 
-def turn(trainer_class: type, case: tuple, steps: int) -> tuple[float, float]:
-    """Run `measure` in a separate process, and return its result."""
-    spawn = multiprocessing.get_context("spawn")
-    received, result = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=measure, args=(trainer_class, case, steps, result))
-    process.start()
-    result.close()  # otherwise this would wait for a process that has failed
-    taken = received.recv()
-    process.join()
-    return taken
-
-
 def compare(case: tuple, steps: int, turns: int) -> list[str]:
     num_tokens, vocabulary, dtype, promised = case
     pairs = []
     for _ in range(turns):
         (trl, trl_loss), (ours, our_loss) = (
-            turn(trainer_class, case, steps) for trainer_class in (SFTTrainer, PackedSFTTrainer)
+            in_process(measure, trainer_class, case, steps)
+            for trainer_class in (SFTTrainer, PackedSFTTrainer)
         )
         # Random weights and learning rate 0, so that steps differ only by their tokens.
         assert abs(trl_loss - our_loss) < 0.01 * trl_loss, (trl_loss, our_loss)

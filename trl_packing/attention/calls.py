@@ -163,18 +163,20 @@ def run_again_inside() -> Callable[..., Any]:
     """Return ``run(checkpoint, function, ...)``: what a checkpoint runs is in the call of now."""
     running = _running
 
-    def inside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        global _running
-        before, _running = _running, running
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _running = before
-
     def run(checkpoint: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(functools.partial(inside, function), *args, **kwargs)
+        return checkpoint(functools.partial(_run_inside, running, function), *args, **kwargs)
 
     return run
+
+
+def _run_inside(running: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)``, run inside of a packed call, a part of one, or none."""
+    global _running
+    before, _running = _running, running
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _running = before
 
 
 def needs_no_mask() -> bool:
@@ -391,7 +393,6 @@ def _wrapped(module: nn.Module, way: PackedWay) -> Callable[..., Any]:
 def _run_call(
     way: PackedWay, names: Sequence[str], module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    global _running
     before = _running
     if before is not None and not before[0].attention and kwargs.get("cu_seq_lens_q") is None:
         kwargs |= before[1]
@@ -412,26 +413,18 @@ def _run_call(
                 f"attention={attention!r} has one set of boundaries for queries and keys, and the "
                 "row has shared prefixes (key_index); set prefix_sharing='off'"
             )
-    _running = way, {name: kwargs[name] for name in BOUNDARIES if name in kwargs}
-    try:
-        run = way.run or run_unchanged  # settled in another way
-        return run(module, functools.partial(way.inner, module), kwargs)
-    finally:
-        _running = before
+    row = {name: kwargs[name] for name in BOUNDARIES if name in kwargs}
+    run = way.run or run_unchanged  # settled in another way
+    return _run_inside((way, row), run, module, functools.partial(way.inner, module), kwargs)
 
 
 def _run_part(way: PackedWay, arguments: dict[str, Any], module: nn.Module) -> Any:
-    global _running
     row = packed_row()
     if row is None:
         refuse_recomputation(next(x for x in arguments.values() if torch.is_tensor(x)))
         return way.inner(module, **arguments)
-    before, _running = _running, (way, {})
-    try:
-        run: Any = way.run
-        return run(module, functools.partial(way.inner, module), arguments, row)
-    finally:
-        _running = before
+    run: Any = way.run
+    return _run_inside((way, {}), run, module, functools.partial(way.inner, module), arguments, row)
 
 
 # Methods that are called before packed calls of a module, and of copies of it.

@@ -108,6 +108,7 @@ class RecurrentFunction:
         # Names of the arguments of the kernel that is installed.
         self.arguments = facts["applicable_params"] if self.is_kernel else ()
         self._dims: dict[Any, int] = {}  # the dimension of tokens, by argument
+        self._is_missing = False  # only a kernel computes it: without one, it returns None
 
     def __call__(self, row: Mapping[str, Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return what the function returns for a row, each document by itself."""
@@ -160,7 +161,7 @@ class RecurrentFunction:
             dim = self._dim_of_tokens(name, value, (1, boundaries[-1]))
             if dim is not None:
                 dims[name] = dim
-        if not dims or len(boundaries) == 2:
+        if not dims or len(boundaries) == 2 or self._is_missing:
             return self.function(*args, **kwargs)
         name, first = next(iter(dims.items()))
         layout = _layout(boundaries, given[name].device, False)
@@ -178,7 +179,8 @@ class RecurrentFunction:
         return self._joined(outputs, layout, first)
 
     def _joined(self, parts: list[Any], layout: Layout, dim_of_input: int) -> Tensor | None:
-        if parts[0] is None:  # a kernel that is not installed has no result
+        if parts[0] is None:
+            self._is_missing = True
             return None
         dim = self._dim_of_tokens("the output", parts[0], layout.shapes[0], dim_of_input)
         assert dim is not None, f"{self.name} returns no values of tokens"
@@ -256,12 +258,12 @@ def describe(model: nn.Module, device: str) -> str | None:
     for recurrent in take_documents(model):
         if not recurrent.is_kernel:
             missing.add(recurrent.package)  # of functions that only decode, too
+    if missing and device != "cuda":
+        return "recurrent layers by document"
     if "causal_conv1d" in missing and _convolution_of_fla():
         missing.remove("causal_conv1d")
     if not missing:
         return None
-    if device != "cuda":
-        return "recurrent layers by document"
     packages = sorted({DISTRIBUTIONS[name] for name in missing if name in DISTRIBUTIONS})
     return f"recurrent layers by document; pip install {' '.join(packages)} for kernels"
 
@@ -380,9 +382,12 @@ def run_again_as_packed(
     module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
 ) -> Any:
     """Run a packed call, and the layers that gradient checkpointing runs again, as packed."""
+    if not torch.is_grad_enabled():  # no backward runs anything again
+        return forward(**arguments)
+    run_again = run_again_inside()
     with ExitStack() as stack:
         for holder, name in _checkpoints(module):
-            run = functools.partial(run_again_inside(), getattr(holder, name))
+            run = functools.partial(run_again, getattr(holder, name))
             stack.enter_context(temporarily(holder, **{name: run}))
         return forward(**arguments)
 

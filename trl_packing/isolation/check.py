@@ -344,7 +344,7 @@ def _measure(
 
     def in_row(row: Row) -> Tensor:
         with restore_state(inner):
-            batch = _collate(inner, collate, row.documents)
+            batch = collate_probe(inner, collate, row.documents)
             labels = batch.pop("labels")
             # From the end: prompt tuning prepends tokens, and padding may follow the documents.
             here = row.at[kept] - labels.shape[1]
@@ -448,7 +448,7 @@ def _alone_batch(
     return _on(model, batch)
 
 
-def _collate(
+def collate_probe(
     model: nn.Module, collate: PackedCollator, documents: Sequence[Document]
 ) -> dict[str, Any]:
     """Return a packed row of `documents` with its labels, on the device of `model`."""
@@ -513,7 +513,7 @@ def _gradient_difference(
         for d in probe.packed[0].documents
     ]
     alone = _alone_batch(inner, collate, probe.document)
-    packed = _collate(inner, collate, row)
+    packed = collate_probe(inner, collate, row)
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))

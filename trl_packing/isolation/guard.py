@@ -272,11 +272,9 @@ class IsolationGuard:
         by_document: list[str] = []  # classes of modules
 
         def check(choice: AttentionChoice) -> IsolationReport:
-            install_attention(self.model, choice)
-            if choice.backend == BY_DOCUMENT:
-                by_document[:] = run_mixing_modules_by_document(
-                    wrapped, options["training"], ranks_alike=self._is_ours
-                )
+            training = options["training"]
+            alike = self._is_ours
+            by_document[:] = _install(self.model, choice, wrapped, training, ranks_alike=alike)
             made = self.probes(documents, thorough=bool(failed))
             return check_probes(wrapped, made, attention=str(choice), **options)
 
@@ -356,13 +354,26 @@ def install_first(model: nn.Module, choices: Sequence[AttentionChoice]) -> list[
     return [first, *others]
 
 
+def _install(
+    model: nn.Module,
+    choice: AttentionChoice,
+    wrapped: nn.Module,
+    training: bool | None,
+    *,
+    ranks_alike: bool = False,
+) -> list[str]:
+    """Install `choice`; return the classes of the modules that it runs by document."""
+    install_attention(model, choice)
+    if choice.backend != BY_DOCUMENT:
+        return []
+    return run_mixing_modules_by_document(wrapped, training, ranks_alike=ranks_alike)
+
+
 def check_backend(model: nn.Module, choice: AttentionChoice, **options: Any) -> CheckResult:
     """Install `choice` and return the result of `check_isolation` with it, with these options."""
 
     def check() -> IsolationReport:
-        install_attention(model, choice)
-        if choice.backend == BY_DOCUMENT:
-            run_mixing_modules_by_document(model, options.get("training"))
+        _install(model, choice, model, options.get("training"))
         return check_isolation(model, attention=str(choice), **options)
 
     return attempt(check)

@@ -17,7 +17,7 @@ from trl_packing.attention.calls import packed_way
 from trl_packing.attention.model_facts import unwrap_model, unwrap_peft
 from trl_packing.attention.recurrent import run_parts_by_document
 from trl_packing.attention.state import all_reduce_max, preserve_state, restore_state
-from trl_packing.documents.host_row import for_kernels
+from trl_packing.isolation.check import collate_probe
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
 
@@ -49,11 +49,16 @@ def run_mixing_modules_by_document(
         return []  # ranks have other numbers of documents, and would wait for each other
     draw = random_tokens(inner, np.random.default_rng(0))
     document = draw(_TOKENS)
-    rows = [[draw(_BEFORE), document], [draw(_BEFORE), document]]
+    batches = []
+    for _ in range(2):
+        row = [{"input_ids": draw(_BEFORE)}, {"input_ids": document}]
+        batch = collate_probe(inner, PackedCollator(), row)
+        del batch["labels"]
+        batches.append(batch)
     found: list[str] = []
     with preserve_state(model, training):
         for _ in range(_ROUNDS):
-            kind = _first_that_mixes(model, base, rows)
+            kind = _first_that_mixes(model, base, batches)
             is_new = kind is not None and kind.__name__ not in found
             if not (all_reduce_max(int(is_new)) if ranks_alike else is_new):
                 break
@@ -63,16 +68,11 @@ def run_mixing_modules_by_document(
     return found
 
 
-def _first_that_mixes(model: Any, base: nn.Module, rows: list[list[np.ndarray]]) -> type | None:
-    """Return the class of the first module that mixes the documents of `rows`, None without one."""
+def _first_that_mixes(model: Any, base: nn.Module, batches: list[dict[str, Any]]) -> type | None:
+    """Return the class of the first module that mixes the documents of rows, None without one."""
     wholes = {id(m) for m in base.modules() if (way := packed_way(m)) and not way.is_part}
-    device = next(base.parameters()).device
     seen: list[list[tuple[nn.Module, list[Tensor], list[Tensor]]]] = []
-    for row in rows:
-        batch = for_kernels(PackedCollator()([{"input_ids": ids} for ids in row]))
-        batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
-        for name in ("labels", "target_counts"):
-            batch.pop(name, None)
+    for batch in batches:
         calls: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
 
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
