@@ -105,7 +105,7 @@ def tokens(example: Example) -> list[tuple[str, float]]:
     row, options = example.row, [text.replace("\\n", "\n") for text in example.options]
     tokenizer = tokenizer_for(row, options)
     run = PreviewedRun.from_settings(Dataset.from_list([row]), tokenizer, options)
-    documents, reason = run.documents_of_row(0)
+    documents, reason, _ = run.documents_of_row(0)
     assert not reason, f"{example}: {reason}"
     (document,) = documents
     ids = np.asarray(document["input_ids"])

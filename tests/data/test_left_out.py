@@ -4,6 +4,7 @@ Templates are those that TRL ships. A row that loses words is refused by its num
 """
 
 import logging
+from itertools import product
 
 import pytest
 from datasets import Dataset, Features, IterableDataset, Json, List
@@ -20,12 +21,15 @@ from helpers.chat_templates import (
     turn,
     with_template,
 )
+from helpers.prepared import call_for
 from helpers.tiny import tiny_tokenizer
 
+from trl_packing import load_prepared
 from trl_packing.data import counts, row_format, tokenize_rows
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize_rows import documents_from_rows
+from trl_packing.tools.prepare import prepare_run
 
 NO_REASONING = "1 document with reasoning that the chat template leaves out"
 PARSED = "1 document with arguments of tool calls as JSON text: parsed"
@@ -267,6 +271,7 @@ MODES = [
     MARKS,
 ]
 
+FORMS = ("messages", "prompt messages")
 
 STEMS = ("rule", "ask", "say", "thought", "found", "town", "tool")
 WORDS = [f"{stem}{number}" for stem in STEMS for number in range(10)]
@@ -276,14 +281,18 @@ def words_of(message):
     return {word for word in WORDS if word in str(message)}
 
 
+def in_form(messages, form):
+    if form == "messages":
+        return {"messages": messages}
+    first = [message["role"] for message in messages].index("assistant")
+    return {"prompt": messages[:first], "completion": messages[first:]}
+
+
 def outcome(chat, messages, options, form="messages"):
     """Assert that no word of a row is lost silently; return what happened to the row."""
-    row = {"messages": messages}
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    if form == "prompt messages":
-        row = {"prompt": messages[: answers[0]], "completion": messages[answers[0] :]}
     try:
-        documents = RowFormat(chat, "</s>", **options).documents(row, form)
+        documents = RowFormat(chat, "</s>", **options).documents(in_form(messages, form), form)
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS):
         return "refused"
     text = "".join(document.text for document in documents)
@@ -312,16 +321,43 @@ def outcomes(names, modes=MODES):
         chat = ChatTemplate(tokenizer_for(name))
         for case, messages in HOLDS.items():
             for options in modes:
-                for form in ("messages", "prompt messages"):
+                for form in FORMS:
                     found[name, case, str(options), form] = outcome(chat, messages, options, form)
     return found
 
 
-def test_no_word_of_a_row_is_lost_silently(monkeypatch):
+def tokens(documents):
+    return [[list(row[name]) for name in ("input_ids", "labels")] for row in documents]
+
+
+def assert_all_ways_are_one(name, found, folder):
+    """Rows alone, in a table, in a stream and in a prepared folder are the same tokens."""
+    chat = ChatTemplate(tokenizer_for(name))
+    for number, (options, form) in enumerate(product(MODES, FORMS)):
+        kept = [k for k in HOLDS if found[name, k, str(options), form] != "refused"]
+        rows = [in_form(HOLDS[case], form) for case in kept]
+        rules = RowFormat(chat, chat.tokenizer.eos_token, **options)
+        if not rows:
+            continue
+        alone = [documents_from_rows(Dataset.from_list([row]), rules) for row in rows]
+        expected = [document for documents in alone for document in tokens(documents)]
+        table = Dataset.from_list(rows)
+        stream = table.to_iterable_dataset()
+        for each in (table, stream):
+            assert tokens(documents_from_rows(each, rules)) == expected
+        if options is MARKS:  # `prepare` refuses assistant_only_loss
+            continue
+        call = call_for(table, tokenizer=chat.tokenizer, max_length=None, **options)
+        prepare_run(call, folder / str(number))
+        assert tokens(load_prepared(folder / str(number))) == expected
+
+
+def test_no_word_of_a_row_is_lost_silently(monkeypatch, tmp_path):
     names = ["qwen3", "llama3_1", "gptoss"]
     found = outcomes(names)
     assert {*found.values()} == {"whole", "counted", "refused"}
     assert found["qwen3", "plain", str(MODES[2]), "messages"] == "whole"
+    assert_all_ways_are_one("qwen3", found, tmp_path)
     monkeypatch.setattr(row_format, "left_out", lambda *row: [])
     with pytest.raises(AssertionError, match="lost silently"):
         outcomes(names)
@@ -329,6 +365,7 @@ def test_no_word_of_a_row_is_lost_silently(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.jinja")))
-def test_no_word_is_lost_silently_by_any_template(name):
+def test_no_word_is_lost_silently_by_any_template(name, tmp_path):
     found = outcomes([name])
     assert len(found) == len(HOLDS) * len(MODES) * 2
+    assert_all_ways_are_one(name, found, tmp_path)

@@ -7,6 +7,7 @@ import pytest
 from datasets import Dataset
 from harness import QUIET
 from helpers.attacks import ATTACKS, harmful
+from helpers.chat_templates import tokenizer_for
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
@@ -33,12 +34,28 @@ def test_rows_are_shown_piece_by_piece_or_with_the_reason_why_not():
     rows = Dataset.from_list([{"text": "one two three four"}, {"text": "long " * 50}])
     settings = ["--max_length", "8", "--overflow", "split"]
     shown = list(inspect(rows, tiny_tokenizer(), settings, rows=[0]))
-    assert shown[1].startswith(f"row 0, piece 2 of {len(shown)} ")
+    assert shown[1].startswith(f"row 0, piece 2 of {len(shown) - 1} ")
+    assert re.match("row 0 · longer than max_length=8: split into ", shown[-1])
     (shown,) = inspect(rows, tiny_tokenizer(), ["--response_template", "###"], rows=[0])
     assert re.match("row 0 · not trained: .*response_template '###'", shown)
     settings = ["--max_length", "32", "--overflow", "drop"]
     *_, lost = inspect(rows, tiny_tokenizer(), settings, rows=[0], prepares_all=True)
     assert "1 document longer than max_length=32: dropped" in lost
+
+
+def test_a_row_says_what_preparation_has_changed():
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    plain, called = chat_row("So."), chat_row("", tool_calls=[call])
+    thought = chat_row("So.", reasoning_content="Hm.")
+    rows = Dataset.from_list([plain, called, plain, thought])
+    settings = ["--train_on", "all"]
+    run = PreviewedRun.from_settings(rows, tokenizer_for("qwen2_5"), settings)
+    notes = [preview.to_dict()["notes"] for preview in preview_rows(run, range(4))]
+    assert notes[0] == notes[2] == []
+    assert [each.split(":")[0] for each in notes[1] + notes[3]] == [
+        "with arguments of tool calls as JSON text",
+        "with reasoning that the chat template leaves out",
+    ]
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "every_turn"])

@@ -218,8 +218,8 @@ class PreviewedRun:
         whole = whole_documents(rows, self.preparation, formatting_func=formatting)
         return None if is_packed(whole.documents) else whole
 
-    def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str]:
-        """Return the documents of one row and "", or no documents and the reason.
+    def documents_of_row(self, row: int) -> tuple[list[Mapping[str, Any]], str, list[str]]:
+        """Return the documents of one row, or none and the reason, and what else happened to it.
 
         The first row is prepared with it, because it decides the format of all rows.
         """
@@ -227,19 +227,23 @@ class PreviewedRun:
             if row < len(rows):
                 break
             row -= len(rows)
-        first, reason = self._documents_of(rows, [0], 0)
+        first, reason, before = self._documents_of(rows, [0], 0)
         if row == 0:
-            return first, reason
-        found, reason = self._documents_of(rows, [row] if reason else [0, row], row)
+            return first, reason, list(before)
+        found, reason, handled = self._documents_of(rows, [row] if reason else [0, row], row)
         if found[len(first) :] or reason:
-            return found[len(first) :], reason
+            notes = [why for why, number in handled.items() if number > before.get(why, 0)]
+            return found[len(first) :], reason, notes
         reason = self._documents_of(rows, [row], row)[1]
-        return [], reason or "preparation leaves nothing of it"
+        return [], reason or "preparation leaves nothing of it", []
 
     def _documents_of(
         self, dataset: Dataset, rows: list[int], row: int
-    ) -> tuple[list[Mapping[str, Any]], str]:
-        """Return the documents of some rows and "", or the reason, on `row`, why there are none."""
+    ) -> tuple[list[Mapping[str, Any]], str, dict[str, int]]:
+        """Return the documents of some rows, or the reason, on `row`, why there are none.
+
+        The third value says how many documents preparation has changed, by what it has done.
+        """
         run = self.with_settings(shuffle_dataset=False, dataset_num_proc=None)
         if IMAGE_ROW not in dataset.column_names:  # read the headers of these rows alone
             run = replace(run, images=self.images.without_files())
@@ -249,13 +253,15 @@ class PreviewedRun:
         # A row may be several documents; the first row was prepared before without an error.
         name.numbers = defaultdict(lambda: row, {0: rows[0]})
         try:
-            documents, _ = run._prepare(dataset.select(rows), name)
-            return [run._with_image_sizes(document) for document in documents], ""
+            documents, counts = run._prepare(dataset.select(rows), name)
         except (ValueError, RuntimeError) as error:
-            return [], str(error).removeprefix(f"{row_name(len(rows) - 1, name)}: ")
+            return [], str(error).removeprefix(f"{row_name(len(rows) - 1, name)}: "), {}
         finally:
             if shows_progress:
                 enable_progress_bars()
+        stages = () if counts is None else counts.stages
+        shown = [run._with_image_sizes(document) for document in documents]
+        return shown, "", {stage.why: stage.affected for stage in stages}
 
     def _with_image_sizes(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a document with the sizes of the images of its row in place of its number."""
@@ -348,17 +354,22 @@ def numbers_of(documents: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowPreview:
-    """One row of a data set as text: its documents, or the reason why none of it is trained."""
+    """One row of a data set as text: its documents, or the reason why none of it is trained.
+
+    `notes` say what preparation has changed, as predicates: "longer than max_length=64: cut".
+    """
 
     row: int
     documents: tuple[str, ...]
     tokens: tuple[Mapping[str, Any], ...] = ()
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Return the texts to print: one for each document, or the reason."""
-        return self.documents or (f"row {self.row} · not trained: {self.reason}",)
+        """Return the texts to print: one for each document, or the reason, and the notes."""
+        documents = self.documents or (f"row {self.row} · not trained: {self.reason}",)
+        return documents + tuple(f"row {self.row} · {note}" for note in self.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON: the columns of its documents, and their text."""
@@ -366,7 +377,12 @@ class RowPreview:
             {"text": text, **{k: np.asarray(x).tolist() for k, x in tokens.items()}}
             for text, tokens in zip(self.documents, self.tokens, strict=True)
         ]
-        return {"row": self.row, "documents": documents, "reason": self.reason}
+        return {
+            "row": self.row,
+            "documents": documents,
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
 
 
 def preview_rows(
@@ -384,12 +400,13 @@ def preview_rows(
         if not 0 <= row < number:
             raise ValueError(f"row {row} is not among the {number:,} rows of the data set")
     for row in rows:
-        documents, reason = run.documents_of_row(row)
+        documents, reason, notes = run.documents_of_row(row)
         texts = []
         for i, document in enumerate(documents):
             piece = f", {unit} {i + 1} of {len(documents)}" if len(documents) > 1 else ""
             texts.append(show_document(document, tokenizer, color=color, name=f"row {row}{piece}"))
-        yield RowPreview(row, tuple(texts), tuple(documents), escape_hidden(reason))
+        shown = escape_hidden(reason)
+        yield RowPreview(row, tuple(texts), tuple(documents), shown, tuple(notes))
 
 
 def preview_losses(run: PreviewedRun) -> str:
