@@ -68,7 +68,9 @@ def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
     shown = {}
     for data in ("chats.jsonl", "out"):
         plan = says(capsys, "plan", "--data", data, *RUN)
-        shown[data] = plan, says(capsys, "inspect", "--data", data, *RUN, "--rows", "0", "7")
+        rows = says(capsys, "inspect", "--data", data, *RUN, "--rows", "0", "7")
+        # A folder holds documents that were cut already.
+        shown[data] = plan, re.sub(r"row 7 · longer than .*\n+", "", rows)
         if data == "chats.jsonl":
             said = says(capsys, "prepare", data, "out", *RUN)
             assert "train        20 rows → 20 documents · " in said

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
-from trl_packing.data.messages import Message, check_lists
+from trl_packing.data.messages import Message, check_lists, is_plain
 
 try:  # private; without it, every conversation goes through `apply_chat_template`
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -65,10 +65,7 @@ class Conversation:
         """Whether it is nothing but messages of a role and a content, both of them texts."""
         if self.tools is not None or self.kwargs or not self.messages:
             return False
-        return all(
-            len(message) == 2 and type(message.get("role")) is type(message.get("content")) is str
-            for message in self.messages
-        )
+        return all(map(is_plain, self.messages))
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def note_missing_eos(documents: ArrowDocuments, eos: EosRule) -> str | None:
     if not eos.stop_ids:
         return None
     trained = documents.by_document(
-        "labels", lambda ids, ends: _last(ids, ends, [IGNORE_INDEX]) >= 0
+        "labels", lambda ids, ends: _last(ids != IGNORE_INDEX, ends) >= 0
     )
     wrong = np.flatnonzero(trained & ~ends_in_stop_token(documents, eos))
     if not len(wrong):
@@ -132,12 +132,12 @@ def note_going_on(documents: ArrowDocuments, eos: EosRule) -> str | None:
 
 def _first_going_on(labels: np.ndarray, offsets: np.ndarray, eos: EosRule) -> np.ndarray:
     """Return the token that ends the first such part of each document; -1 without one."""
-    skipped = [IGNORE_INDEX, *eos.spaces]
     edges = np.flatnonzero(np.diff(labels != IGNORE_INDEX)) + 1
     parts = np.union1d(offsets, edges.clip(offsets[0], offsets[-1]))
-    ends = _last(labels, parts, skipped)
+    words = _words(labels, eos.spaces)
+    ends = _last(words, parts)
     ends = ends[ends >= 0]
-    last = _last(labels, offsets, skipped)
+    last = _last(words, offsets)
     counted = last[~_holds(labels, last, eos.stop_ids)]
     wrong = np.setdiff1d(ends[~_holds(labels, ends, eos.generation_ids)], counted)[::-1]
     found = np.full(len(offsets) - 1, -1)
@@ -147,16 +147,20 @@ def _first_going_on(labels: np.ndarray, offsets: np.ndarray, eos: EosRule) -> np
 
 def ends_in_stop_token(documents: ArrowDocuments, eos: EosRule) -> np.ndarray:
     """Return whether the last trained token of each document, no white space, is a stop token."""
-    skipped = [IGNORE_INDEX, *eos.spaces]
     return documents.by_document(
-        "labels", lambda ids, ends: _holds(ids, _last(ids, ends, skipped), eos.stop_ids)
+        "labels", lambda ids, ends: _holds(ids, _last(_words(ids, eos.spaces), ends), eos.stop_ids)
     )
 
 
-def _last(values: np.ndarray, offsets: np.ndarray, ignored: Iterable[int]) -> np.ndarray:
-    """Return where the last value of each list is that is not in `ignored`; -1 where none is."""
-    wanted = np.concatenate([[-1], np.flatnonzero(~np.isin(values, list(ignored)))])
-    last = wanted[np.searchsorted(wanted, offsets[1:]) - 1]
+def _words(labels: np.ndarray, spaces: Iterable[int]) -> np.ndarray:
+    """Return which labels are trained tokens other than white space."""
+    return ~np.isin(labels, [IGNORE_INDEX, *spaces])
+
+
+def _last(wanted: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return where the last True of each list is; -1 where none is."""
+    places = np.concatenate([[-1], np.flatnonzero(wanted)])
+    last = places[np.searchsorted(places, offsets[1:]) - 1]
     return np.where(last >= offsets[:-1], last, -1)
 
 
@@ -194,8 +198,8 @@ def append_eos_to_table(
     ids, offsets = lists["input_ids"]
     labels = lists["labels"][0].copy()
     starts, stops = offsets[:-1], offsets[1:]
-    ended = _holds(labels, _last(labels, offsets, [IGNORE_INDEX, *spaces]), stop_ids)
-    end = _last(ids, offsets, spaces)
+    ended = _holds(labels, _last(_words(labels, spaces), offsets), stop_ids)
+    end = _last(_words(ids, spaces), offsets)
     stands = _holds(ids, end, stop_ids)
     follows = stands & (end > starts)
     follows[follows] = labels[end[follows] - 1] != IGNORE_INDEX
