@@ -181,8 +181,22 @@ def _structs(rows: Dataset | IterableDataset) -> dict[str, Any]:
     if isinstance(rows, IterableDataset) and not known:
         of_steps = (getattr(step, "features", None) for step in steps_of(rows))
         known = next((features for features in of_steps if features), {})
-    columns = {*MESSAGES, "tools", "chat_template_kwargs"} & {*known}
-    return {column: known[column] for column in sorted(columns)}
+    columns = sorted({*MESSAGES, "tools", "chat_template_kwargs"} & {*known})
+    if isinstance(rows, Dataset):
+        chunks = {column: rows.data.column(column).chunks for column in columns}
+        columns = [column for column in columns if any(map(_has_null, chunks[column]))]
+    return {column: known[column] for column in columns}
+
+
+def _has_null(values: pa.Array) -> bool:
+    """Whether a value is null, at any depth."""
+    if values.null_count:
+        return True
+    kind = values.type
+    if pa.types.is_struct(kind):
+        return any(map(_has_null, values.flatten()))
+    is_text = isinstance(kind, pa.BaseExtensionType) or not pa.types.is_nested(kind)
+    return not is_text and _has_null(values.flatten())
 
 
 def _prepare_batch(
