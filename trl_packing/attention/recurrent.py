@@ -45,7 +45,7 @@ from trl_packing.documents.host_row import (
 NAME = "by_document"
 
 # Tokens of a chunk of a scan in PyTorch; on CPUs, more only cost time and memory.
-_CHUNK = 64
+_CHUNK = 32
 
 
 class Layout(NamedTuple):
