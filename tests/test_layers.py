@@ -18,8 +18,9 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[str, str]] = {
     "versions": ("", ""),
+    "temporarily": ("", ""),
     "documents": ("", "datasets numpy pyarrow torch"),
-    "attention": ("documents", "numpy torch transformers"),
+    "attention": ("documents temporarily", "numpy torch transformers"),
     "packing": ("attention documents", "numpy pyarrow torch transformers"),
     "config": ("documents packing", "numpy torch transformers trl"),
     "loss": ("attention documents", "accelerate datasets numpy pyarrow torch trl"),
@@ -33,15 +34,15 @@ TABLE: dict[str, tuple[str, str]] = {
         "datasets numpy packaging pyarrow torch transformers trl",
     ),
     "training": (
-        "attention config data documents isolation loss packing versions",
+        "attention config data documents isolation loss packing temporarily versions",
         "accelerate datasets jinja2 markupsafe numpy safetensors torch transformers trl",
     ),
     "plain_trainer": (
-        "attention config data documents isolation loss packing versions",
+        "attention config data documents isolation loss packing temporarily versions",
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention config data documents loss packing training versions vision",
+        "attention config data documents loss packing temporarily training versions vision",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (

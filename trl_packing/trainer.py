@@ -35,12 +35,6 @@ from trl_packing.attention.calls import (
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import check_model
 from trl_packing.attention.neftune import scale_noise_by_document
-from trl_packing.attention.state import (
-    forget_evaluation_wrapper,
-    gather_full_state_dict,
-    keep_outputs_precise,
-    temporarily,
-)
 from trl_packing.config import PackingOptions
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.arrow import ArrowDocuments
@@ -49,6 +43,7 @@ from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.temporarily import temporarily
 from trl_packing.training.arguments import (
     check_arguments,
     check_set_afterwards,
@@ -63,6 +58,11 @@ from trl_packing.training.arguments import (
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
+from trl_packing.training.engines import (
+    forget_evaluation_wrapper,
+    gather_full_state_dict,
+    keep_outputs_precise,
+)
 from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter

@@ -23,15 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from trl_packing.attention import neftune
 from trl_packing.attention.calls import other_rows, wrap_packed_calls
-from trl_packing.attention.model_facts import invokes_adapter, requires, unwrap_peft
-from trl_packing.attention.state import (
-    all_reduce_max,
+from trl_packing.attention.model_facts import (
     checkpointed_layers,
-    is_alone,
-    is_sharded,
-    temporarily,
+    invokes_adapter,
+    requires,
+    unwrap_peft,
     without_checkpointing,
 )
+from trl_packing.attention.ranks import all_reduce_max, is_alone, is_sharded
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -40,6 +39,7 @@ from trl_packing.documents.host_row import (
     to_device,
 )
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.temporarily import temporarily
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding

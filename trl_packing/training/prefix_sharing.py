@@ -15,10 +15,10 @@ from accelerate.logging import get_logger
 from trl import SFTTrainer
 
 from trl_packing.attention.install import take_prefix_keys
-from trl_packing.attention.state import find_randomness
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.isolation.check import attempt, check_prefixes
 from trl_packing.isolation.guard import worst_of_ranks
+from trl_packing.isolation.preserve import find_randomness
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
