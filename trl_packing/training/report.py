@@ -425,6 +425,11 @@ class RunReport(TrainerCallback):
         )
 
     @property
+    def backend(self) -> str:
+        """The attention in use."""
+        return self.collators.guard.attention.backend
+
+    @property
     def prefixes(self) -> Any:
         """What the plan knows of the common prefixes of the training set; None without a plan."""
         return self._planned.prefixes

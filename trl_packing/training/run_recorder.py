@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from platform import python_version
@@ -23,11 +23,11 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
 from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.report import RunReport
 from trl_packing.training.run_page import (
     FILE,
     NOTHING,
@@ -48,47 +48,45 @@ _RESUMED_WITHOUT = (
 )
 
 
+@dataclass(eq=False)
 class RunRecorder(TrainerCallback):
-    """Keeps the record of a run, and its page.
-
-    `path` returns the path of the run in words; `trl_path` says why it is TRL's, if it is. `data`
-    are the facts of the training set.
-    """
+    """Keeps the record of a run, and its page."""
 
     least_seconds = 5.0  # between writes
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        meter: ThroughputMeter,
-        path: Callable[[], str],
-        trl_path: str | None,
-        data: dict[str, str],
-    ):
-        self.trainer, self.meter, self.path, self.trl_path = trainer, meter, path, trl_path
-        self.data = data
-        self.record: RunRecord | None = None  # of the run that trains, or trained last
-        self._checkpoint: Any = None  # to resume from
-        self._before = NOTHING  # trained by the run that is resumed
-        self._next_write = 0.0
+    meter: ThroughputMeter
+    path: str  # of the run, in words
+    trl_path: str | None  # the reason, on TRL's path
+    data: dict[str, str]  # facts of the training set
+    report: RunReport | None  # None on TRL's path
+    total: Callable[[], int]  # the tokens that TRL logs
+    record: RunRecord | None = None  # of the run that trains, or trained last
+    _is_training: bool = False
+    _checkpoint: Any = None  # to resume from
+    _before: Totals = NOTHING  # trained by the run that is resumed
+    _next_write: float = 0.0
 
     @contextmanager
     def recording(self, checkpoint: Any) -> Iterator[None]:
         """Continue the record of `checkpoint` inside the block, and write it at its end."""
         self._checkpoint, self.record = checkpoint, None
+        self._is_training = True
         try:
             yield
         except BaseException as problem:
             self._write(status=f"stopped by {type(problem).__name__}")
             raise
+        finally:
+            self._is_training = False
         # After all callbacks: only then is the report on a stream complete.
         if self._write(status="finished"):
-            path = Path(self.trainer.args.output_dir) / PAGE
+            path = Path(self._args.output_dir) / PAGE
             print(f"{path} shows the curves, the report and the settings of this run")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
-            model, step = self.trainer.model, state.global_step
+            self._args, self._state = args, state
+            model, step = kwargs["model"], state.global_step
             name = getattr(getattr(model, "config", None), "_name_or_path", "")
             name_of = torch.cuda.get_device_name if args.device.type == "cuda" else str
             facts = {"model": name or type(model).__name__, "device": name_of(args.device)}
@@ -116,14 +114,14 @@ class RunRecorder(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
             self._count()
-        if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
+        if not self._is_training or time.monotonic() >= self._next_write:
             self._write()
 
     def save(self, checkpoint: Path) -> None:
         """Save the record in a checkpoint that is being written."""
         with self._guarded():
             self._count()
-            if self._writes() and self.trainer.args.should_save:
+            if self._writes() and self._args.should_save:
                 checkpoint.mkdir(parents=True, exist_ok=True)
                 replace_file(checkpoint / FILE, self._up_to_now().to_json())
 
@@ -140,31 +138,35 @@ class RunRecorder(TrainerCallback):
 
     def _count(self) -> None:
         """Note what was trained up to the current step, if that was counted over all ranks."""
-        step = self.trainer.state.global_step
         counts = self.meter.so_far()
-        if self.record is None or not self.trainer.is_in_train or counts is None:
+        if self.record is None or not self._is_training or counts is None:
             return
+        step = self._state.global_step
         now = Totals(seconds=counts["seconds"])
         if self.trl_path:
-            tokens = self.trainer._total_train_tokens - self.meter.tokens_before
+            tokens = self.total() - self.meter.tokens_before
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
-            if self.trainer.attention.backend in PADDED:  # inside the model, where nobody counts
+            if self._runs_padded():  # inside the model, where nobody counts
                 counted["computed_tokens"] = None
             now = Totals(**counted)
         pairs = zip(self._before, now, strict=True)
         sums: Any = (None if None in pair else sum(pair) for pair in pairs)
         self.record.totals[step] = Totals(*sums)
 
+    def _runs_padded(self) -> bool:
+        """Return whether the model runs documents as rows of padded batches by now."""
+        return self.report is not None and self.report.backend in PADDED
+
     def _up_to_now(self, status: str | None = None) -> RunRecord:
         """Return the record with the log, the report and the time of now."""
         assert self.record is not None
-        state = self.trainer.state
-        report = getattr(self.trainer, "packing_report", None)
+        state = self._state
+        report = self.report.current if self.report else None
         self.record = replace(
             self.record,
-            path=self.path(),
+            path=self.path,
             trl_path=self.trl_path or "",
             log=state.log_history,
             status=status or self.record.status,
@@ -178,9 +180,9 @@ class RunRecorder(TrainerCallback):
 
     def _writes(self) -> bool:
         """Return whether this rank writes, into a folder that TRL has made."""
-        args = self.trainer.args
-        if self.record is None or not self.trainer.is_world_process_zero():
+        if self.record is None or not self._state.is_world_process_zero:
             return False
+        args = self._args
         # A plain config that saves nothing expects an empty folder, as with TRL.
         is_expected = hasattr(args, "run_page") or args.save_strategy != "no"
         return is_expected and PackingOptions.of(args).run_page and Path(args.output_dir).is_dir()
@@ -190,7 +192,7 @@ class RunRecorder(TrainerCallback):
         began = time.monotonic()
         with self._guarded():
             if self._writes():
-                folder = Path(self.trainer.args.output_dir)
+                folder = Path(self._args.output_dir)
                 record = self._up_to_now(status)
                 replace_file(folder / FILE, record.to_json())
                 replace_file(folder / PAGE, run_page(record))
