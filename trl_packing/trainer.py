@@ -43,6 +43,7 @@ from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.pages.record import facts_of_data
 from trl_packing.temporarily import temporarily
 from trl_packing.training.arguments import (
     check_arguments,
@@ -70,7 +71,7 @@ from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import PackingReport, RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, source_sets
-from trl_packing.training.run_recorder import RunRecorder, facts_of_data
+from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
@@ -258,7 +259,7 @@ class PackedSFTTrainer(SFTTrainer):
             balance=self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
         )
         path = "packed" if sampling.packing else "padding-free"
-        self._record_run(self._step_loss.trained, path, facts)
+        self._record_run(self._step_loss.trained, path, facts, guard)
         self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, self._meter)
         self._other_models = OtherModels(self.model)
         data.check_limits(guard.limits)
@@ -274,7 +275,9 @@ class PackedSFTTrainer(SFTTrainer):
         """Documents, bins and steps of an epoch; None on TRL's path."""
         return self._run_report.current if self._run_report else None  # type: ignore[return-value]
 
-    def _record_run(self, trained: LossSums, path: str, facts: dict[str, str]) -> None:
+    def _record_run(
+        self, trained: LossSums, path: str, facts: dict[str, str], guard: Any = None
+    ) -> None:
         """Count what is trained, and keep the record of the run."""
         self._meter = ThroughputMeter(
             self.args,
@@ -292,6 +295,7 @@ class PackedSFTTrainer(SFTTrainer):
             self._trl_path,
             facts,
             report=self._run_report,
+            guard=guard,
             total=lambda: self._total_train_tokens,
         )
         self.add_callback(self._recorder)

@@ -15,8 +15,8 @@ from helpers.waits import counted_waits
 
 from trl_packing import PackedCollator, PackedSFTTrainer
 from trl_packing.loss.sums import LossSums
+from trl_packing.pages.record import FILE, RunRecord
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.run_page import FILE, RunRecord
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it

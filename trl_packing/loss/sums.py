@@ -73,7 +73,8 @@ class Sums(NamedTuple):
         return cls(**numbers, by_source=by_source)
 
 
-_NUMBERS = tuple(Sums.__annotations__)[:-1]  # the order in a vector; sums of no source and of each follow
+# The order in a vector; the sums of no source, and of each source, follow.
+_NUMBERS = tuple(Sums.__annotations__)[:-1]
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:

@@ -7,38 +7,37 @@
 Rank zero writes. A file that cannot be written is warned of once, and training goes on.
 """
 
-import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
-from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.report import RunReport
-from trl_packing.training.run_page import (
+from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.pages.page import storable
+from trl_packing.pages.record import (
     FILE,
     NOTHING,
     PAGE,
     UNKNOWN,
     RunRecord,
     Totals,
-    run_page,
-    storable,
+    all_settings,
+    changed_settings,
+    installed_versions,
 )
-from trl_packing.versions import TESTED, installed_version
+from trl_packing.pages.runs import run_page
+from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.report import RunReport
 
 logger = get_logger(__name__)
 
@@ -58,7 +57,8 @@ class RunRecorder(TrainerCallback):
     path: str  # of the run, in words
     trl_path: str | None  # the reason, on TRL's path
     data: dict[str, str]  # facts of the training set
-    report: RunReport | None  # None on TRL's path
+    report: RunReport | None  # None on TRL's path, and so is `guard`
+    guard: IsolationGuard | None
     total: Callable[[], int]  # the tokens that TRL logs
     record: RunRecord | None = None  # of the run that trains, or trained last
     _is_training: bool = False
@@ -148,16 +148,12 @@ class RunRecorder(TrainerCallback):
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
-            if self._runs_padded():  # inside the model, where nobody counts
+            if self.guard and self.guard.attention.backend in PADDED:  # where nobody counts
                 counted["computed_tokens"] = None
             now = Totals(**counted)
         pairs = zip(self._before, now, strict=True)
         sums: Any = (None if None in pair else sum(pair) for pair in pairs)
         self.record.totals[step] = Totals(*sums)
-
-    def _runs_padded(self) -> bool:
-        """Return whether the model runs documents as rows of padded batches by now."""
-        return self.report is not None and self.report.backend in PADDED
 
     def _up_to_now(self, status: str | None = None) -> RunRecord:
         """Return the record with the log, the report and the time of now."""
@@ -215,72 +211,3 @@ def replace_file(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-# Values that TRL and transformers put in place of a default; no user has asked for them.
-_TURNED_ON = ("bf16", "activation_checkpointing", "gradient_checkpointing", "do_eval")
-_RESOLVED: dict[str, Any] = dict.fromkeys(_TURNED_ON, True) | {"pad_to_multiple_of": None}
-_RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
-_LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
-_LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
-
-# Tokens of text are none.
-_SECRET = re.compile(
-    r"(?!(eos|pad|bos|unk)_token$)(.*_)?(tokens?|auth|password|passwd|secret|key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
-
-
-def all_settings(args: Any) -> dict[str, Any]:
-    """Return every setting of `args` as JSON; secrets are replaced by "…"."""
-    plain = args.to_dict()  # hides every value whose name ends in _token
-    plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
-
-    def hide(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        is_secret = {name for name, x in pairs if x and isinstance(x, str) and _SECRET.match(name)}
-        return {name: "…" if name in is_secret else value for name, value in pairs}
-
-    text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
-    return dict(json.loads(text, object_pairs_hook=hide))
-
-
-def changed_settings(args: Any) -> list[str]:
-    """Return the names of the settings of `args` that differ from their defaults."""
-    left_out = _LEFT_OUT | {*["packing"] * getattr(args, "_packing_is_default", False)}
-    left_out |= {*["bf16"] * getattr(args, "_leaves_bf16_out", False)}
-    found = []
-    for setting in fields(args):
-        default = setting.default
-        value = getattr(args, setting.name)
-        if setting.default_factory is not MISSING:
-            default = setting.default_factory()
-        usual = default, _RESOLVED.get(setting.name, default)
-        if setting.init and setting.name not in left_out and value not in usual:
-            found.append(setting.name)
-    return found
-
-
-def facts_of_data(given: Any) -> dict[str, str]:
-    """Return the facts by which data sets are told apart; of each, in a dictionary of them."""
-    facts: dict[str, str] = {}
-    if isinstance(given, dict):
-        for source, dataset in given.items():
-            facts |= {f"{name} of {source}": fact for name, fact in facts_of_data(dataset).items()}
-        return facts
-    if not isinstance(given, (Dataset, IterableDataset)):
-        return {}
-    known = {
-        "data": given.info.dataset_name,
-        "subset": given.info.config_name,
-        "split": given.split,
-        "rows": getattr(given, "num_rows", None),  # a stream has neither
-        "fingerprint": getattr(given, "_fingerprint", None),
-    }
-    return {name: str(fact) for name, fact in known.items() if fact is not None}
-
-
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, this package and the libraries below it."""
-    names = ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed")
-    found = {name: installed_version(name) for name in names}
-    return {"python": python_version()} | {name: n for name, n in found.items() if n is not None}

@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.counts import TokenCounts, quantity
+from trl_packing.data.counts import TokenCounts, quantity, times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
-from trl_packing.documents.labels import IGNORE_INDEX, document_labels
-from trl_packing.tools.plan.charts import histogram
-from trl_packing.tools.plan.plan import RunPlan, Variant, token_documents
-from trl_packing.tools.show import image_in_words, token_texts
-from trl_packing.tools.training_command import ON_ANY_MACHINE
-from trl_packing.training.page import HtmlPage, render
-from trl_packing.training.prefix_sharing import times_fewer
-from trl_packing.training.report import times
-from trl_packing.training.run_recorder import all_settings, changed_settings, installed_versions
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IGNORE_INDEX, document_labels, token_columns
+from trl_packing.pages.histograms import histogram
+from trl_packing.pages.page import HtmlPage, render
+from trl_packing.pages.record import (
+    ON_ANY_MACHINE,
+    all_settings,
+    changed_settings,
+    installed_versions,
+)
+from trl_packing.pages.show import image_in_words, token_texts
 from trl_packing.vision.documents import images_of
 
 _MOST_BARS = 24  # sources with a bar of their own
@@ -37,10 +39,11 @@ _SETTINGS = (
 )
 
 
-def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
+def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
     """Return the text of an HTML file that shows `plan`, made by `command`.
 
-    `note` stands beside the title; "" for the model and max_length.
+    `plan` is what `plan_run` returns. `note` stands beside the title; "" for the model and
+    max_length.
     """
     return render(
         Path(__file__).with_name("plan.html"),
@@ -65,7 +68,7 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
     )
 
 
-def _about(plan: RunPlan) -> str:
+def _about(plan: Any) -> str:
     """Return the model and the most important setting."""
     run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
     words = [model if isinstance(model, str) else type(model).__name__ * (model is not None)]
@@ -74,7 +77,7 @@ def _about(plan: RunPlan) -> str:
     return " · ".join(filter(None, words))
 
 
-def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _figures(plan: Any) -> Iterator[tuple[str, str]]:
     """Yield value and name of each card."""
     report, counts = plan.report, plan.report.preparation
     tokens = report.tokens or 0
@@ -102,7 +105,7 @@ def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
 
 
-def _sources(plan: RunPlan) -> dict[str, Any] | None:
+def _sources(plan: Any) -> dict[str, Any] | None:
     """Return rows and bars of the sources; None where they are not known, or one is drawn."""
     sources = plan.report.sources
     total = max(sum(source.tokens for source in sources), 1)
@@ -110,7 +113,7 @@ def _sources(plan: RunPlan) -> dict[str, Any] | None:
     return {"rows": sources, "bars": bars[:_MOST_BARS]} if len(sources) > 1 else None
 
 
-def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _charts(plan: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
     lengths = plan.lengths_before()
@@ -141,11 +144,11 @@ def _chart(
     return title, note, histogram(values, label=unit + label, counted=counted)
 
 
-def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:
+def _bars_of_computed(variants: Sequence[Any], said: str = "") -> list[tuple[str, int, str]]:
     return [(v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants]
 
 
-def _losses(plan: RunPlan) -> dict[str, Any] | None:
+def _losses(plan: Any) -> dict[str, Any] | None:
     """Return the rows of counts, as they are or as changes, and the notes below them."""
     counts = plan.report.preparation
     if not counts.before.documents:
@@ -172,7 +175,7 @@ _PROMPT, _TRAINED, _LOST = range(3)
 _ELEMENTS = ("span", "mark", "del")
 
 
-def _rows(plan: RunPlan) -> dict[str, Any]:
+def _rows(plan: Any) -> dict[str, Any]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
     epoch = plan.epoch
     args = plan.run.args
@@ -200,7 +203,7 @@ def _rows(plan: RunPlan) -> dict[str, Any]:
 
 
 def _strip(
-    plan: RunPlan, members: np.ndarray, width: int
+    plan: Any, members: np.ndarray, width: int
 ) -> Iterator[tuple[str, int, str, float, float]]:
     """Yield element, color, title, left edge and width (in %) of documents and trained tokens."""
     first = 0
@@ -219,7 +222,7 @@ def _strip(
 _AROUND = 90
 
 
-def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
+def _documents(plan: Any) -> Iterator[dict[str, Any]]:
     """Yield the longest and the shortest document of the plan, and some of those that are cut."""
     lengths = plan.documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
@@ -228,7 +231,8 @@ def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
     if plan.whole is None:
         return
     # The longest and the shortest document that is too long, and one between.
-    documents = token_documents(plan.whole.documents)
+    whole = plan.whole.documents
+    documents = ArrowDocuments(whole, token_columns(whole.column_names))
     overflow = plan.run.preparation.overflow
     lengths = documents.lengths()
     pieces = pieces_of(documents, overflow)
@@ -257,7 +261,7 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
-    plan: RunPlan, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
+    plan: Any, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
     ids = document["input_ids"]

@@ -1,6 +1,7 @@
 """Histograms as numbers that plan.html draws, in the pixels of its SVG."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,23 @@ _BASE = HEIGHT - 42
 _MOST_BARS = 32
 # A histogram of positive values gets a logarithmic axis if most of them would share a few bars.
 _LONG_TAIL = 16
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values from `low` to `high` on the pixels from `start` to `stop`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    is_log: bool = False
+
+    def pixel(self, value: float) -> float:
+        """Return the place of `value`."""
+        places = np.array([value, self.low, self.high], float)
+        at, low, high = np.log(places) if self.is_log else places
+        return float(self.start + (self.stop - self.start) * (at - low) / (high - low))
 
 
 def histogram(
@@ -30,36 +48,48 @@ def histogram(
     color = "var(--blue)" if counted == "documents" else "var(--green)"
     is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
     edges = _edges(values, is_log)
-    low, high = float(edges[0]), float(edges[-1])
     counts = np.histogram(values, edges)[0]
-    beyond = counts * 0 if cut is None else np.histogram(values[values > cut], edges)[0]
-
-    def x(value: float) -> float:
-        at, first, last = np.log([value, low, high]) if is_log else (value, low, high)
-        return float(_LEFT + (_RIGHT - _LEFT) * (at - first) / (last - first))
-
-    def y(count: float) -> float:
-        return float(_BASE - (_BASE - _TOP) * count / counts.max())
-
+    beyond = np.zeros_like(counts)
+    if cut is not None:
+        beyond = np.histogram(values[values > cut], edges)[0]
+    across = Axis(float(edges[0]), float(edges[-1]), _LEFT, _RIGHT, is_log)
+    up = Axis(0, float(counts.max()), _BASE, _TOP)
     bars = []
-    for left, right, count, red in zip(edges, edges[1:], counts, beyond, strict=False):
+    for left, right, count, red in zip(edges[:-1], edges[1:], counts, beyond, strict=True):
         title = f"{_range(left, right, values.dtype)}: {count:,} {counted}"
-        width = max(x(right) - x(left) - 1, 0.5)
-        for top, base, fill in ((count, red, color), (red, 0, "var(--red)")):
-            if top > base:
-                bars.append((x(left), y(top), width, y(base) - y(top), fill, title))
-    places = log_ticks(low, high) if is_log else ticks(low, high)
-    mark = None
-    if cut is not None and low <= cut <= high:
-        side, beside = ("end", -5) if x(cut) > WIDTH / 2 else ("start", 5)
-        mark = {"x": x(cut), "text": f"{cut:,.6g}", "side": side, "text_x": x(cut) + beside}
+        start = across.pixel(left)
+        width = max(across.pixel(right) - start - 1, 0.5)
+        top, base = up.pixel(count), up.pixel(red)
+        if count > red:
+            bars.append((start, top, width, base - top, color, title))
+        if red > 0:
+            bars.append((start, base, width, up.pixel(0) - base, "var(--red)", title))
     return {
         "label": label,
-        "counts": [(y(n), short(n)) for n in ticks(0, counts.max(), most=4) if n % 1 == 0],
+        "counts": [(up.pixel(n), short(n)) for n in ticks(0, up.high, most=4) if n % 1 == 0],
         "bars": bars,
-        "ticks": [(x(n), "end" if x(n) > WIDTH - 20 else "middle", short(n)) for n in places],
-        "mark": mark,
+        "ticks": _ticks_of(across),
+        "mark": _mark(cut, across),
     }
+
+
+def _ticks_of(axis: Axis) -> list[tuple[float, str, str]]:
+    """Return place, alignment and words of the numbers below an axis."""
+    found = []
+    for number in (log_ticks if axis.is_log else ticks)(axis.low, axis.high):
+        place = axis.pixel(number)
+        found.append((place, "end" if place > WIDTH - 20 else "middle", short(number)))
+    return found
+
+
+def _mark(cut: float | None, axis: Axis) -> dict[str, Any] | None:
+    """Return the line at `cut`, and the side of it on which its number stands."""
+    if cut is None or not axis.low <= cut <= axis.high:
+        return None
+    place = axis.pixel(cut)
+    if place > WIDTH / 2:
+        return {"x": place, "text": f"{cut:,.6g}", "side": "end", "text_x": place - 5}
+    return {"x": place, "text": f"{cut:,.6g}", "side": "start", "text_x": place + 5}
 
 
 def _edges(values: np.ndarray, is_log: bool) -> np.ndarray:
@@ -72,7 +102,8 @@ def _edges(values: np.ndarray, is_log: bool) -> np.ndarray:
     if is_integer and high - low < _MOST_BARS:
         return np.arange(low, max(high, low + 6) + 2) - 0.5  # bars of one value are never broad
     width = _round_up((high - low or 1) / (_MOST_BARS - 1), steps=(1, 2, 2.5, 4, 5, 10))
-    width = np.ceil(width) if is_integer else width
+    if is_integer:
+        width = np.ceil(width)
     first = np.floor(low / width)
     last = np.floor(high / width) + 1 if is_integer else max(np.ceil(high / width), first + 1)
     return np.arange(first, last + 1) * width
@@ -94,10 +125,12 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5, 10, ... between `low` and `high`; fewer for each decade of a long axis."""
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    found = [s * 10.0**d for d in decades for s in (1, 2, 5) if low <= s * 10.0**d <= high]
-    return found if len(found) <= 9 else [t for t in found if f"{t:e}".startswith("1")]
+    """Return 1, 2, 5, 10, ... between `low` and `high`; powers of 10 alone on a long axis."""
+    first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
+    decades = [10.0**power for power in range(first, last + 1)]
+    found = [step * decade for decade in decades for step in (1, 2, 5)]
+    found = [number for number in found if low <= number <= high]
+    return found if len(found) <= 9 else [number for number in found if number in decades]
 
 
 def _round_up(value: float, steps: Sequence[float] = (1, 2, 5, 10)) -> float:
