@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[str, str]] = {
-    "versions": ("", ""),
+    "versions": ("", "packaging"),
     "temporarily": ("", ""),
     "documents": ("", "datasets numpy pyarrow torch"),
     "attention": ("documents temporarily", "numpy torch transformers"),

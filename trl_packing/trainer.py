@@ -445,7 +445,8 @@ class PackedSFTTrainer(SFTTrainer):
         row = host_row(inputs)
         prepared = prepared if row is None else PackedBatch(prepared, row)
         # With a cache, another model would not read the positions.
-        prepared.update({} if prepared.get("cu_seq_lens_q") is None else {"use_cache": False})
+        if prepared.get("cu_seq_lens_q") is not None:
+            prepared["use_cache"] = False
         for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():  # DeepSpeed casts them
             prepared[name] = send(inputs[name], self.args.device)
         replace_current_row(prepared)
@@ -459,7 +460,6 @@ class PackedSFTTrainer(SFTTrainer):
         if self._loss_is_between():
             inputs = without_weights(inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        padded = not self.model.training and "attention_mask" in inputs
         return self._step_loss.compute(
             model,
             inputs,
@@ -467,7 +467,6 @@ class PackedSFTTrainer(SFTTrainer):
             num_items_in_batch,
             user_loss=self.compute_loss_func,
             training=self.model.training,
-            padded=padded,
         )
 
     @packed_runs_only

@@ -116,18 +116,14 @@ class StepLoss:
         *,
         user_loss: Callable[..., Any] | None,
         training: bool,
-        padded: bool,
     ) -> Any:
-        """Return what `SFTTrainer.compute_loss` does.
-
-        `user_loss` is `compute_loss_func`; `padded`: of an evaluation on padded rows.
-        """
+        """Return what `SFTTrainer.compute_loss` does; `user_loss` is `compute_loss_func`."""
         divisor = 1
         self._was_computed = True
         if num_items is None and self.hidden_num_items is not None and training:
             # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
             num_items, divisor = self.hidden_num_items
-        if padded:
+        if not training and "attention_mask" in batch:  # padded rows
             self._mask_repeated_rows(batch)
         inputs = _for_model(for_kernels(batch))
         inputs["use_cache"] = False

@@ -46,14 +46,15 @@ class Sums(NamedTuple):
     """Sums over the targets of micro-batches, of one rank or of all.
 
     Attributes:
+        by_source: empty if sources are not told apart.
         entropy: over trained tokens, and `hits` too.
         aux_loss: of each micro-batch, times its tokens.
         tokens: padding included.
         weight: Σ w.
         loss: Σ w · loss.
-        by_source: empty if sources are not told apart.
     """
 
+    by_source: list[SourceSums]
     entropy: float
     hits: float
     trained: float
@@ -62,19 +63,18 @@ class Sums(NamedTuple):
     micro_batches: float
     weight: float
     loss: float
-    by_source: tuple[SourceSums, ...]
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Sums":
         """Return the sums that `LossSums.take` has returned as a vector, ``(width,)``."""
-        of_sources = values[len(_NUMBERS) :].reshape(-1, len(SourceSums.__annotations__))
-        by_source = tuple(SourceSums(*each) for each in of_sources[1:].tolist())  # 0: of no source
-        numbers = dict(zip(_NUMBERS, values[: len(_NUMBERS)].tolist(), strict=True))
-        return cls(**numbers, by_source=by_source)
+        numbers, of_sources = np.split(values, [len(_NUMBERS)])
+        _, *rows = of_sources.reshape(-1, _OF_SOURCE).tolist()  # the first is of no source
+        return cls([SourceSums(*row) for row in rows], *numbers.tolist())
 
 
 # The order in a vector; the sums of no source, and of each source, follow.
-_NUMBERS = tuple(Sums.__annotations__)[:-1]
+_, *_NUMBERS = Sums.__annotations__
+_OF_SOURCE = len(SourceSums.__annotations__)
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
@@ -173,7 +173,7 @@ class LossSums:
     @property
     def width(self) -> int:
         """Number of values that `take` returns."""
-        return len(_NUMBERS) + len(SourceSums.__annotations__) * (1 + self.num_sources)
+        return len(_NUMBERS) + _OF_SOURCE * (1 + self.num_sources)
 
     def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
         """Add a packed or padded micro-batch.
@@ -203,7 +203,7 @@ class LossSums:
             "loss": (losses * weights).sum(),
         }
         sums = torch.stack([found[name].to(dtype) for name in _NUMBERS])
-        by_source = sums.new_zeros(1 + self.num_sources, len(SourceSums.__annotations__))
+        by_source = sums.new_zeros(1 + self.num_sources, _OF_SOURCE)
         if self.num_sources and SOURCE_IDS in batch:
             _add_by_source(by_source, batch, losses, weights, times)
         sums = torch.cat([sums, by_source.flatten()])

@@ -6,7 +6,6 @@ records  →  charts_of_one, charts_of_several  →  values_of_curves  →  curv
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,66 +73,52 @@ class Chart(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The logged names that have curves: `main` ones by kind, and those that a reader opens."""
-
-    main: dict[str, list[str]]
-    rest: list[str]
-
-    @classmethod
-    def of(cls, records: Iterable[RunRecord]) -> "Shown":
-        """Return the names that any of the runs logged."""
-        logged = dict.fromkeys(name for record in records for name in record.series)
-        sources = [name.removeprefix(_COUNT) for name in logged if name.startswith(_COUNT)]
-        of_sources = set()
-        for source in sources:
-            for count in ("loss_", "num_documents_", "num_tokens_", _COUNT):
-                of_sources |= {f"{count}{source}", f"train_{count}{source}"}
-        names = [n for n in logged if n not in of_sources and not _NO_CURVE.fullmatch(n)]
-        kinds = {"loss": ["loss"], "loss by source": [f"loss_{source}" for source in sources]}
-        kinds["eval_loss"] = [name for name in names if is_eval_loss(name)]
-        kinds |= {name: [name] for name in _MAIN}
-        main = {}
-        for kind, of_kind in kinds.items():
-            if known := [name for name in of_kind if name in logged]:
-                main[kind] = known
-        others = {"loss", *kinds["eval_loss"], *_MAIN}
-        return cls(main, [name for name in names if name not in others])
-
-
 def is_eval_loss(name: str) -> bool:
     """Return whether `name` is that of an evaluation loss, of a set or a source too."""
     return _EVAL_LOSS.fullmatch(name) is not None
 
 
-def charts_of_one(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return the main charts of a run, one for each kind of number, and one for each other name."""
+def shown_names(records: Iterable[RunRecord]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the logged names with curves: the main ones by kind, and those that a reader opens."""
+    logged = dict.fromkeys(name for record in records for name in record.series)
+    sources = [name.removeprefix(_COUNT) for name in logged if name.startswith(_COUNT)]
+    hidden = set()
+    for source in sources:
+        for count in ("loss_", "num_documents_", "num_tokens_", _COUNT):
+            hidden |= {f"{count}{source}", f"train_{count}{source}"}
+    names = [name for name in logged if name not in hidden and not _NO_CURVE.fullmatch(name)]
+    kinds = {"loss": ["loss"], "loss by source": [f"loss_{source}" for source in sources]}
+    kinds["eval_loss"] = [name for name in names if is_eval_loss(name)]
+    kinds |= {name: [name] for name in _MAIN}
+    main = {}
+    for kind, of_kind in kinds.items():
+        hidden.update(of_kind)
+        if known := [name for name in of_kind if name in logged]:
+            main[kind] = known
+    return main, [name for name in names if name not in hidden]
 
-    def chart(title: str, names: list[str]) -> Chart:
+
+def charts_of_one(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
+    """Return the main charts of a run, one for each kind of number, and those of other names."""
+
+    def chart(title: str, names: Iterable[str]) -> Chart:
         return Chart(title, [(n, color, record.points(n)) for color, n in enumerate(names)])
 
-    shown = Shown.of([record])
-    main = [chart(kind, names) for kind, names in shown.main.items()]
-    return main, [chart(name, [name]) for name in shown.rest]
+    main, rest = shown_names([record])
+    charts = [chart(kind, names) for kind, names in main.items()]
+    return charts, [chart(name, [name]) for name in rest]
 
 
 def charts_of_several(records: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
-    """Return the main charts of runs and the others, one for each name, with a curve for each run.
-
-    A run keeps its color in all charts.
-    """
+    """Return the main charts of runs and the others: one for each name, a curve for each run."""
 
     def chart(name: str) -> Chart:
-        curves = []
-        for color, record in enumerate(records):
-            if name in record.series:
-                curves.append((record.name, color, record.points(name)))
-        return Chart(name, curves)
+        curves = [(run.name, color, run.points(name)) for color, run in enumerate(records)]
+        return Chart(name, [curve for curve in curves if curve[-1]])
 
-    shown = Shown.of(records)
-    main = [chart(name) for names in shown.main.values() for name in names]
-    return main, [chart(name) for name in shown.rest]
+    main, rest = shown_names(records)
+    charts = [chart(name) for names in main.values() for name in names]
+    return charts, [chart(name) for name in rest]
 
 
 def values_of_curves(records: Sequence[RunRecord], *, axis: str = "documents") -> dict[str, Any]:
@@ -158,16 +143,16 @@ def values_of_curves(records: Sequence[RunRecord], *, axis: str = "documents") -
     for name, (_, number) in _AXES.items():
         if any(point[number] is not None for point in points):
             axes.append(name)
+    drawn = [chart.drawn() for chart in charts]
     data = {
         "axis": axis if axis in axes else next(iter(axes), "steps"),
         "labels": {name: words for name, (words, _) in _AXES.items()},
         "warnings": {"steps": ON_STEPS},
         "marks": marks,
         "reloads": not others and record.status == "running",
-        "charts": [chart.drawn() for chart in charts],
+        "charts": drawn,
     }
-    frames = [[(chart.title, chart.note) for chart in part] for part in (main, rest)]
-    return {"axes": axes, "main": frames[0], "rest": frames[1], "data": data}
+    return {"axes": axes, "main": main, "rest": rest, "data": data}
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> Sequence[Point]:

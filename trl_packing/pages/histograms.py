@@ -1,7 +1,6 @@
 """Histograms as numbers that plan.html draws, in the pixels of its SVG."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,6 @@ _MOST_BARS = 32
 _LONG_TAIL = 16
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Values from `low` to `high` on the pixels from `start` to `stop`."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-    is_log: bool = False
-
-    def pixel(self, value: float) -> float:
-        """Return the place of `value`."""
-        places = np.array([value, self.low, self.high], float)
-        at, low, high = np.log(places) if self.is_log else places
-        return float(self.start + (self.stop - self.start) * (at - low) / (high - low))
-
-
 def histogram(
     values: np.ndarray, *, label: str, counted: str = "", cut: float | None = None
 ) -> dict[str, Any]:
@@ -46,50 +28,44 @@ def histogram(
         cut: a value marked by a dashed line. Values above it are red.
     """
     color = "var(--blue)" if counted == "documents" else "var(--green)"
+    limit = np.inf if cut is None else cut
     is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
     edges = _edges(values, is_log)
     counts = np.histogram(values, edges)[0]
-    beyond = np.zeros_like(counts)
-    if cut is not None:
-        beyond = np.histogram(values[values > cut], edges)[0]
-    across = Axis(float(edges[0]), float(edges[-1]), _LEFT, _RIGHT, is_log)
-    up = Axis(0, float(counts.max()), _BASE, _TOP)
+    red_counts = np.histogram(values[values > limit], edges)[0]
+    low, high, most = float(edges[0]), float(edges[-1]), float(counts.max())
+    scale = np.log if is_log else np.asarray
+
+    def across(numbers: Any) -> Any:
+        return np.interp(scale(numbers), scale([low, high]), [_LEFT, _RIGHT]).tolist()
+
+    def up(numbers: Any) -> Any:
+        return np.interp(numbers, [0, most], [_BASE, _TOP]).tolist()
+
+    places = across(edges)
     bars = []
-    for left, right, count, red in zip(edges[:-1], edges[1:], counts, beyond, strict=True):
-        title = f"{_range(left, right, values.dtype)}: {count:,} {counted}"
-        start = across.pixel(left)
-        width = max(across.pixel(right) - start - 1, 0.5)
-        top, base = up.pixel(count), up.pixel(red)
-        if count > red:
-            bars.append((start, top, width, base - top, color, title))
-        if red > 0:
-            bars.append((start, base, width, up.pixel(0) - base, "var(--red)", title))
+    for i, (count, red) in enumerate(zip(counts, red_counts, strict=True)):
+        title = f"{_range(edges[i], edges[i + 1], values.dtype)}: {count:,} {counted}"
+        width = max(places[i + 1] - places[i] - 1, 0.5)
+        for top, base, fill in ((count, red, color), (red, 0, "var(--red)")):
+            if top > base:
+                bars.append((places[i], up(top), width, up(base) - up(top), fill, title))
+    ticks_across = []
+    for number in log_ticks(low, high) if is_log else ticks(low, high):
+        place = across(number)
+        ticks_across.append((place, "end" if place > WIDTH - 20 else "middle", short(number)))
+    mark = None
+    if low <= limit <= high:
+        place = across(limit)
+        side, beside = ("end", -5) if place > WIDTH / 2 else ("start", 5)
+        mark = {"x": place, "text": f"{limit:,.6g}", "side": side, "text_x": place + beside}
     return {
         "label": label,
-        "counts": [(up.pixel(n), short(n)) for n in ticks(0, up.high, most=4) if n % 1 == 0],
+        "counts": [(up(n), short(n)) for n in ticks(0, most, most=4) if n % 1 == 0],
         "bars": bars,
-        "ticks": _ticks_of(across),
-        "mark": _mark(cut, across),
+        "ticks": ticks_across,
+        "mark": mark,
     }
-
-
-def _ticks_of(axis: Axis) -> list[tuple[float, str, str]]:
-    """Return place, alignment and words of the numbers below an axis."""
-    found = []
-    for number in (log_ticks if axis.is_log else ticks)(axis.low, axis.high):
-        place = axis.pixel(number)
-        found.append((place, "end" if place > WIDTH - 20 else "middle", short(number)))
-    return found
-
-
-def _mark(cut: float | None, axis: Axis) -> dict[str, Any] | None:
-    """Return the line at `cut`, and the side of it on which its number stands."""
-    if cut is None or not axis.low <= cut <= axis.high:
-        return None
-    place = axis.pixel(cut)
-    if place > WIDTH / 2:
-        return {"x": place, "text": f"{cut:,.6g}", "side": "end", "text_x": place - 5}
-    return {"x": place, "text": f"{cut:,.6g}", "side": "start", "text_x": place + 5}
 
 
 def _edges(values: np.ndarray, is_log: bool) -> np.ndarray:

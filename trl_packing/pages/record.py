@@ -129,10 +129,10 @@ class RunRecord:
                 raise ValueError("written by another version of trl_packing")
             found["totals"] = {int(s): Totals(*t) for s, t in found["totals"].items()}
             texts = ("NaN", "Infinity", "-Infinity")
-            found["log"] = [
-                {n: float(v) if v in texts else v for n, v in entry.items()}
-                for entry in found["log"]
-            ]
+            for entry in found["log"]:
+                for name, value in entry.items():
+                    if value in texts:
+                        entry[name] = float(value)
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"not the record of a run ({problem!r})") from problem

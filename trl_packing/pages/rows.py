@@ -215,6 +215,7 @@ def _row_data(epoch: Any, row: PackedRow, texts: dict[str, int], most: int) -> d
     if row.segments:
         data["realTokens"] = sum(document.stop - document.start for document in row.documents)
         data["segments"] = row.segments
+    documents = [_document_data(document, row, tokenizer) for document in row.documents]
     return data | {
         "name": name,
         "short": short,
@@ -223,7 +224,7 @@ def _row_data(epoch: Any, row: PackedRow, texts: dict[str, int], most: int) -> d
         "stop": row.stop,
         "weights": weights,
         "texts": [texts.setdefault(word, len(texts)) for word in words],
-        "documents": [_document_data(document, row, tokenizer) for document in row.documents],
+        "documents": documents,
         "images": list(_images(epoch, row)),
     }
 

@@ -92,8 +92,9 @@ def compare(records: Sequence[RunRecord]) -> dict[str, Any]:
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
     if over is None:
         notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
+    names = [record.name for record in records]
     return {
-        "runs": [record.name for record in records],
+        "runs": names,
         "figures": figures,
         "over": over,
         "at": at,
