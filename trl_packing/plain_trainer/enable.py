@@ -261,10 +261,10 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
             "the first token of a packed document has a label, which the document before it would "
             "predict; use a collator that keeps the labels of PackedDataset"
         )
-    boundaries = boundaries_of_row(torch.from_numpy(lengths))
-    return {k: v for k, v in call.items() if k != "attention_mask"} | {
-        k: v.to(ids.device) if torch.is_tensor(v) else v for k, v in boundaries.items()
-    }
+    changed = {name: value for name, value in call.items() if name != "attention_mask"}
+    for name, value in boundaries_of_row(torch.from_numpy(lengths)).items():
+        changed[name] = value.to(ids.device) if torch.is_tensor(value) else value
+    return changed
 
 
 def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ Nothing is downloaded, and nothing is sent.
 import copy
 import platform
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,16 +116,11 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
     trials = trials or try_backends(first.kind, torch.bfloat16 if is_half else torch.float32)
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     installed = {name: installed_version(name) for name in (*TESTED, *_OTHERS)}
-    versions = [Finding("ok", "python", system)]
-    for name, (oldest, newest) in TESTED.items():
-        tested = f"{installed[name]} (tested: {oldest} to {newest})"
-        versions.append(Finding("ok" if is_tested(name) else "note", name, tested))
-    others = [f"{name} {installed[name]}" for name in _OTHERS if installed[name] is not None]
-    versions.append(Finding("ok", "also", ", ".join(others)))
     found = [Finding("ok", device.kind, device.name) for device in devices]
     if first.kind == "cuda" and not is_half:
         found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
     heading = "Attention (a tiny Llama, packed against each document alone)"
+    versions = [Finding("ok", "python", system), *_versions(installed)]
     sections = {"Versions": versions, "Devices": found, heading: _attention(trials, first)}
     every = [finding for section in sections.values() for finding in section]
     failures = [f"{name}: {text}" for status, name, text in every if status == "fail"]
@@ -138,6 +133,15 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
         | {name: [*trial] for name, trial in trials.items()},
     }
     return Diagnosis(sections, facts)
+
+
+def _versions(installed: Mapping[str, str | None]) -> Iterator[Finding]:
+    """Yield a finding for each tested library, and one for the others."""
+    for name, (oldest, newest) in TESTED.items():
+        tested = f"{installed[name]} (tested: {oldest} to {newest})"
+        yield Finding("ok" if is_tested(name) else "note", name, tested)
+    others = [f"{name} {installed[name]}" for name in _OTHERS if installed[name] is not None]
+    yield Finding("ok", "also", ", ".join(others))
 
 
 def chosen_of(trials: Mapping[str, Trial]) -> str | None:
