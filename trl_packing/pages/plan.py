@@ -71,10 +71,13 @@ def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = 
 def _about(plan: Any) -> str:
     """Return the model and the most important setting."""
     run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
-    words = [model if isinstance(model, str) else type(model).__name__ * (model is not None)]
-    words += [f"max_length {limit:,}" if limit else "no max_length"]
-    words += [f"the first {run.num_rows:,} rows of a stream"] * run.is_stream
-    return " · ".join(filter(None, words))
+    words = []
+    if model is not None:
+        words.append(model if isinstance(model, str) else type(model).__name__)
+    words.append(f"max_length {limit:,}" if limit else "no max_length")
+    if run.is_stream:
+        words.append(f"the first {run.num_rows:,} rows of a stream")
+    return " · ".join(words)
 
 
 def _figures(plan: Any) -> Iterator[tuple[str, str]]:
@@ -145,7 +148,11 @@ def _chart(
 
 
 def _bars_of_computed(variants: Sequence[Any], said: str = "") -> list[tuple[str, int, str]]:
-    return [(v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants]
+    bars = []
+    for variant in variants:
+        name = f"{variant.name}{said}" if variant.is_run else variant.name
+        bars.append((name, variant.computed, f"{variant.computed:,}"))
+    return bars
 
 
 def _losses(plan: Any) -> dict[str, Any] | None:
@@ -192,9 +199,9 @@ def _rows(plan: Any) -> dict[str, Any]:
         parts += len(boxes)
         if strips and parts > _MOST_PARTS:
             break
-        rank = f", rank {at % epoch.ranks}" * (epoch.ranks > 1)
+        rank = f", rank {at % epoch.ranks}" if epoch.ranks > 1 else ""
         strips.append((f"step {at // epoch.slots + 1:,}{rank}", boxes))
-    whole = ", which is drawn whole, also where it shares tokens" * plan.grouped
+    whole = ", which is drawn whole, also where it shares tokens" if plan.grouped else ""
     return {
         "strips": strips,
         "has_room": plan.bins is not None and not plan.grouped,
@@ -277,7 +284,7 @@ def _document(
         for image in images:  # in words, at its first token
             said = image_in_words(image, None)
             for at in range(max(image.start, start), min(image.stop, stop)):
-                texts[at - start] = said * (at == image.start)
+                texts[at - start] = said if at == image.start else ""
         inside = changes[(changes > start) & (changes < stop)].tolist()
         for first, last in pairwise([start, *inside, stop]):
             text = "".join(texts[first - start : last - start])

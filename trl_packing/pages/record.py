@@ -177,8 +177,11 @@ def all_settings(args: Any) -> dict[str, Any]:
 
 def changed_settings(args: Any) -> list[str]:
     """Return the names of the settings of `args` that differ from their defaults."""
-    left_out = _LEFT_OUT | {*["packing"] * getattr(args, "_packing_is_default", False)}
-    left_out |= {*["bf16"] * getattr(args, "_leaves_bf16_out", False)}
+    left_out = set(_LEFT_OUT)
+    if getattr(args, "_packing_is_default", False):
+        left_out.add("packing")
+    if getattr(args, "_leaves_bf16_out", False):
+        left_out.add("bf16")
     found = []
     for setting in fields(args):
         default = setting.default

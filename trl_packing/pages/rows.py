@@ -263,7 +263,7 @@ def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> dic
     ending = None
     if document.number is not None:
         last = quote(tokenizer.decode(ids[-1:].tolist()))
-        ending = f"{last}, {'not ' * bool(labels[-1] == IGNORE_INDEX)}trained"
+        ending = f"{last}, {'not trained' if labels[-1] == IGNORE_INDEX else 'trained'}"
     shown = vars(document) | {"trained": int((labels != IGNORE_INDEX).sum()), "ending": ending}
     del shown["images"]
     return shown

@@ -46,7 +46,8 @@ def _figures(record: RunRecord) -> list[tuple[str, str]]:
     if total.seconds is not None:
         found.append((f"{total.seconds:,.1f} s", "of training"))
     found += [(f"{value:.4g}", name) for name, value in losses.items() if value is not None]
-    found += [(record.verdict, "documents on this model")] * bool(record.verdict)
+    if record.verdict:
+        found.append((record.verdict, "documents on this model"))
     return [*found, (record.path, "rows")]
 
 

@@ -62,7 +62,9 @@ def show_document(
     if len(ids):
         trained = int((weights > 0).sum())
         images = len(images_of(document))
-        words = f"{len(ids):,} tokens" + f" · {quantity(images, 'image')}" * bool(images)
+        words = f"{len(ids):,} tokens"
+        if images:
+            words += f" · {quantity(images, 'image')}"
         last = quote(tokenizer.decode(ids[-1:].tolist()))
         heading = (
             f"{escape_hidden(name)} · {words} · {trained:,} trained ({trained / len(ids):.0%}) · "

@@ -57,11 +57,12 @@ def _run_of_state(state: Any) -> RunRecord:
     tokens = {entry["step"]: int(entry["num_tokens"]) for entry in log if "num_tokens" in entry}
     # TRL counts from 0 in a resumed run.
     restarts = sorted(tokens.values()) != [tokens[step] for step in sorted(tokens)]
+    is_finished = any("train_runtime" in entry for entry in log[-2:])
     return RunRecord(
         name="",
         log=log,
         totals={} if restarts else {step: Totals(tokens=n) for step, n in tokens.items()},
-        status="finished" if any("train_runtime" in entry for entry in log[-2:]) else "unknown",
+        status="finished" if is_finished else "unknown",
         step=state["global_step"],
         notes=[f"{STATE} has only tokens (num_tokens, unless they restart), steps and losses"],
     )

@@ -124,13 +124,14 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
     sections = {"Versions": versions, "Devices": found, heading: _attention(trials, first)}
     every = [finding for section in sections.values() for finding in section]
     failures = [f"{name}: {text}" for status, name, text in every if status == "fail"]
+    names = [device.name for device in devices]
+    results = {name: [*trial] for name, trial in trials.items()}
     facts = {
         "trains": not failures,
         "failures": failures,
         "versions": installed,
-        "machine": {"system": system, "devices": [device.name for device in devices]},
-        "attention": {"chosen": chosen_of(trials)}
-        | {name: [*trial] for name, trial in trials.items()},
+        "machine": {"system": system, "devices": names},
+        "attention": {"chosen": chosen_of(trials), **results},
     }
     return Diagnosis(sections, facts)
 
@@ -189,7 +190,7 @@ def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
     findings = []
     for name, (verdict, text) in trials.items():
         status = statuses.get(verdict, "ok" if name == PREFIXES else "-")
-        findings.append(Finding(status, name, verdict + f": {text}" * bool(text)))
+        findings.append(Finding(status, name, f"{verdict}: {text}" if text else verdict))
     if chosen_of(trials) is None:
         text = "no backend keeps documents apart on this device; train on another one"
         return [*findings, Finding("fail", "attention", text)]
