@@ -15,7 +15,7 @@ from trl import SFTConfig, TrlParser
 from trl_packing import PackedSFTConfig
 from trl_packing.attention.model_facts import loading_options
 from trl_packing.config import check_options
-from trl_packing.training.run_recorder import changed_settings
+from trl_packing.pages.record import changed_settings
 
 HERE = {"output_dir": "o", "use_cpu": True, "bf16": False}
 NO_CAPACITY = "`max_length` can't be `None`"

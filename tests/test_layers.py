@@ -17,9 +17,10 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[str, str]] = {
-    "versions": ("", ""),
+    "versions": ("", "packaging"),
+    "temporarily": ("", ""),
     "documents": ("", "datasets numpy pyarrow torch"),
-    "attention": ("documents", "numpy torch transformers"),
+    "attention": ("documents temporarily", "numpy torch transformers"),
     "packing": ("attention documents", "numpy pyarrow torch transformers"),
     "config": ("documents packing", "numpy torch transformers trl"),
     "loss": ("attention documents", "accelerate datasets numpy pyarrow torch trl"),
@@ -32,23 +33,27 @@ TABLE: dict[str, tuple[str, str]] = {
         "attention data documents isolation packing",
         "datasets numpy packaging pyarrow torch transformers trl",
     ),
+    "pages": (
+        "data documents packing versions vision",
+        "datasets jinja2 markupsafe numpy",
+    ),
     "training": (
-        "attention config data documents isolation loss packing versions",
-        "accelerate datasets jinja2 markupsafe numpy safetensors torch transformers trl",
+        "attention config data documents isolation loss packing pages temporarily",
+        "accelerate datasets numpy safetensors torch transformers trl",
     ),
     "plain_trainer": (
-        "attention config data documents isolation loss packing versions",
+        "attention config data documents isolation loss packing temporarily versions",
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention config data documents loss packing training versions vision",
+        "attention config data documents loss packing pages temporarily training versions vision",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (
-        "attention config data documents isolation packing trainer training versions vision",
+        "attention config data documents isolation packing pages trainer training versions vision",
         "datasets numpy pandas torch transformers trl",
     ),
-    "cli": ("data tools training", ""),
+    "cli": ("data pages tools", ""),
 }
 
 

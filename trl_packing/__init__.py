@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     )
     from trl_packing.packing.collator import PackedCollator as PackedCollator
     from trl_packing.packing.sampler import PackedBatchSampler as PackedBatchSampler
+    from trl_packing.pages.show import show_document as show_document
+    from trl_packing.pages.show import show_rows as show_rows
     from trl_packing.plain_trainer.dataset import PackedDataset as PackedDataset
     from trl_packing.plain_trainer.dataset import RepackEveryEpoch as RepackEveryEpoch
     from trl_packing.plain_trainer.dataset import make_supervised_dset as make_supervised_dset
     from trl_packing.plain_trainer.enable import enable_packing as enable_packing
-    from trl_packing.tools.show import show_document as show_document
-    from trl_packing.tools.show_rows import show_rows as show_rows
     from trl_packing.trainer import PackedSFTTrainer as PackedSFTTrainer
 
 __version__ = "0.1.0"
@@ -63,8 +63,8 @@ _HOME = {
     "check_isolation": "isolation.check",
     "load_rows": "data.files",
     "load_prepared": "data.files",
-    "show_document": "tools.show",
-    "show_rows": "tools.show_rows",
+    "show_document": "pages.show",
+    "show_rows": "pages.show",
     "PackedDataset": "plain_trainer.dataset",
     "RepackEveryEpoch": "plain_trainer.dataset",
     "make_supervised_dset": "plain_trainer.dataset",

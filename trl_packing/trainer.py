@@ -35,12 +35,6 @@ from trl_packing.attention.calls import (
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import check_model
 from trl_packing.attention.neftune import scale_noise_by_document
-from trl_packing.attention.state import (
-    forget_evaluation_wrapper,
-    gather_full_state_dict,
-    keep_outputs_precise,
-    temporarily,
-)
 from trl_packing.config import PackingOptions
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.arrow import ArrowDocuments
@@ -49,6 +43,8 @@ from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.pages.record import facts_of_data
+from trl_packing.temporarily import temporarily
 from trl_packing.training.arguments import (
     check_arguments,
     check_set_afterwards,
@@ -63,6 +59,11 @@ from trl_packing.training.arguments import (
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
+from trl_packing.training.engines import (
+    forget_evaluation_wrapper,
+    gather_full_state_dict,
+    keep_outputs_precise,
+)
 from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
@@ -70,7 +71,7 @@ from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.report import PackingReport, RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, source_sets
-from trl_packing.training.run_recorder import RunRecorder, facts_of_data
+from trl_packing.training.run_recorder import RunRecorder
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
@@ -183,19 +184,17 @@ class PackedSFTTrainer(SFTTrainer):
             reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
         self._trl_path = reason
         self._options = options = PackingOptions.of(args)
-        self._step_loss = StepLoss(self)
-        self._meter = ThroughputMeter(self, self._step_loss.trained)
         self._sampling = Sampling(args, image_loads=self._images.loads)
         self._epochs = ResumedEpochs(self, self._sampling)
         self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
         data = facts_of_data(rows)
-        self._recorder = RunRecorder(self, self._meter, self._path_in_words, reason, data)
         self._between_steps = BetweenSteps()
-        rest["callbacks"] = [*(callbacks or ()), self._recorder, self._between_steps]
+        rest["callbacks"] = [*(callbacks or ()), self._between_steps]
         if reason:
             leave_packing(args, reason, rows, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
             self._between_steps.begin()
+            self._record_run(LossSums(), "TRL's path", data)
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
         check_arguments(args, train_dataset, compute_loss_func)
@@ -224,9 +223,9 @@ class PackedSFTTrainer(SFTTrainer):
         self._takes_count: bool = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = True
         self.padding_free = True
-        self._build_packed_run(data_collator)
+        self._build_packed_run(data_collator, data)
 
-    def _build_packed_run(self, collator: Any) -> None:
+    def _build_packed_run(self, collator: Any, facts: dict[str, str]) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         options, data, sampling = self._options, self._run_data, self._sampling
         sampling.configure(self)
@@ -252,6 +251,15 @@ class PackedSFTTrainer(SFTTrainer):
             before_first_step=self._before_first_step,
         )
         self._isolation = RunIsolation(self, collators, report, sharing)
+        self._step_loss = StepLoss(
+            self.args,
+            self.accelerator,
+            tp_size=self.get_tp_size(),
+            smoothing=self.args.label_smoothing_factor if self.label_smoother else 0.0,
+            balance=self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
+        )
+        path = "packed" if sampling.packing else "padding-free"
+        self._record_run(self._step_loss.trained, path, facts, guard)
         self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, self._meter)
         self._other_models = OtherModels(self.model)
         data.check_limits(guard.limits)
@@ -267,10 +275,30 @@ class PackedSFTTrainer(SFTTrainer):
         """Documents, bins and steps of an epoch; None on TRL's path."""
         return self._run_report.current if self._run_report else None  # type: ignore[return-value]
 
-    def _path_in_words(self) -> str:
-        if self._trl_path:
-            return "TRL's path"
-        return "packed" if self._sampling.packing else "padding-free"
+    def _record_run(
+        self, trained: LossSums, path: str, facts: dict[str, str], guard: Any = None
+    ) -> None:
+        """Count what is trained, and keep the record of the run."""
+        self._meter = ThroughputMeter(
+            self.args,
+            self.accelerator,
+            trained,
+            tp_size=self.get_tp_size(),
+            balances=self.aux_loss_enabled,
+            means=self._metrics["train"],
+            set_total=partial(setattr, self, "_total_train_tokens"),
+            is_packed=self._trl_path is None,
+        )
+        self._recorder = RunRecorder(
+            self._meter,
+            path,
+            self._trl_path,
+            facts,
+            report=self._run_report,
+            guard=guard,
+            total=lambda: self._total_train_tokens,
+        )
+        self.add_callback(self._recorder)
 
     def _attention_in_use(self) -> Any:
         """Restore the model's `attn_implementation` at the end of the block."""
@@ -358,7 +386,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Continue where the record in the checkpoint says, or where a stream was."""
         epoch, skipped = super()._init_training_state(*args, **kwargs)
-        self._meter.start_run()
+        self._meter.start_run(self.state, self._total_train_tokens)
         return self._epochs.resume(epoch, skipped)
 
     @packed_runs_only
@@ -391,15 +419,18 @@ class PackedSFTTrainer(SFTTrainer):
         """Make the row current: `compute_loss` and the caller may be a user's."""
         takes_count = self._takes_count or self.compute_loss_func is not None
         # A user's mean relies on getting no count where the model class takes none, as in TRL.
-        hides = not (self._loss_is_ours() or takes_count)
-        count, hidden = (None, num_items_in_batch) if hides else (num_items_in_batch, None)
+        hidden = None
+        if num_items_in_batch is not None and not (self._loss_is_ours() or takes_count):
+            is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+            divisor = 1 if is_scaled else self.current_gradient_accumulation_steps
+            num_items_in_batch, hidden = None, (num_items_in_batch, divisor)
         is_own = not (self._is_ours("training_step") and self._loss_is_ours())
         with (
             use_current_row(inputs),
             self._other_models.watch() if is_own and not self.args.torch_compile else nullcontext(),
             temporarily(self._step_loss, hidden_num_items=hidden),
         ):
-            return super().training_step(model, inputs, count)
+            return super().training_step(model, inputs, num_items_in_batch)
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:
@@ -414,7 +445,8 @@ class PackedSFTTrainer(SFTTrainer):
         row = host_row(inputs)
         prepared = prepared if row is None else PackedBatch(prepared, row)
         # With a cache, another model would not read the positions.
-        prepared.update({} if prepared.get("cu_seq_lens_q") is None else {"use_cache": False})
+        if prepared.get("cu_seq_lens_q") is not None:
+            prepared["use_cache"] = False
         for name in {TOKEN_WEIGHTS, SOURCE_WEIGHTS} & inputs.keys():  # DeepSpeed casts them
             prepared[name] = send(inputs[name], self.args.device)
         replace_current_row(prepared)
@@ -428,16 +460,20 @@ class PackedSFTTrainer(SFTTrainer):
         if self._loss_is_between():
             inputs = without_weights(inputs)
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        padded = not self.model.training and "attention_mask" in inputs
         return self._step_loss.compute(
-            model, inputs, return_outputs, num_items_in_batch, padded=padded
+            model,
+            inputs,
+            return_outputs,
+            num_items_in_batch,
+            user_loss=self.compute_loss_func,
+            training=self.model.training,
         )
 
     @packed_runs_only
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Forget the row, which is trained by now, and count the tokens of its documents."""
         set_current_row(None)
-        self._step_loss.check_was_computed(inputs)
+        self._step_loss.check_was_computed(inputs, type(self).__name__)
         super()._track_num_input_tokens(for_counting(inputs))
 
     @packed_runs_only
@@ -478,7 +514,15 @@ class PackedSFTTrainer(SFTTrainer):
             with temporarily(self._step_loss, evaluated=sums):
                 output = super().evaluation_loop(CurrentBatches(dataloader), *args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", "eval")
-            self._step_loss.write_metrics(sums, sources, output.metrics, prefix)
+            self._step_loss.write_metrics(
+                sums,
+                sources,
+                output.metrics,
+                prefix,
+                means=self._metrics["eval"],
+                num_tokens=self._total_train_tokens,
+                user_loss=self.compute_loss_func,
+            )
         self._loaders.report_losses(dataloader)
         return output
 

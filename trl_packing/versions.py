@@ -1,9 +1,10 @@
 """Tested versions of the libraries that this package builds on, and a warning about others."""
 
 import logging
-import re
 from functools import cache
 from importlib.metadata import distributions
+
+from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,9 @@ def warn_of_untested_versions() -> None:
 
 def is_tested(name: str) -> bool:
     """Whether the installed version of one of `TESTED` is in its range; patches are ignored."""
-    oldest, found, newest = (
-        [int(number) for number in re.findall(r"\d+", text)[:2]]
-        for text in (TESTED[name][0], installed_version(name) or "0", TESTED[name][1])
-    )
-    return oldest <= found <= newest
+    oldest, newest = TESTED[name]
+    found = Version(installed_version(name) or "0").release[:2]
+    return Version(oldest).release[:2] <= found <= Version(newest).release[:2]
 
 
 @cache

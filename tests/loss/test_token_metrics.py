@@ -3,6 +3,9 @@
 The reference scores each document alone, from the logits of the untouched model.
 """
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -11,6 +14,7 @@ from helpers.by_hand import TOLERANCE, weighted
 from helpers.tiny import documents_of_lengths, tiny_model
 
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.loss.sums import LossSums, Sums
 
 NAMES = ("entropy", "mean_token_accuracy")
 LENGTHS = [60, 3, 40, 9, 33, 5, 22, 50, 12, 4]
@@ -119,3 +123,32 @@ def test_evaluation_reports_the_mean_over_the_set(padded, tmp_path):
     assert 0 < expected["mean_token_accuracy"] < 1
     for _ in range(2):
         assert_means(trainer.evaluate(), expected, "eval_")
+
+
+@pytest.mark.parametrize("sources", [0, 2])
+def test_sums_are_read_by_the_names_under_which_they_were_added(sources):
+    """Two micro-batches of two trained tokens: the second has a document of source 1."""
+    sums = LossSums(sources)
+    labels = torch.tensor([[-100, 4, 5, -100]])
+    scored = SimpleNamespace(
+        entropy=torch.tensor([[1.0, 2.0, 9.0]]),
+        is_top1=torch.tensor([[True, False, True]]),
+        aux_loss=torch.tensor(0.5),
+    )
+    batch = {"labels": labels, "loss_weights": torch.tensor([[0.0, 2.0, 1.0, 0.0]])}
+    for source in (-1, 1):
+        ids = torch.full_like(labels, source)
+        sums.add(batch | {"source_ids": ids}, torch.tensor([[3.0, 7.0, math.nan]]), scored)
+    found = Sums.of(sums.take().numpy())
+    assert found._asdict() == {
+        "by_source": [(0, 0, 0), (13, 3, 2)][:sources],
+        "entropy": 6,
+        "hits": 2,
+        "trained": 4,
+        "aux_loss": 4,
+        "tokens": 8,
+        "micro_batches": 2,
+        "weight": 6,
+        "loss": 26,
+    }
+    assert sums.take() is None

@@ -8,8 +8,9 @@ from helpers.browser import HOSTILE, open_page
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_packing.cli import main
-from trl_packing.tools.compare_runs import compare, compare_page, comparison_text, load_run
-from trl_packing.training.run_page import FILE, NOTHING, RunRecord, Totals
+from trl_packing.pages.record import FILE, NOTHING, RunRecord, Totals
+from trl_packing.pages.runs import compare_page
+from trl_packing.tools.compare_runs import compare, comparison_text, load_run
 
 
 def made(name, *, documents_per_step, steps=4, losses=None, **changes):

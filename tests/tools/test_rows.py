@@ -16,9 +16,9 @@ from PIL import Image
 
 from trl_packing import PackedCollator
 from trl_packing.cli import main
+from trl_packing.pages.rows import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED, rows_page
 from trl_packing.tools.preview import PreviewedRun, trace_documents
-from trl_packing.tools.rows import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED, PackedEpoch
-from trl_packing.tools.rows_page import rows_page
+from trl_packing.tools.rows import PackedEpoch
 from trl_packing.tools.training_command import TrainerCall
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]

@@ -15,8 +15,8 @@ from helpers.waits import counted_waits
 
 from trl_packing import PackedCollator, PackedSFTTrainer
 from trl_packing.loss.sums import LossSums
+from trl_packing.pages.record import FILE, RunRecord
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.run_page import FILE, RunRecord
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 PAD = 0  # no document holds it
@@ -216,10 +216,18 @@ def test_the_sums_of_two_ranks_need_one_wait(tensor_parallel, tokens, tmp_path, 
     monkeypatch.setattr(ThroughputMeter, "clock", staticmethod(lambda: now[0]))
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: tensor.repeat(2, 1))
-    monkeypatch.setattr(trainer, "get_tp_size", lambda: tensor_parallel)
-    meter = ThroughputMeter(trainer, LossSums())
-    trainer._total_train_tokens = 1000
-    meter.start_run()
+    totals = []
+    meter = ThroughputMeter(
+        trainer.args,
+        trainer.accelerator,
+        LossSums(),
+        tp_size=tensor_parallel,
+        balances=False,
+        means={},
+        set_total=totals.append,
+        is_packed=True,
+    )
+    meter.start_run(trainer.state, 1000)
     row = PackedCollator(tensors_only=True)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     meter.count([row], room=8)
     now[0], trainer.state.global_step = 1.0, 1
@@ -229,7 +237,7 @@ def test_the_sums_of_two_ranks_need_one_wait(tensor_parallel, tokens, tmp_path, 
         with meter.pause():  # an evaluation after the log, in the same step
             pass
     assert waits.of("trl_packing") == [1]
-    assert trainer._total_train_tokens == 1000 + tokens
+    assert totals == [1000 + tokens]
     assert meter.take_logs()[1]["tokens_per_second"] == tokens
 
 

@@ -13,13 +13,17 @@ from transformers import TrainerCallback
 from trl import SFTConfig
 
 from trl_packing import PackedSFTConfig
-from trl_packing.training.run_page import FILE, NOTHING, UNKNOWN, RunRecord, Totals
-from trl_packing.training.run_recorder import (
-    RunRecorder,
+from trl_packing.pages.record import (
+    FILE,
+    NOTHING,
+    UNKNOWN,
+    RunRecord,
+    Totals,
     all_settings,
     changed_settings,
     facts_of_data,
 )
+from trl_packing.training.run_recorder import RunRecorder
 
 LENGTHS = [9, 30, 5, 17, 23, 3, 28, 12, 20, 31, 8]
 EVALUATED = {"eval_lengths": [7, 9, 4, 12, 8, 6], "columns": {"source": ["math", "code"] * 3}}

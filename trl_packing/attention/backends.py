@@ -183,15 +183,8 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
     """
     if only := _only_exact(model):
         return {name: None if name == only.backend else only.reason for name in CHOICES[1:]}
-    kind = torch.device(device).type
     outside = outside_interface(model)
-    reason = outside
-    if reason is None and kind != "cuda":
-        reason = f"the device is {kind}"
-    elif reason is None and dtype not in (torch.bfloat16, torch.float16):
-        reason = f"the dtype is {dtype}"
-    elif reason is None and torch.cuda.get_device_capability() < (8, 0):
-        reason = f"{torch.cuda.get_device_name()} is older than sm80"
+    reason = outside or _no_kernels(device, dtype)
     found: dict[str, str | None] = dict.fromkeys(CHOICES[1:])
     fields = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     dropout = [p for name in fields for p in layer_values(text_config(model), name)]
@@ -206,6 +199,18 @@ def refusals(model: Any, *, device: Any, dtype: torch.dtype) -> dict[str, str | 
     if found["varlen"] is None and min(widths, default=0) > varlen.WIDEST:
         found["varlen"] = f"all heads are wider than {varlen.WIDEST}"  # it would run none of them
     return found
+
+
+def _no_kernels(device: Any, dtype: torch.dtype) -> str | None:
+    """Return why kernels of GPUs cannot run, or None."""
+    kind = torch.device(device).type
+    if kind != "cuda":
+        return f"the device is {kind}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the dtype is {dtype}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than sm80"
+    return None
 
 
 def _only_exact(model: Any) -> AttentionChoice | None:

@@ -132,11 +132,9 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     @functools.wraps(function)
     def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kw: Any) -> Any:
         # The properties that select the kernel; the length of the row is not one of them.
-        kind = (
-            *[(x.shape[1], x.shape[-1], x.dtype) for x in (q, k, v)],
-            *[kw.get(option) is not None for option in ("sliding_window", "key_index", "s_aux")],
-            kw.get("softcap"),
-        )
+        shapes = tuple((x.shape[1], x.shape[-1], x.dtype) for x in (q, k, v))
+        given = [kw.get(option) is not None for option in ("sliding_window", "key_index", "s_aux")]
+        kind = (shapes, *given, kw.get("softcap"))
         if kw.get("cu_seq_lens_q") is not None and kind not in tried:
             tried.add(kind)
             try:

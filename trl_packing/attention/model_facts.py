@@ -6,6 +6,8 @@ of their attention, because the backward reads it too, and the run around them r
 one, which pickles and copies always hold: no other process knows the packed one.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig
+
+from trl_packing.temporarily import temporarily
 
 
 def loading_options(args: Any) -> dict[str, Any]:
@@ -224,3 +228,20 @@ def configs_of(model: Any) -> list[Any]:
             parts = getattr(config, "sub_configs", None) or ()
             found += [getattr(config, name, None) for name in parts]
     return list(configs.values())
+
+
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` whose gradient checkpointing is on."""
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Turn gradient checkpointing off in the block.
+
+    Under it, PEFT raises in a second forward of an aLoRA adapter before the backward of the first.
+    """
+    with ExitStack() as stack:
+        for layer in checkpointed_layers(model):
+            stack.enter_context(temporarily(layer, gradient_checkpointing=False))
+        yield

@@ -23,15 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from trl_packing.attention import neftune
 from trl_packing.attention.calls import other_rows, wrap_packed_calls
-from trl_packing.attention.model_facts import invokes_adapter, requires, unwrap_peft
-from trl_packing.attention.state import (
-    all_reduce_max,
+from trl_packing.attention.model_facts import (
     checkpointed_layers,
-    is_alone,
-    is_sharded,
-    temporarily,
+    invokes_adapter,
+    requires,
+    unwrap_peft,
     without_checkpointing,
 )
+from trl_packing.attention.ranks import all_reduce_max, is_alone, is_sharded
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -40,6 +39,7 @@ from trl_packing.documents.host_row import (
     to_device,
 )
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.temporarily import temporarily
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding
@@ -204,10 +204,15 @@ def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
     return make(**{n: _joined([getattr(o, n) for o in outputs], rows, weights) for n in names})
 
 
+def _joined_scalar(parts: list[Tensor], weights: list[float]) -> Tensor:
+    """Return the weighted sum of losses; forwards of weight 0 may have none that is finite."""
+    weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
+    return torch.stack(weighted).sum() if weighted else parts[0] * 0
+
+
 def _joined_tensor(parts: list[Tensor], rows: list[Rows], weights: list[float]) -> Tensor | None:
     if parts[0].dim() == 0:
-        weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
-        return torch.stack(weighted).sum() if weighted else parts[0] * 0
+        return _joined_scalar(parts, weights)
     shapes = [row.token.shape for row in rows]
     if shapes[0].numel() == 1:  # a masked token alone, and idle forwards
         return parts[0]

@@ -33,7 +33,6 @@ from trl_packing.attention.calls import (
     wrap_packed_calls,
 )
 from trl_packing.attention.padded_rows import group_documents, rows_of
-from trl_packing.attention.state import temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     host_boundaries,
@@ -41,6 +40,7 @@ from trl_packing.documents.host_row import (
     is_cpu,
     to_device,
 )
+from trl_packing.temporarily import temporarily
 
 NAME = "by_document"
 

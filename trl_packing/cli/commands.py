@@ -45,9 +45,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     run = _previewed_run(arguments)
     if reads_all:
         run = replace(run, dataset=run.images.take(run.dataset, "train"))  # read headers once
+    from trl_packing.pages.rows import rows_page
     from trl_packing.tools.preview import preview_losses, preview_rows
     from trl_packing.tools.rows import PackedEpoch
-    from trl_packing.tools.rows_page import rows_page
 
     rows = []
     color = not arguments.json and uses_color(arguments.color)
@@ -101,7 +101,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from trl_packing.tools.plan.plan import preview_epoch
 
     if arguments.html:
-        from trl_packing.tools.plan.page import plan_page
+        from trl_packing.pages.plan import plan_page
         from trl_packing.tools.plan.plan import plan_run
 
         found = plan_run(run, ranks=arguments.ranks)
@@ -249,8 +249,9 @@ def compare(arguments: argparse.Namespace) -> int:
     """
     if len(arguments.runs) < 2:
         raise ValueError(f"{arguments.runs[0]} has nothing to be compared with; name two runs")
+    from trl_packing.pages.page import storable
+    from trl_packing.pages.runs import compare_page
     from trl_packing.tools import compare_runs
-    from trl_packing.training.run_page import storable
 
     records = [compare_runs.load_run(path) for path in arguments.runs]
     found = compare_runs.compare(records)
@@ -258,7 +259,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(storable(found))
     if arguments.html:
-        _write(compare_runs.compare_page(records, found), arguments)
+        _write(compare_page(records, found), arguments)
     return 0
 
 

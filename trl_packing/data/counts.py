@@ -171,3 +171,34 @@ def handled_in(bits: np.ndarray) -> PreparationCounts:
 def quantity(number: int, unit: str) -> str:
     plural = "es" if unit.endswith("ch") else "s"
     return f"{number:,} {unit}{plural * (number != 1)}"
+
+
+def times(epochs: float) -> str:
+    """Return how often an epoch draws a document.
+
+    Examples:
+        >>> times(1.0), times(2.5), times(0.3334), times(0.0001)
+        ('1×', '2.5×', '0.33×', '0.0001×')
+    """
+    return f"{decimals(epochs)}×"
+
+
+def decimals(number: float) -> str:
+    """Return a number in plain decimals, two of them or two digits.
+
+    Examples:
+        >>> decimals(0.005), decimals(0.00001234), decimals(20.25), decimals(3.0)
+        ('0.005', '0.000012', '20.25', '3')
+    """
+    return np.format_float_positional(number, 2, fractional=number >= 1, trim="-")
+
+
+def times_fewer(tokens: int, computed: int) -> str:
+    """Return by how much `computed` tokens are fewer.
+
+    Examples:
+        >>> times_fewer(1130, 1000), times_fewer(2400, 1000)
+        ('1.13× fewer', '2.4× fewer')
+    """
+    ratio = tokens / max(computed, 1)
+    return f"{ratio:.{2 if ratio < 2 else 1}f}× fewer"

@@ -141,10 +141,11 @@ def _fault(message: Any, chat_template: str) -> str | None:
 
 def without_flags(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` for a chat template, without nulls, "train" and "weight"."""
-    return [
-        {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
-        for message in messages
-    ]
+    kept = []
+    for message in messages:
+        items = message.items()
+        kept.append({key: x for key, x in items if x is not None and key not in _FLAGS})
+    return kept
 
 
 def without_arrow_nulls(value: Any, feature: Any) -> Any:

@@ -301,15 +301,15 @@ class RowFormat:
         if not completion or (self.makes_turns and not weights):  # dropped and counted later
             text = (self.chat.try_render(conversation) if messages else "") or ""
             return [Rendered(text, [], adds_special_tokens=False)]
-        if self.makes_turns and weights is not None:
+        if weights is None:
+            documents = [self._as_trl(conversation, len(prompt))]
+        elif self.makes_turns:
             documents = render_every_turn(self.chat, conversation, weights)
             conversation = conversation.of(conversation.messages[: max(weights) + 1])
-        elif weights is not None:
+        else:
             text, spans = trained_spans(self.chat, conversation, weights)
             ends = self.chat.prompt_ends(text, [start for start, *_ in spans])
             documents = [Rendered(text, spans, adds_special_tokens=False, prompt_ends=ends)]
-        else:
-            documents = [self._as_trl(conversation, len(prompt))]
         first = len(prompt) if self.completion_only and self.train_on is None else 0
         handled |= self._left_out(conversation, documents[-1].text, weights, first)
         return [replace(each, handled=handled) for each in documents] if handled else documents

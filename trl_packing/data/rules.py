@@ -112,7 +112,13 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
     """
     args, options, row_format = rules.args, rules.options, rules.row_format
     prompt, chat, labeler = row_format.prompt_template, row_format.chat, rules.labeler
-    markers = labeler and (labeler.templates.response, labeler.templates.instruction)
+    markers: list[Any] | None = None
+    if labeler is not None:
+        templates = labeler.templates
+        markers = [
+            each and [each.token_ids, each.text]
+            for each in (templates.response, templates.instruction)
+        ]
     settings = {
         "tokenizer": hash_of_tokenizer(chat.tokenizer),
         "chat_template": chat.source if chat.exists else None,
@@ -121,7 +127,7 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
         "packing": rules.packing,
         "train_on": "assistant" if flagged and row_format.flags_decide else options.train_on,
         "prompt_template": prompt and [prompt.template, prompt.with_input],
-        "data_collator": markers and [each and [each.token_ids, each.text] for each in markers],
+        "data_collator": markers,
         "seed": args.seed if args.shuffle_dataset else None,
         "stop tokens": sorted(rules.eos.stop_ids) if options.append_eos else None,
         **{name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET},

@@ -69,7 +69,8 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
         raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; load the fast one")
     processor = tokenizer.backend_tokenizer.post_processor
     trims = processor is not None and b'"trim_offsets":true' in processor.__getstate__()
-    found, open_ends = [], []
+    found: list[Tokenized] = []
+    open_ends: dict[int, str] = {}  # prompts whose tokens end elsewhere, by number of the document
     for number, document in enumerate(documents):
         if document.tokens is not None:
             found.append(document.tokens)
@@ -81,35 +82,49 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
             continue
         encoding = encoded.encodings[number]
         offsets = _Offsets(tokenizer, encoding, ids, encoding.tokens if trims else None)
-        for start, stop, weight in document.spans or ():
-            first, last = offsets.tokens_of(start, stop, document.only_whole)
-            weights[first:last] = weight
+        _weigh_spans(document, offsets, weights)
         crossed = [end for end in document.prompt_ends if offsets.merges_at(end)]
         if crossed:
             found[number] = _apart(tokenizer, document, found[number], crossed)
-        end = 0 if document.prompt is None else _prompt_end(offsets, document, tokenizer)
-        if document.prompt is not None and (end is None or crossed):
-            open_ends.append(number)
+        if document.prompt is None:
+            continue
+        end = _prompt_end(offsets, document, tokenizer)
+        if end is None or crossed:
+            open_ends[number] = document.prompt
         else:
             weights[:end] = 0
     if open_ends:
-        prompts = tokenizer([documents[n].prompt or "" for n in open_ends], **options)["input_ids"]
+        prompts = tokenizer([*open_ends.values()], **options)["input_ids"]
         for number, prompt in zip(open_ends, prompts, strict=True):
             document, tokens = documents[number], found[number]
-            end = common_prefix_length(prompt, tokens.input_ids)
-            if end < len(prompt) and document.keeps_prompt_tokens:
-                size = len(document.prompt or "")
-                found[number] = _apart(tokenizer, document, tokens, [size])
-                if found[number].lost_prompt:
-                    raise ValueError(
-                        "its tokens merge where the generation prompt ends and the turn "
-                        f"{quote(document.text[size : size + 20])} begins; begin the turn with "
-                        "another character"
-                    )
-            else:
-                tokens.weights[:end] = 0
-                found[number] = replace(tokens, lost_prompt=prompt[end:] or tokens.lost_prompt)
+            found[number] = _without_prompt(tokenizer, document, tokens, prompt)
     return found
+
+
+def _weigh_spans(document: Rendered, offsets: "_Offsets", weights: np.ndarray) -> None:
+    """Write the weights of the spans of a document into those of its tokens."""
+    for start, stop, weight in document.spans or ():
+        first, last = offsets.tokens_of(start, stop, document.only_whole)
+        weights[first:last] = weight
+
+
+def _without_prompt(
+    tokenizer: Any, document: Rendered, tokens: Tokenized, prompt: list[int]
+) -> Tokenized:
+    """Return `tokens` with weights behind the tokens of `prompt` alone, whose end may be others."""
+    end = common_prefix_length(prompt, tokens.input_ids)
+    if end == len(prompt) or not document.keeps_prompt_tokens:
+        tokens.weights[:end] = 0
+        return replace(tokens, lost_prompt=prompt[end:] or tokens.lost_prompt)
+    size = len(document.prompt or "")
+    apart = _apart(tokenizer, document, tokens, [size])
+    if apart.lost_prompt:
+        raise ValueError(
+            "its tokens merge where the generation prompt ends and the turn "
+            f"{quote(document.text[size : size + 20])} begins; begin the turn with another "
+            "character"
+        )
+    return apart
 
 
 def _apart(tokenizer: Any, document: Rendered, whole: Tokenized, ends: Sequence[int]) -> Tokenized:

@@ -95,15 +95,7 @@ def documents_from_rows(
     except ValueError as error:
         sentence = f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
         raise ValueError(sentence) from error
-    if first.get("tools") and row_format.chat.exists:
-        lacks = "" if row_format.chat.reads_tools else "tools"
-        if not row_format.calls_tools:
-            lacks = "tool calls"
-        if lacks:
-            logger.warning(
-                f"the {name} dataset has tools, but the chat template renders no {lacks}; use "
-                "another template"
-            )
+    _note_unread_tools(first, row_format, name)
     form = row_format.form(first)
     columns = ["input_ids", "labels"]
     if form.endswith("messages"):
@@ -131,14 +123,34 @@ def documents_from_rows(
     if row_format.makes_turns:
         options["batch_size"] = _CONVERSATIONS_AT_ONCE
     if isinstance(rows, IterableDataset):
-        # A type that the stream does not know is that of its first row. Texts may hold any value.
-        known = rows.features or {}
-        of_values = {bool: "bool", int: "int64", float: "float64"}
-        kinds = {c: Value(of_values.get(type(first.get(c)), "string")) for c in document_columns}
-        kinds |= {**known, **_DTYPES}
-        features = Features({c: kinds[c] for c in (*columns, *document_columns)})
+        features = _features_of_stream(rows, first, columns, document_columns)
         return rows.map(_prepare_batch, features=features, **options)
     return rows.map(_prepare_batch, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **options)
+
+
+def _features_of_stream(
+    rows: IterableDataset, first: Row, columns: Sequence[str], document_columns: Sequence[str]
+) -> Features:
+    """Return the features of the documents of a stream with this first row."""
+    # A type that the stream does not know is that of its first row. Texts may hold any value.
+    of_values = {bool: "bool", int: "int64", float: "float64"}
+    kinds = {c: Value(of_values.get(type(first.get(c)), "string")) for c in document_columns}
+    kinds |= {**(rows.features or {}), **_DTYPES}
+    return Features({column: kinds[column] for column in (*columns, *document_columns)})
+
+
+def _note_unread_tools(first: Row, row_format: RowFormat, name: str) -> None:
+    """Warn that the chat template leaves out what a data set has of tools."""
+    if not (first.get("tools") and row_format.chat.exists):
+        return
+    lacks = "" if row_format.chat.reads_tools else "tools"
+    if not row_format.calls_tools:
+        lacks = "tool calls"
+    if lacks:
+        logger.warning(
+            f"the {name} dataset has tools, but the chat template renders no {lacks}; use another "
+            "template"
+        )
 
 
 def note_unread_columns(
@@ -211,17 +223,12 @@ def _prepare_batch(
     is_alone: bool,
 ) -> dict[str, list[Any]] | pa.Table:
     """Return the documents of a batch; a table if no other column stays beside theirs."""
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    for column, feature in structs.items():
-        for row in rows:
-            row[column] = without_arrow_nulls(row.get(column), feature)
+    rows = _rows_of(batch, structs)
     tokenizer = row_format.chat.tokenizer
 
     def render(row: Row) -> list[Rendered]:
         found = row_format.documents(row, form)
-        if TOKEN_WEIGHTS not in columns and any(
-            weight != 1 for document in found for *_, weight in document.spans or ()
-        ):
+        if TOKEN_WEIGHTS not in columns and any(map(_has_other_weights, found)):
             raise ValueError(
                 "a message has a weight other than 0 and 1, but those of the first row have none; "
                 "give them the weight 1"
@@ -234,33 +241,64 @@ def _prepare_batch(
         for row, index in zip(rows, indices, strict=True):
             _check_row(row, render, row_format, row_name(index, name))
         raise
+    _note_lost_prompt(documents, tokenizer)
+    tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
+    flat = {column: values for column, values in tokens if column in columns}
+    stops = np.cumsum([len(document.input_ids) for document in documents])
+    of_documents = {TURN: turns, HANDLED: handled}
+    numbers = {column: values for column, values in of_documents.items() if column in columns}
+    if is_alone:  # an Arrow table is written at once; `datasets` checks every other value
+        return _as_table(flat, stops, numbers)
+    made: dict[str, list[Any]] = {}
+    for column, values in flat.items():
+        made[column] = np.split(values, stops[:-1])
+        if column != TOKEN_WEIGHTS:
+            made[column] = [each.tolist() for each in made[column]]
+    made |= numbers
+    for column in columns:
+        if column in batch:
+            made[column] = [batch[column][place] for place in places]
+    return made
+
+
+def _rows_of(
+    batch: Mapping[str, Sequence[Any]], structs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the rows of a batch, without the nulls that Arrow adds to structs."""
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    for column, feature in structs.items():
+        for row in rows:
+            row[column] = without_arrow_nulls(row.get(column), feature)
+    return rows
+
+
+def _note_lost_prompt(documents: Sequence[Tokenized], tokenizer: Any) -> None:
+    """Warn of the first prompt whose last tokens are not in its document."""
     if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
         logger.warning_once(
             "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
             f"{quote(tokenizer.decode(lost))} is left out, unlike at inference. End the prompt on "
             "a token boundary, or use a chat template that renders it the same way. Shown once."
         )
-    tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
-    flat = {column: values for column, values in tokens if column in columns}
-    stops = np.cumsum([len(document.input_ids) for document in documents])
-    if is_alone:  # an Arrow table is written at once; `datasets` checks every other value
-        offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
-        kinds = {"input_ids": pa.int32()}  # as `datasets` stores them
-        lists = {column: pa.array(values, kinds.get(column)) for column, values in flat.items()}
-        made: dict[str, Any] = {
-            c: pa.ListArray.from_arrays(offsets, values) for c, values in lists.items()
-        }
-        if HANDLED in columns:
-            made[HANDLED] = pa.array(handled, pa.int64())
-        return pa.table(made)
-    made = {c: np.split(values, stops[:-1]) for c, values in flat.items()}
-    made |= {c: [each.tolist() for each in made[c]] for c in ("input_ids", "labels")}
-    if TURN in columns:
-        made[TURN] = turns
-    if HANDLED in columns:
-        made[HANDLED] = handled
-    repeated = [column for column in columns if column in batch]
-    return made | {column: [batch[column][n] for n in places] for column in repeated}
+
+
+def _has_other_weights(document: Rendered) -> bool:
+    """Return whether a span of a document has a weight other than 1."""
+    return any(weight != 1 for *_, weight in document.spans or ())
+
+
+def _as_table(
+    flat: Mapping[str, np.ndarray], stops: np.ndarray, numbers: Mapping[str, list[int]]
+) -> pa.Table:
+    """Return documents that end at `stops` of flat columns, with other `numbers` of each."""
+    offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
+    kinds = {"input_ids": pa.int32()}  # as `datasets` stores them
+    made: dict[str, Any] = {}
+    for column, values in flat.items():
+        made[column] = pa.ListArray.from_arrays(offsets, pa.array(values, kinds.get(column)))
+    for column, of_documents in numbers.items():
+        made[column] = pa.array(of_documents, pa.int64())
+    return pa.table(made)
 
 
 def _documents_of(

@@ -28,9 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trl_packing.attention.install import try_backward, use_native_attention
 from trl_packing.attention.model_facts import current_implementation, requires, unwrap_model
-from trl_packing.attention.state import is_sharded, preserve_state, restore_state
+from trl_packing.attention.ranks import is_sharded
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
+from trl_packing.isolation.preserve import preserve_state, restore_state
 from trl_packing.isolation.probes import (
     MIN_TOKENS,
     SHORT,

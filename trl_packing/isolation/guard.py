@@ -21,8 +21,8 @@ from torch import nn
 from trl_packing.attention.backends import AttentionChoice, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
+from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import NAME as BY_DOCUMENT
-from trl_packing.attention.state import all_reduce_max, register_head
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
@@ -41,7 +41,7 @@ from trl_packing.isolation.check import (
 )
 from trl_packing.isolation.mixing import run_mixing_modules_by_document
 from trl_packing.isolation.probes import Probe, probes
-from trl_packing.loss.lm_head import use_native_head
+from trl_packing.loss.lm_head import register_head, use_native_head
 from trl_packing.packing.collator import PackedCollator
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from trl_packing.attention.calls import packed_way
 from trl_packing.attention.model_facts import unwrap_model, unwrap_peft
+from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import run_parts_by_document
-from trl_packing.attention.state import all_reduce_max, preserve_state, restore_state
 from trl_packing.isolation.check import collate_probe
+from trl_packing.isolation.preserve import preserve_state, restore_state
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.packing.collator import PackedCollator
 

@@ -119,10 +119,10 @@ def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: in
     """Return a probe of the document `ids` behind others; contaminated rows fit into `room`."""
     document = {"input_ids": ids}
     at = _at_both_ends(np.arange(len(ids)))
-    packed = [
-        Row([*({"input_ids": x} for x in others), document], sum(map(len, others)) + at)
-        for others in before
-    ]
+    packed = []
+    for others in before:
+        documents = [{"input_ids": x} for x in others]
+        packed.append(Row([*documents, document], sum(map(len, others)) + at))
     whole = [np.concatenate([*others, ids])[-room:] for others in before[: 1 + (name == SHORT)]]
     contaminated = [Row([{"input_ids": x}], len(x) - len(ids) + at) for x in whole]
     return Probe(name, document, at, packed, contaminated)

@@ -2,7 +2,8 @@
 
 Without Triton, TRL's fused head scores every position; with Triton it reads the trained ones from
 the device, so the host waits. Here they come from the host copy of the labels, and are scored by
-`TrainedLogProbs`, or by TRL's kernels on Triton devices.
+`TrainedLogProbs`, or by TRL's kernels on Triton devices. The head's weight is read without running
+the head, so under FSDP2 and ZeRO-3 nothing else gathers it.
 
 B rows, T tokens, P trained positions, H hidden size, V vocabulary, C positions of a chunk.
 """
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from trl_packing.attention.calls import complete_arguments, unbind_forward
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
-from trl_packing.attention.state import unshard_head
 from trl_packing.documents.host_row import is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.next_token import score_targets
@@ -327,3 +328,26 @@ def _add_weight_grads(d_head, d_logits, hidden):
         d_weight += d_logits.t() @ hidden
     if d_bias is not None:
         d_bias += d_logits.sum(0, dtype=torch.float32)
+
+
+def register_head(model: Any) -> None:
+    """Register with ZeRO-3 that the forward of `model` reads the parameters of its head.
+
+    After a native forward, which gathers them, the backward fails on an empty weight (0.19).
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for parameter in (getattr(head, "weight", None), getattr(head, "bias", None)):
+        if hasattr(parameter, "ds_id"):
+            from deepspeed.runtime.zero import register_external_parameter
+
+            register_external_parameter(model, parameter)
+
+
+def unshard_head(head: Any) -> None:
+    """Gather the parameters of `head` for a forward of the model under FSDP2.
+
+    accelerate 1.15 does with the final norm, if it finds one (not in PEFT and vision-language
+    models). The gradient of `full_tensor` would be this rank's only.
+    """
+    if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
+        head.unshard()

@@ -7,13 +7,14 @@ write_metrics a whole evaluation set: the same mean, from `LossSums`
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
-from trl import SFTTrainer
 
 from trl_packing.documents.host_row import for_kernels, send
 from trl_packing.documents.labels import (
@@ -26,10 +27,9 @@ from trl_packing.documents.labels import (
 )
 from trl_packing.loss.lm_head import score_logits
 from trl_packing.loss.sums import (
-    NUM_SUMS,
-    OF_SOURCE,
     LossSums,
     Sources,
+    Sums,
     check_weights_can_be_used,
     sums_dtype,
     target_weights,
@@ -42,20 +42,26 @@ logger = get_logger(__name__)
 _FOR_THE_LOSS = (TOKEN_WEIGHTS, SOURCE_IDS, SOURCE_PLACES, SOURCE_WEIGHTS, TARGET_COUNTS)
 
 
+@dataclass(eq=False)
 class StepLoss:
-    """Computes the share of a micro-batch in the loss of a step of `trainer`.
+    """Computes the share of a micro-batch in the loss of a step.
 
     `trained` holds the sums of the micro-batches trained since they were last taken.
     """
 
-    def __init__(self, trainer: SFTTrainer):
-        self.trainer = trainer
-        self.trained = LossSums()
-        self._scale: Tensor | None = None  # of the weights of the step
-        self._num_tokens: Tensor | None = None  # of the step, padding included, float32
-        self.hidden_num_items: Any = None  # from a user's `compute_loss`, as in TRL
-        self._was_computed = False  # the loss of the micro-batch that is trained
-        self.evaluated: LossSums | None = None  # of the set that is evaluated
+    args: Any  # those of the trainer
+    accelerator: Accelerator
+    tp_size: int  # ranks that compute the same micro-batch
+    smoothing: float  # of labels; 0: none
+    balance: float  # the weight of the balance of experts; 0: none
+    trained: LossSums = field(default_factory=LossSums)
+    evaluated: LossSums | None = None  # of the set that is evaluated
+    # From a user's `compute_loss`, as in TRL: trained tokens of the step, and the number by which
+    # Trainer divides a loss that is computed without them.
+    hidden_num_items: tuple[Any, int] | None = None
+    _scale: Tensor | None = None  # of the weights of the step
+    _num_tokens: Tensor | None = None  # of the step, padding included, float32
+    _was_computed: bool = False  # the loss of the micro-batch that is trained
 
     def measure(
         self, batches: Sequence[Mapping[str, Any]], num_items: Any, device: Any, *, weighted: bool
@@ -71,7 +77,7 @@ class StepLoss:
         self.forget()
         weighted = weighted or any(TOKEN_WEIGHTS in batch for batch in batches)
         weighted = weighted and num_items is not None
-        if not (weighted or self.trainer.aux_loss_enabled):
+        if not (weighted or self.balance):
             return
         # The sums stay on the device: reading them would wait for the previous step.
         options: Any = {"device": device, "dtype": sums_dtype(torch.device(device))}
@@ -80,7 +86,7 @@ class StepLoss:
             of_batches = map(target_weights, batches)
             weights = torch.stack([w.sum(dtype=sums_dtype(w.device)) for w in of_batches]).sum()
             sums[1] = send(weights, device)
-        sums = self.trainer.accelerator.gather(sums[None]).sum(0) / self.trainer.get_tp_size()
+        sums = self.accelerator.gather(sums[None]).sum(0) / self.tp_size
         self._num_tokens = sums[0].float()
         self._scale = _ratio(num_items, sums[1]) if weighted else None
 
@@ -88,14 +94,17 @@ class StepLoss:
         """Forget the step: none is trained."""
         self._scale = self._num_tokens = None
 
-    def check_was_computed(self, batch: Mapping[str, Any]) -> None:
-        """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own."""
+    def check_was_computed(self, batch: Mapping[str, Any], trainer: str) -> None:
+        """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own.
+
+        `trainer` is the name of its class.
+        """
         was_computed = self._was_computed
         self._was_computed = False
         if not was_computed and "key_index" in batch:
             raise RuntimeError(
-                f"training_step of {type(self.trainer).__name__} counts the tokens of shared "
-                "prefixes once; set prefix_sharing='off', or take the loss from compute_loss"
+                f"training_step of {trainer} counts the tokens of shared prefixes once; set "
+                "prefix_sharing='off', or take the loss from compute_loss"
             )
 
     def compute(
@@ -105,33 +114,63 @@ class StepLoss:
         return_outputs: bool,
         num_items: Any,
         *,
-        padded: bool,
+        user_loss: Callable[..., Any] | None,
+        training: bool,
     ) -> Any:
-        """Return what `SFTTrainer.compute_loss` does; `padded`: of an evaluation on padded rows."""
-        trainer = self.trainer
-        args = self.trainer.args
-        undo = 1
-        of_user, training = trainer.compute_loss_func, trainer.model.training
+        """Return what `SFTTrainer.compute_loss` does; `user_loss` is `compute_loss_func`."""
+        divisor = 1
         self._was_computed = True
         if num_items is None and self.hidden_num_items is not None and training:
             # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
-            num_items = self.hidden_num_items
-            if not getattr(trainer, "loss_is_scaled_for_ga", None):
-                undo = trainer.current_gradient_accumulation_steps
-        if padded:
+            num_items, divisor = self.hidden_num_items
+        if not training and "attention_mask" in batch:  # padded rows
             self._mask_repeated_rows(batch)
-        inputs = {k: x for k, x in for_kernels(batch).items() if k not in _FOR_THE_LOSS}
+        inputs = _for_model(for_kernels(batch))
         inputs["use_cache"] = False
-        if trainer.aux_loss_enabled:
+        if self.balance:
             inputs["output_router_logits"] = True
         labels = inputs["labels"]
-        without_labels = {k: x for k, x in inputs.items() if k != "labels"}
-        smooths = trainer.label_smoother is not None and args.loss_type == "nll" and not of_user
-        if smooths or of_user:  # of all logits, which the fused head has not
-            outputs = model(**without_labels)
+        scored, outputs = self._score(model, inputs, user_loss)
+        losses = self._token_losses(scored)
+        if user_loss:
+            check_weights_can_be_used(user_loss, batch)
+            loss = user_loss(outputs, labels, num_items_in_batch=num_items)
+            losses = loss.detach().expand_as(losses)  # of a batch, only their mean is known
+        else:
+            loss = self._mean(losses, batch, num_items)
+        if num_items is not None and self.args.average_tokens_across_devices:
+            loss = loss * self._ranks
+        if self.balance and training and outputs is None:
+            loss = loss + self._balance_of_experts(scored, labels.numel(), num_items)
+        sums = self.trained if self.evaluated is None and training else self.evaluated
+        if sums is not None:
+            sums.add(batch, losses, scored)
+        loss = loss * divisor if divisor > 1 else loss
+        if not return_outputs:
+            return loss
+        message = "`return_outputs=True` is deprecated by TRL: the logits take another forward pass"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        del inputs["labels"]
+        with torch.no_grad():
+            return loss, model(**inputs)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks that compute other micro-batches."""
+        return self.accelerator.num_processes // self.tp_size
+
+    def _score(self, model: Any, inputs: dict[str, Any], user_loss: Any) -> tuple[Any, Any]:
+        """Return the scores of all targets, and the outputs of `model` if a loss needs its logits.
+
+        The fused head has no logits: then the outputs are None.
+        """
+        outputs = None
+        labels = inputs["labels"]
+        smooths = self.smoothing and self.args.loss_type == "nll" and not user_loss
+        if smooths or user_loss:
+            outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
             logits = outputs["logits"] if smooths else outputs["logits"].detach()
-            smoothing = args.label_smoothing_factor if smooths else 0.0
-            scored = score_logits(logits, labels, smoothing)
+            scored = score_logits(logits, labels, self.smoothing if smooths else 0.0)
             scored.aux_loss = outputs.get("aux_loss")
         else:
             scored = model(**inputs, fused_lm_head=True)
@@ -140,37 +179,29 @@ class StepLoss:
             raise RuntimeError(f"{type(model).__name__} scores fewer tokens than there are labels")
         for name in ("log_probs", "entropy", "is_top1"):
             scored[name] = scored[name][:, virtual:]
+        return scored, outputs
+
+    def _token_losses(self, scored: Any) -> Tensor:
+        """Return the loss of every target, without weights, ``(rows, T - 1)``."""
         losses = -scored.log_probs
-        if args.loss_type == "dft":
-            losses = losses * (-losses).exp().detach()  # https://huggingface.co/papers/2508.05629
-        elif args.loss_type != "nll":
-            raise ValueError(f"loss_type={args.loss_type!r} is unknown here; set 'nll' or 'dft'")
-        if of_user:
-            check_weights_can_be_used(of_user, batch)
-            loss = of_user(outputs, labels, num_items_in_batch=num_items)
-            losses = loss.detach().expand_as(losses)  # of a batch, only their mean is known
-        else:
-            loss = self._mean(losses, batch, num_items)
-        ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
-        if num_items is not None and args.average_tokens_across_devices:
-            loss = loss * ranks
-        if trainer.aux_loss_enabled and training and not (smooths or of_user):
-            # TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The
-            # balance depends on the documents that share a batch, so `eval_loss` is without it.
-            share: Any = 1.0
-            if num_items is not None and self._num_tokens is not None:
-                share = labels.numel() / self._num_tokens.to(scored.aux_loss.device) * ranks
-            loss = loss + trainer.router_aux_loss_coef * share * scored.aux_loss
-        sums = self.trained if self.evaluated is None and training else self.evaluated
-        if sums is not None:
-            sums.add(batch, losses, scored)
-        loss = loss * undo if undo > 1 else loss
-        if not return_outputs:
-            return loss
-        message = "`return_outputs=True` is deprecated by TRL: the logits take another forward pass"
-        warnings.warn(message, FutureWarning, stacklevel=2)
-        with torch.no_grad():
-            return loss, model(**without_labels)
+        if self.args.loss_type == "dft":
+            return losses * (-losses).exp().detach()  # https://huggingface.co/papers/2508.05629
+        if self.args.loss_type != "nll":
+            raise ValueError(
+                f"loss_type={self.args.loss_type!r} is unknown here; set 'nll' or 'dft'"
+            )
+        return losses
+
+    def _balance_of_experts(self, scored: Any, tokens: int, num_items: Any) -> Tensor:
+        """Return the share of a micro-batch of `tokens` in the balance of experts.
+
+        TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The balance
+        depends on the documents that share a batch, so `eval_loss` is without it.
+        """
+        share: Any = 1.0
+        if num_items is not None and self._num_tokens is not None:
+            share = tokens / self._num_tokens.to(scored.aux_loss.device) * self._ranks
+        return self.balance * share * scored.aux_loss
 
     def _mean(self, losses: Tensor, batch: Mapping[str, Any], num_items: Any) -> Tensor:
         """Return the weighted sum of `losses` ``(rows, T - 1)`` divided by that of the step.
@@ -196,49 +227,55 @@ class StepLoss:
 
     def _mask_repeated_rows(self, inputs: Mapping[str, Any]) -> None:
         """Mask the rows with which accelerate fills up the last batch of several ranks."""
-        state = self.trainer.accelerator.gradient_state
+        state = self.accelerator.gradient_state
         labels = inputs["labels"]
         if state.end_of_dataloader and state.remainder > 0:
-            kept = state.remainder - self.trainer.args.process_index * len(labels)
+            kept = state.remainder - self.args.process_index * len(labels)
             labels[max(kept, 0) :] = IGNORE_INDEX
 
     def write_metrics(
-        self, evaluated: LossSums, sources: Sources | None, metrics: dict[str, float], prefix: str
+        self,
+        evaluated: LossSums,
+        sources: Sources | None,
+        metrics: dict[str, float],
+        prefix: str,
+        *,
+        means: MutableMapping[str, list[float]],
+        num_tokens: int,
+        user_loss: Any,
     ) -> None:
         """Replace the mean of micro-batch means in `metrics` by that over all trained tokens.
 
         `evaluated` are the sums of this rank, `sources` those of the set, if they are told apart.
+        `means` are TRL's of an evaluation, and `num_tokens` those trained by then.
         """
-        trainer = self.trainer
         name = f"{prefix}_loss"
-        means = self.trainer._metrics["eval"]
-        device = trainer.args.device
+        device = self.args.device
         taken = evaluated.take()
         if taken is None:
             taken = torch.zeros(evaluated.width, dtype=sums_dtype(device))
-        sums = trainer.accelerator.reduce(taken.to(device), reduction="sum").tolist()
-        *_, micro_batches, total, loss = sums[:NUM_SUMS]
-        write_means(means, sums[:NUM_SUMS], balances=trainer.aux_loss_enabled)
-        if not micro_batches:  # a user's `compute_loss` has computed the loss
+        sums = Sums.of(self.accelerator.reduce(taken.to(device), reduction="sum").cpu().numpy())
+        write_means(means, sums, balances=self.balance != 0)
+        if not sums.micro_batches:  # a user's `compute_loss` has computed the loss
             return
-        means["num_tokens"] = [trainer._total_train_tokens]
+        means["num_tokens"] = [num_tokens]
         if name not in metrics:
             return
-        found: dict[str, float] = {}
-        # transformers reports 0.0, the best possible loss, for batches without any weight.
-        mean = loss / total if total else math.nan
-        if not total:
+        if not sums.weight:  # transformers reports 0.0, the best possible loss
             logger.warning(f"{name} is nan: no token of the set is trained with a weight above 0")
-        elif trainer.args.loss_type == "nll" and not (
-            trainer.label_smoother or trainer.compute_loss_func
-        ):  # beyond 709, no float holds it
+            metrics[name] = math.nan
+            return
+        found: dict[str, float] = {}
+        mean = sums.loss / sums.weight
+        if self.args.loss_type == "nll" and not (self.smoothing or user_loss):
+            # Beyond 709, no float holds it.
             found[f"{prefix}_perplexity"] = math.inf if mean > 709 else math.exp(mean)
-        by_source = zip(sources.names, sources.num_documents, strict=True) if sources else ()
-        for i, (source, number) in enumerate(by_source if total else (), start=1):
-            loss, weight, _ = sums[NUM_SUMS:][OF_SOURCE * i :][:OF_SOURCE]  # 0: of no source
-            found[f"{prefix}_num_documents_{source}"] = int(number)
-            if weight:
-                found[f"{prefix}_loss_{source}"] = loss / weight
+        if sources is not None:
+            of_sources = zip(sources.names, sources.num_documents, sums.by_source, strict=True)
+            for source, number, of_source in of_sources:
+                found[f"{prefix}_num_documents_{source}"] = int(number)
+                if of_source.weight:
+                    found[f"{prefix}_loss_{source}"] = of_source.loss / of_source.weight
         # compute_metrics may have given any other name a value.
         metrics.update(found | metrics | {name: mean})
 
@@ -253,6 +290,11 @@ def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
             "a class between PackedSFTTrainer and SFTTrainer computes the loss without them, and "
             "documents have weights; put PackedSFTTrainer behind it, or drop the weights"
         )
+    return _for_model(batch)
+
+
+def _for_model(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model takes of a batch."""
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
 
 

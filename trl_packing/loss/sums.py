@@ -8,9 +8,9 @@ A step is divided by N, its trained tokens, and each weight is multiplied by N /
 then change no bit. `aux_loss`, the balance of experts, is weighted by tokens.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -33,9 +33,48 @@ from trl_packing.documents.labels import (
 # Each source becomes a metric. A column with more values holds texts or ids, not sources.
 MOST_SOURCES = 1000
 
-# Entropy, hits, trained tokens, aux_loss · tokens, tokens, micro-batches, Σ w, Σ w · loss.
-NUM_SUMS = 8
-OF_SOURCE = 3  # Σ w · loss, Σ w and trained tokens of a source
+
+class SourceSums(NamedTuple):
+    """Sums over the targets of a source: Σ w · loss, Σ w, and trained tokens."""
+
+    loss: float
+    weight: float
+    trained: float
+
+
+class Sums(NamedTuple):
+    """Sums over the targets of micro-batches, of one rank or of all.
+
+    Attributes:
+        by_source: empty if sources are not told apart.
+        entropy: over trained tokens, and `hits` too.
+        aux_loss: of each micro-batch, times its tokens.
+        tokens: padding included.
+        weight: Σ w.
+        loss: Σ w · loss.
+    """
+
+    by_source: list[SourceSums]
+    entropy: float
+    hits: float
+    trained: float
+    aux_loss: float
+    tokens: float
+    micro_batches: float
+    weight: float
+    loss: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> "Sums":
+        """Return the sums that `LossSums.take` has returned as a vector, ``(width,)``."""
+        numbers, of_sources = np.split(values, [len(_NUMBERS)])
+        _, *rows = of_sources.reshape(-1, _OF_SOURCE).tolist()  # the first is of no source
+        return cls([SourceSums(*row) for row in rows], *numbers.tolist())
+
+
+# The order in a vector; the sums of no source, and of each source, follow.
+_, *_NUMBERS = Sums.__annotations__
+_OF_SOURCE = len(SourceSums.__annotations__)
 
 
 def target_weights(batch: Mapping[str, Any]) -> Tensor:
@@ -133,8 +172,8 @@ class LossSums:
 
     @property
     def width(self) -> int:
-        """Number of values that `take` returns: the sums, then those of no source and of each."""
-        return NUM_SUMS + OF_SOURCE * (1 + self.num_sources)
+        """Number of values that `take` returns."""
+        return len(_NUMBERS) + _OF_SOURCE * (1 + self.num_sources)
 
     def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
         """Add a packed or padded micro-batch.
@@ -153,25 +192,28 @@ class LossSums:
         losses = losses.detach().to(dtype).masked_fill(weights == 0, 0.0)
         tokens = torch.full((), batch["labels"].numel(), dtype=dtype, device=losses.device)
         aux_loss = torch.zeros_like(tokens) if scored.aux_loss is None else scored.aux_loss.detach()
-        columns = [
-            (scored.entropy.detach().to(dtype) * times).sum(),
-            (scored.is_top1 * times).sum(),
-            times.sum(),
-            aux_loss.to(tokens) * tokens,
-            tokens,
-            torch.ones_like(tokens),
-            weights.sum(dtype=dtype),
-            (losses * weights).sum(),
-        ]
-        sums = torch.stack([column.to(dtype) for column in columns])
-        by_source = sums.new_zeros(1 + self.num_sources, OF_SOURCE)  # row 0: of no source
+        found = {
+            "entropy": (scored.entropy.detach().to(dtype) * times).sum(),
+            "hits": (scored.is_top1 * times).sum(),
+            "trained": times.sum(),
+            "aux_loss": aux_loss.to(tokens) * tokens,
+            "tokens": tokens,
+            "micro_batches": torch.ones_like(tokens),
+            "weight": weights.sum(dtype=dtype),
+            "loss": (losses * weights).sum(),
+        }
+        sums = torch.stack([found[name].to(dtype) for name in _NUMBERS])
+        by_source = sums.new_zeros(1 + self.num_sources, _OF_SOURCE)
         if self.num_sources and SOURCE_IDS in batch:
             _add_by_source(by_source, batch, losses, weights, times)
         sums = torch.cat([sums, by_source.flatten()])
         self._sums = sums if self._sums is None else self._sums + sums
 
     def take(self) -> Tensor | None:
-        """Return the sums since the last call, ``(width,)``; None if nothing was added."""
+        """Return the sums since the last call, ``(width,)``; None if nothing was added.
+
+        `Sums.of` reads them.
+        """
         sums = self._sums
         self._sums = None
         return sums
@@ -193,21 +235,18 @@ def _add_by_source(
         column.index_add_(0, 1 + ids.flatten().to(by_source.device), value.to(by_source))
 
 
-def write_means(
-    metrics: MutableMapping[str, list[float]], sums: Sequence[float], *, balances: bool
-) -> None:
+def write_means(metrics: MutableMapping[str, list[float]], sums: Sums, *, balances: bool) -> None:
     """Write the means of sums into TRL's `_metrics` of a mode; one over no tokens is left out.
 
     Without scored micro-batches the lists stay: a user's `compute_loss` may have written them.
     `balances` says whether the loss has a term for the balance of experts.
     """
-    entropy, hits, trained, aux_loss, tokens, micro_batches, *_ = sums
-    if not micro_batches:
+    if not sums.micro_batches:
         return
     means = {
-        "entropy": (entropy, trained),
-        "mean_token_accuracy": (hits, trained),
-        "aux_loss": (aux_loss, tokens if balances else 0),
+        "entropy": (sums.entropy, sums.trained),
+        "mean_token_accuracy": (sums.hits, sums.trained),
+        "aux_loss": (sums.aux_loss, sums.tokens if balances else 0),
     }
     for name, (total, count) in means.items():
         metrics.pop(name, None)

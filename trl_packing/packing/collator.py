@@ -176,19 +176,11 @@ class PackedCollator:
         rows = list(_seq_lengths(documents, input_ids))
         real = [length for row in rows for length in row if length]
         blanks = [] if self.images is None else self.images.blanks(documents)
-        masked = [len(document["input_ids"]) for document in blanks]
-        blank = sum(masked)
-        num_tokens = sum(real + masked)
-        shapes = self.static_shapes
-        if shapes is not None:
-            masked += shapes.masked_documents(len(real + masked), num_tokens)
-        else:
-            multiple = self.pad_to_multiple_of or 1
-            missing = -num_tokens % multiple if num_tokens else multiple
-            masked += [missing] * bool(missing)
-        lengths = real + masked
-        tail = sum(masked)
-        padding = np.full(tail - blank, self.pad_token_id, dtype=np.int64)
+        lengths = real + [len(document["input_ids"]) for document in blanks]
+        masked = self._masked_documents(len(lengths), sum(lengths))
+        lengths += masked
+        tail = sum(lengths[len(real) :])
+        padding = np.full(sum(masked), self.pad_token_id, dtype=np.int64)
         tokens = [*input_ids, *(document["input_ids"] for document in blanks), padding]
         seq_lengths = torch.tensor(lengths, dtype=torch.int64)
         flat_labels = torch.from_numpy(np.concatenate([*labels, np.full(tail, IGNORE_INDEX)]))
@@ -197,20 +189,16 @@ class PackedCollator:
         batch: dict[str, Any] = {
             "input_ids": torch.from_numpy(np.concatenate(tokens))[None],
             "labels": flat_labels[None],
-            **boundaries_of_row(seq_lengths, longest=shapes.max_length if shapes else 0),
+            **boundaries_of_row(
+                seq_lengths, longest=self.static_shapes.max_length if self.static_shapes else 0
+            ),
         }
         if has_weights(documents, self.loss_weighting):
-            of_tokens = map(token_weights, documents, map(len, input_ids))
-            weights = np.concatenate([*of_tokens, np.ones(tail)])
-            of_rows = zip(map(document_weight, documents), rows, strict=True)
-            factors = [weight for weight, row in of_rows for length in row if length]
-            factors += [1.0] * len(masked)
-            flat = weights, flat_labels.numpy(), lengths, factors, self.loss_weighting
-            batch[TOKEN_WEIGHTS] = torch.from_numpy(weigh_tokens(*flat))[None]
+            weights = self._weights(documents, rows, lengths, flat_labels.numpy())
+            batch[TOKEN_WEIGHTS] = torch.from_numpy(weights)[None]
         sources = None
         if any(SOURCE_IDS in document for document in documents):
-            ids = [document[SOURCE_IDS] for document in documents]
-            source_ids = np.repeat([*ids, -1], [*map(sum, rows), tail])
+            source_ids = _source_ids(documents, [*map(sum, rows), tail])
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
             sources = source_ids[starts[: len(real)].numpy()]
         if self.images is not None:
@@ -226,16 +214,53 @@ class PackedCollator:
             sources=sources,
             num_images=0 if self.images is None else self.images.count(documents),
         )
+        return self._finished(batch, host, real)
+
+    def _finished(self, batch: dict[str, Any], host: HostRow, real: list[int]) -> PackedBatch:
+        """Return a row with shared prefixes and its CPU copy, as the attributes say."""
         if self.shares_prefixes and len(real) > 1 and self.images is None:
             named = {*batch} & {"input_ids", "labels", TOKEN_WEIGHTS}
             apart = {name: batch[name][0, : sum(real)].numpy() for name in named}
-            batch, host = share_prefixes(apart, real, sources) or (batch, host)
+            batch, host = share_prefixes(apart, real, host.sources) or (batch, host)
         if not self.tensors_only:
             return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         # A user's subclass may change the batch, and a CPU copy made here would then be wrong.
         is_ours = type(self).__call__ is PackedCollator.__call__
         return PackedBatch(tensors, host if is_ours else None)
+
+    def _masked_documents(self, num_documents: int, num_tokens: int) -> list[int]:
+        """Return the lengths of the masked documents that a row gets behind its own."""
+        if self.static_shapes is not None:
+            return self.static_shapes.masked_documents(num_documents, num_tokens)
+        multiple = self.pad_to_multiple_of or 1
+        missing = -num_tokens % multiple if num_tokens else multiple
+        return [missing] if missing else []
+
+    def _weights(
+        self,
+        documents: Sequence[Document],
+        rows: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        labels: np.ndarray,
+    ) -> np.ndarray:
+        """Return the weight of each token of a row, ``(T,)``; those behind `rows` have 1."""
+        weights = np.ones(len(labels))
+        factors = []
+        start = 0
+        for document, row in zip(documents, rows, strict=True):
+            stop = start + sum(row)
+            weights[start:stop] = token_weights(document, stop - start)
+            factors += [document_weight(document)] * np.count_nonzero(row)
+            start = stop
+        factors += [1.0] * (len(lengths) - len(factors))
+        return weigh_tokens(weights, labels, lengths, factors, self.loss_weighting)
+
+
+def _source_ids(documents: Sequence[Document], sizes: Sequence[int]) -> np.ndarray:
+    """Return the source of each token; `sizes` are those of rows and of the padding, with −1."""
+    ids = [document[SOURCE_IDS] for document in documents]
+    return np.repeat([*ids, -1], sizes)
 
 
 class DataCollatorWithFlattening(PackedCollator):

@@ -33,15 +33,17 @@ from trl_packing.attention.model_facts import (
     unwrap_peft,
 )
 from trl_packing.attention.neftune import scale_noise_by_document
-from trl_packing.attention.state import is_sharded, preserve_state, temporarily
+from trl_packing.attention.ranks import is_sharded
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.guard import REACH, IsolationGuard, Precision, representative_documents
+from trl_packing.isolation.preserve import preserve_state
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
+from trl_packing.temporarily import temporarily
 from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
@@ -259,10 +261,10 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
             "the first token of a packed document has a label, which the document before it would "
             "predict; use a collator that keeps the labels of PackedDataset"
         )
-    boundaries = boundaries_of_row(torch.from_numpy(lengths))
-    return {k: v for k, v in call.items() if k != "attention_mask"} | {
-        k: v.to(ids.device) if torch.is_tensor(v) else v for k, v in boundaries.items()
-    }
+    changed = {name: value for name, value in call.items() if name != "attention_mask"}
+    for name, value in boundaries_of_row(torch.from_numpy(lengths)).items():
+        changed[name] = value.to(ids.device) if torch.is_tensor(value) else value
+    return changed
 
 
 def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | None:

@@ -18,8 +18,8 @@ from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight, token_weights
+from trl_packing.pages.show import show_document
 from trl_packing.tools.preview import ROW, PreviewedRun, numbers_of
-from trl_packing.tools.show import show_document
 from trl_packing.tools.training_command import TrainingCommand
 from trl_packing.training.columns import documents_of
 

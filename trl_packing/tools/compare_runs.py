@@ -10,7 +10,7 @@ they have trained equally many documents, or tokens.
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,17 +19,9 @@ from typing import Any
 import pandas as pd
 
 from trl_packing.data.printable import escape_hidden
-from trl_packing.training.page import HtmlPage, render
-from trl_packing.training.run_page import (
-    FILE,
-    ON_STEPS,
-    RunRecord,
-    Totals,
-    in_json,
-    is_eval_loss,
-    is_number,
-    values_of_curves,
-)
+from trl_packing.pages.curves import is_eval_loss
+from trl_packing.pages.record import FILE, RunRecord, Totals
+from trl_packing.pages.runs import tables
 
 # `transformers.trainer.TRAINER_STATE_NAME`, whose import takes seconds.
 STATE = "trainer_state.json"
@@ -65,11 +57,12 @@ def _run_of_state(state: Any) -> RunRecord:
     tokens = {entry["step"]: int(entry["num_tokens"]) for entry in log if "num_tokens" in entry}
     # TRL counts from 0 in a resumed run.
     restarts = sorted(tokens.values()) != [tokens[step] for step in sorted(tokens)]
+    is_finished = any("train_runtime" in entry for entry in log[-2:])
     return RunRecord(
         name="",
         log=log,
         totals={} if restarts else {step: Totals(tokens=n) for step, n in tokens.items()},
-        status="finished" if any("train_runtime" in entry for entry in log[-2:]) else "unknown",
+        status="finished" if is_finished else "unknown",
         step=state["global_step"],
         notes=[f"{STATE} has only tokens (num_tokens, unless they restart), steps and losses"],
     )
@@ -86,28 +79,42 @@ def compare(records: Sequence[RunRecord]) -> dict[str, Any]:
         differing    settings, facts and versions that differ among runs that recorded any
         notes        what is unknown or cannot be compared
     """
-    over, at = None, None
-    for axis in ("tokens", "documents"):
-        places = [[getattr(point, axis) for point in r.points("loss")] for r in records]
-        known = [[place for place in run if place is not None] for run in places]
-        if all(known):
-            over = axis
-            at = min(map(max, known))
-    logged = dict.fromkeys(name for record in records for name in record.series)
-    losses = [name for name in logged if name == "loss" or is_eval_loss(name)]
+    over, at = _common_place(records)
+    figures: dict[str, list[Any]] = {}
+    for record in records:
+        for name, value in _figures(record).items():
+            figures.setdefault(name, []).append(value)
+    losses = {}
+    for name in dict.fromkeys(name for record in records for name in record.series):
+        if name == "loss" or is_eval_loss(name):
+            figures[name] = [record.last(name) for record in records]
+            if over is not None:
+                losses[name] = [_last_before(record, name, over, at) for record in records]
     notes = [f"{record.name}: {note}" for record in records for note in record.notes]
     if over is None:
         notes.insert(0, "No axis is known for all runs, so their losses are compared nowhere.")
-    rows = [_figures(record) | {name: record.last(name) for name in losses} for record in records]
+    names = [record.name for record in records]
     return {
-        "runs": [record.name for record in records],
-        "figures": {name: [row[name] for row in rows] for name in rows[0]},
+        "runs": names,
+        "figures": figures,
         "over": over,
         "at": at,
-        "losses": {n: [_last_before(r, n, over, at) for r in records] for n in losses if over},
+        "losses": losses,
         "differing": _differing([r.settings | r.facts | r.versions for r in records]),
         "notes": notes,
     }
+
+
+def _common_place(records: Sequence[RunRecord]) -> tuple[str | None, Any]:
+    """Return the axis on which all losses are known, and the place up to which all were trained."""
+    for axis in ("documents", "tokens"):
+        furthest: list[Any] = []
+        for record in records:
+            places = [getattr(point, axis) for point in record.points("loss")]
+            furthest.append(max((place for place in places if place is not None), default=None))
+        if None not in furthest:
+            return axis, min(furthest)
+    return None, None
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:
@@ -126,33 +133,23 @@ def _figures(record: RunRecord) -> dict[str, Any]:
 
 
 def _last_before(record: RunRecord, name: str, axis: str, at: Any) -> float | None:
-    known = [(getattr(point, axis), point.value) for point in record.points(name)]
-    return next((v for where, v in reversed(known) if where is not None and where <= at), None)
+    """Return the last loss that was logged up to the place `at` of an axis."""
+    for point in reversed(record.points(name)):
+        place = getattr(point, axis)
+        if place is not None and place <= at:
+            return point.value
+    return None
 
 
 def _differing(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the values that differ among those runs that recorded any."""
     recorded = [values for values in found if values]
-    names = dict.fromkeys(name for values in recorded for name in values)
-    differ = {n for n in names if any(v.get(n) != recorded[0].get(n) for v in recorded)}
-    return {n: [v.get(n) for v in found] for n in names if n in differ and n not in _OF_EACH_RUN}
-
-
-def tables(found: dict[str, Any]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Yield head and rows of each table of a comparison in words: a name, a cell for each run."""
-    head = [*found["runs"], "difference" if len(found["runs"]) == 2 else "last − first"]
-    numbers = {"at the end of each run": found["figures"]}
-    if found["at"] is not None:
-        numbers[f"after {found['at']:,.0f} {found['over']}, which all runs had"] = found["losses"]
-    for title, figures in numbers.items():
-        rows = [[n, *map(_cell, v), _difference(v[0], v[-1])] for n, v in figures.items()]
-        yield [title, *head], rows
-    rows = []
-    for name, values in found["differing"].items():
-        cells = ["–" if value is None else in_json(value) for value in values]
-        if len({*cells}) > 1:  # 1 and "1" look alike
-            rows.append([name, *cells])
-    yield ["settings, model, data, machine and versions that differ", *found["runs"]], rows
+    differing = {}
+    for name in dict.fromkeys(name for values in recorded for name in values):
+        is_equal = all(values.get(name) == recorded[0].get(name) for values in recorded)
+        if not is_equal and name not in _OF_EACH_RUN:
+            differing[name] = [values.get(name) for values in found]
+    return differing
 
 
 def comparison_text(found: dict[str, Any]) -> str:
@@ -177,32 +174,3 @@ def _wrapped(row: Sequence[str]) -> list[tuple[str, ...]]:
     name, *cells = map(escape_hidden, row)
     wrapped = [textwrap.wrap(cell, _CELL) for cell in cells]
     return [*zip_longest(textwrap.wrap(name, _NAME), *wrapped, fillvalue="")]
-
-
-def compare_page(records: Sequence[RunRecord], found: dict[str, Any]) -> HtmlPage:
-    """Return the page of a comparison: the tables, and the curves of all runs in one frame."""
-    shown = values_of_curves(records, axis=found["over"] or "", warnings={"steps": ON_STEPS})
-    return render(
-        Path(__file__).with_name("compare.html"),
-        title=f"Runs · {' · '.join(found['runs'])}",
-        notes=found["notes"],
-        tables=list(tables(found)),
-        shown=shown,
-        data=shown["data"],
-        script="curves.js",
-    )
-
-
-def _difference(first: Any, last: Any) -> str:
-    """Return the difference of two numbers in words, "" for anything else."""
-    if not (is_number(first) and is_number(last)):
-        return ""
-    return _cell(last - first, "+") + (f" ({(last - first) / abs(first):+.1%})" if first else "")
-
-
-def _cell(value: Any, sign: str = "") -> str:
-    if not is_number(value):
-        return "–" if value is None else str(value)
-    # Runs of the same documents differ by little; a difference is never written as 0.
-    digits = ",.0f" if isinstance(value, int) else ",.4f" if not 0 < abs(value) < 1e-4 else ".0e"
-    return f"{value:{sign}{digits}}"

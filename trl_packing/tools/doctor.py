@@ -11,7 +11,7 @@ Nothing is downloaded, and nothing is sent.
 import copy
 import platform
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,28 +116,33 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
     trials = trials or try_backends(first.kind, torch.bfloat16 if is_half else torch.float32)
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     installed = {name: installed_version(name) for name in (*TESTED, *_OTHERS)}
-    versions = [Finding("ok", "python", system)]
-    for name, (oldest, newest) in TESTED.items():
-        tested = f"{installed[name]} (tested: {oldest} to {newest})"
-        versions.append(Finding("ok" if is_tested(name) else "note", name, tested))
-    others = [f"{name} {installed[name]}" for name in _OTHERS if installed[name] is not None]
-    versions.append(Finding("ok", "also", ", ".join(others)))
     found = [Finding("ok", device.kind, device.name) for device in devices]
     if first.kind == "cuda" and not is_half:
         found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
     heading = "Attention (a tiny Llama, packed against each document alone)"
+    versions = [Finding("ok", "python", system), *_versions(installed)]
     sections = {"Versions": versions, "Devices": found, heading: _attention(trials, first)}
     every = [finding for section in sections.values() for finding in section]
     failures = [f"{name}: {text}" for status, name, text in every if status == "fail"]
+    names = [device.name for device in devices]
+    results = {name: [*trial] for name, trial in trials.items()}
     facts = {
         "trains": not failures,
         "failures": failures,
         "versions": installed,
-        "machine": {"system": system, "devices": [device.name for device in devices]},
-        "attention": {"chosen": chosen_of(trials)}
-        | {name: [*trial] for name, trial in trials.items()},
+        "machine": {"system": system, "devices": names},
+        "attention": {"chosen": chosen_of(trials), **results},
     }
     return Diagnosis(sections, facts)
+
+
+def _versions(installed: Mapping[str, str | None]) -> Iterator[Finding]:
+    """Yield a finding for each tested library, and one for the others."""
+    for name, (oldest, newest) in TESTED.items():
+        tested = f"{installed[name]} (tested: {oldest} to {newest})"
+        yield Finding("ok" if is_tested(name) else "note", name, tested)
+    others = [f"{name} {installed[name]}" for name in _OTHERS if installed[name] is not None]
+    yield Finding("ok", "also", ", ".join(others))
 
 
 def chosen_of(trials: Mapping[str, Trial]) -> str | None:
@@ -185,7 +190,7 @@ def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
     findings = []
     for name, (verdict, text) in trials.items():
         status = statuses.get(verdict, "ok" if name == PREFIXES else "-")
-        findings.append(Finding(status, name, verdict + f": {text}" * bool(text)))
+        findings.append(Finding(status, name, f"{verdict}: {text}" if text else verdict))
     if chosen_of(trials) is None:
         text = "no backend keeps documents apart on this device; train on another one"
         return [*findings, Finding("fail", "attention", text)]

@@ -41,7 +41,7 @@ from trl_packing.documents.labels import (
     SomeRows,
     row_name,
 )
-from trl_packing.tools.show import show_document
+from trl_packing.pages.show import show_document
 from trl_packing.tools.training_command import (
     TrainerCall,
     config_from_settings,

@@ -8,8 +8,8 @@ A row is a part of one batch: its token `i` is token ``start + i`` of the micro-
 prefixes, all documents of a micro-batch are one row, and its segments say who holds which token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,102 +21,12 @@ from trl_packing.data.stop_tokens import ends_in_stop_token
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.packing.prefix_tree import PrefixTree, tree_of_row
+from trl_packing.packing.prefix_tree import tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.pages.rows import PROPERTIES, PackedRow, RowDocument, segments_of
 from trl_packing.tools.preview import PreviewedRun, TracedDocuments, trace_documents
 from trl_packing.training.columns import documents_of
-from trl_packing.vision.documents import ImageTokens, images_of
-
-# Properties of documents that a reader looks for.
-PROPERTIES = ("nothing trained", "no stop token", "cut", "weighted")
-NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
-
-
-@dataclass(frozen=True)
-class RowDocument:
-    """One document of a packed row: tokens ``[start, stop)`` of the micro-batch without prefixes.
-
-    Attributes:
-        number: its number among the prepared documents; None for padding.
-        row: the row of the user's data set that it comes from; None for padding.
-        uncut: its tokens before it was cut to fit.
-        properties: those of `PROPERTIES` that it has.
-        images: the tokens of its images, counted from `start`.
-    """
-
-    start: int
-    stop: int
-    number: int | None = None
-    row: int | None = None
-    uncut: int = 0
-    properties: tuple[str, ...] = ()
-    images: tuple[ImageTokens, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRow:
-    """A bin as it is trained, or a whole micro-batch where nothing is packed.
-
-    Attributes:
-        micro_batch: its number in the epoch, over all ranks.
-        index: which row of the micro-batch it is.
-        start: its first token in the micro-batch.
-        stop: the position after its last token.
-        batch: the micro-batch as the data loader yields it.
-        documents: in the order of their tokens, padding included.
-        apart: the micro-batch without shared prefixes; may be `batch`.
-        segments: of a row whose documents share prefixes, without padding; else empty.
-    """
-
-    micro_batch: int
-    index: int
-    start: int
-    stop: int
-    batch: Any = field(repr=False)
-    documents: tuple[RowDocument, ...]
-    apart: Any = field(repr=False)
-    segments: Sequence[dict[str, Any]] = ()
-
-    def values(self, name: str) -> np.ndarray:
-        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
-        return self.batch[name][0, self.start : self.stop].numpy()
-
-
-def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
-    """Return the segments of the row of `tree`, in its order: tokens that the same documents hold.
-
-        start, stop    boundaries of `cu_seqlens`
-        position       of its first token in the documents
-        parent         number of the segment that the documents hold before it; None at their start
-        level          number of segments before it in its documents
-        documents      that hold it, as their places in the sorted order of the tree
-        repeats        its first token is a copy of the last common token, which is a target in
-                       another branch
-
-    Examples:
-        >>> from trl_packing.packing.prefix_tree import build_prefix_tree
-        >>> tree = build_prefix_tree([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])])
-        >>> [(s["start"], s["stop"], s["parent"], s["documents"]) for s in segments_of(tree)]
-        [(0, 2, None, [0, 1]), (2, 4, 0, [0]), (4, 6, 0, [1])]
-    """
-    found: list[dict[str, Any]] = []
-    deepest: dict[int, int] = {}  # of each document, the last segment so far
-    own = np.diff(tree.starts)
-    for number, (start, stop) in enumerate(pairwise(tree.cu_seqlens.tolist())):
-        position = int(tree.position_ids[start])
-        first = int(np.searchsorted(tree.starts[:-1], start, side="right")) - 1
-        # The documents behind the first one hold the segment until one leaves its path above it.
-        leaves = np.flatnonzero(np.append(tree.depths[first + 1 :], 0) <= position)
-        documents = list(range(first, first + 1 + int(leaves[0])))
-        parent = deepest.get(first) if position else None
-        # The document before goes on with another token, or ends here.
-        begins = position > 0 and start == int(tree.starts[first])
-        repeats = begins and position < int(tree.depths[first - 1] + own[first - 1])
-        level = 0 if parent is None else found[parent]["level"] + 1
-        place = {"start": start, "stop": stop, "position": position, "parent": parent}
-        found.append(place | {"level": level, "documents": documents, "repeats": repeats})
-        deepest.update(dict.fromkeys(documents, number))
-    return found
+from trl_packing.vision.documents import images_of
 
 
 @dataclass(frozen=True, eq=False)

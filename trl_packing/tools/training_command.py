@@ -25,11 +25,6 @@ from trl_packing.tools.options import check_names, short_usage_errors, values_of
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
 
-# A machine without a GPU accepts these settings. None of them affects the data.
-_OFF = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "push_to_hub")
-ON_ANY_MACHINE: dict[str, Any] = dict.fromkeys(_OFF, False) | {"use_cpu": True}
-ON_ANY_MACHINE |= {"tf32": None, "deepspeed": None, "fsdp": None, "report_to": "none"}
-
 # Recipes import this package, so it imports them only by name.
 _RECIPES = "trl_packing.recipes"
 
@@ -103,6 +98,8 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
 def fits_any_machine() -> Any:
     """Change settings that need a GPU, or write somewhere, inside the block."""
     from transformers import TrainingArguments
+
+    from trl_packing.pages.record import ON_ANY_MACHINE
 
     post_init = TrainingArguments.__post_init__
 

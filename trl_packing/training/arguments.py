@@ -21,7 +21,6 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.data_utils import is_conversational
 
 from trl_packing.attention.model_facts import loading_options
-from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.chat_template import PASS_FAST, ChatTemplate
@@ -31,6 +30,7 @@ from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.temporarily import temporarily
 from trl_packing.training.columns import columns_of, documents_of, weight_columns
 
 # Settings that do something on TRL's path too, or nothing without another one.

@@ -23,7 +23,7 @@ from transformers.trainer_utils import (
 )
 
 from trl_packing.attention.model_facts import unwrap_model
-from trl_packing.attention.state import temporarily
+from trl_packing.temporarily import temporarily
 
 MARK = "being_written"
 
@@ -92,26 +92,29 @@ def checkpoint_to_resume(asked: Any, trainer: Any) -> Any:
             f"resume_from_checkpoint={str(asked)!r} is a folder of checkpoints; name one of them: "
             f"{str(inside)!r}"
         )
-    # An optimizer is a file, one file a rank, or a folder of shards.
-    names = [path.name for path in Path(asked).iterdir()]
-    problem = ""
-    is_complete = "scheduler.pt" in names and any("optimizer" in name for name in names)
-    if MARK in names:
-        problem = f"is half-written (it has a file {MARK!r})"
     # DeepSpeed stops by itself without the files of its optimizer.
-    elif not (is_complete or trainer.args.save_only_model or trainer.is_deepspeed_enabled):
-        problem = (
-            "has no optimizer or no scheduler: new ones begin (save_only_model=True allows it)"
-        )
-    elif "optimizer.pt" in names:  # GaLore and APOLLO save objects of their own
-        for name in get_unsafe_globals_in_checkpoint(Path(asked) / "optimizer.pt"):
-            problem = (
+    may_lack_optimizer = trainer.args.save_only_model or trainer.is_deepspeed_enabled
+    if problem := _problem_of(Path(asked), may_lack_optimizer):
+        raise ValueError(f"{asked} {problem}; resume from another checkpoint, or start anew")
+    return str(asked)
+
+
+def _problem_of(checkpoint: Path, may_lack_optimizer: bool) -> str:
+    """Return why nobody can resume from a folder, "" if it is whole."""
+    # An optimizer is a file, one file a rank, or a folder of shards.
+    names = [path.name for path in checkpoint.iterdir()]
+    if MARK in names:
+        return f"is half-written (it has a file {MARK!r})"
+    is_complete = "scheduler.pt" in names and any("optimizer" in name for name in names)
+    if not (is_complete or may_lack_optimizer):
+        return "has no optimizer or no scheduler: new ones begin (save_only_model=True allows it)"
+    if "optimizer.pt" in names:  # GaLore and APOLLO save objects of their own
+        for name in get_unsafe_globals_in_checkpoint(checkpoint / "optimizer.pt"):
+            return (
                 f"has {name} in its optimizer, which torch.load refuses: pass the class to "
                 "torch.serialization.add_safe_globals before train()"
             )
-    if problem:
-        raise ValueError(f"{asked} {problem}; resume from another checkpoint, or start anew")
-    return str(asked)
+    return ""
 
 
 @torch.no_grad()

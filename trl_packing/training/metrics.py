@@ -9,17 +9,18 @@ run            since train() began                train_tokens_per_second, ...
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
-from trl import SFTTrainer
 
 from trl_packing.documents.host_row import host_row, send, wait_for
-from trl_packing.loss.sums import NUM_SUMS, OF_SOURCE, LossSums, write_means
+from trl_packing.loss.sums import LossSums, Sums, write_means
 
 logger = get_logger(__name__)
 
@@ -32,21 +33,35 @@ COUNTS = ("documents", "tokens", "trained_tokens", "room", "computed_tokens", "s
 _SHOWN = ("tokens_per_second", "computed_tokens_per_second", "utilization", "documents_per_step")
 
 
+class Counted(NamedTuple):
+    """A vector of what was trained, by name: `counts` are `COUNTS`, and `tokens` of each source."""
+
+    sums: Sums
+    counts: dict[str, int]
+    tokens: list[int]
+
+
+@dataclass(eq=False)
 class ThroughputMeter:
     """Counts what a run trains, and writes its throughput and token metrics into the log.
 
-    Sums and counts are vectors: those of `LossSums`, then `COUNTS`, then tokens of
-    each source. `trained` has the sums of the micro-batches of this rank.
+    Sums and counts are vectors: those of `LossSums`, then `COUNTS`, then tokens of each source.
     """
 
     clock = staticmethod(time.perf_counter)
 
-    def __init__(self, trainer: SFTTrainer, trained: LossSums):
-        self.trainer, self.trained = trainer, trained
-        self.is_running = False
-        self._sources: tuple[str, ...] = ()
-        self._logs: dict[str, float] = {}  # for the next log
-        self._finished: dict[str, float] | None = None  # totals of the run that has ended
+    args: Any  # those of the trainer
+    accelerator: Accelerator
+    trained: LossSums  # of the micro-batches of this rank
+    tp_size: int  # ranks that count the same micro-batch
+    balances: bool  # the loss has a term for the balance of experts
+    means: MutableMapping[str, list[float]]  # that TRL logs next
+    set_total: Callable[[int], None]  # of the tokens that TRL logs
+    is_packed: bool  # on TRL's path, TRL counts alone
+    is_running: bool = False
+    _sources: tuple[str, ...] = ()
+    _logs: dict[str, float] = field(default_factory=dict)  # for the next log
+    _finished: dict[str, float] | None = None  # totals of the run that has ended
 
     def set_sources(self, names: tuple[str, ...]) -> None:
         """Count the sources with these names in the next run; no-op if they are the same."""
@@ -56,14 +71,17 @@ class ThroughputMeter:
             self.trained.take()
             self.is_running = False
 
-    def start_run(self) -> None:
-        """Start from zero, perhaps again with a smaller batch size."""
+    def start_run(self, state: Any, total: int) -> None:
+        """Start from zero, perhaps again with a smaller batch size.
+
+        `state` is that of the run, `total` the tokens of earlier runs of the same trainer.
+        """
         self.trained.take()
         self._local = np.zeros(self.trained.width + len(COUNTS) + len(self._sources))
         self._interval, self._run = self._local.copy(), self._local.copy()  # of all ranks
-        self.tokens_before = self.trainer._total_train_tokens  # by earlier runs of this trainer
+        self.state, self.tokens_before = state, total
         self._added_up_at: int | None = None  # the optimizer step of the last `add_up`
-        self._first_step = self._last_step = self.trainer.state.global_step
+        self._first_step = self._last_step = state.global_step
         self._seconds = self._last_seconds = 0.0
         self._since: float | None = None  # the clock runs
         self.is_running = True
@@ -103,7 +121,7 @@ class ThroughputMeter:
         if not self.is_running or self._since is None:
             yield
             return
-        if self.trainer._trl_path is None:
+        if self.is_packed:
             self.add_up()
         self._seconds = self.seconds()
         self._since = None
@@ -114,25 +132,24 @@ class ThroughputMeter:
 
     def add_up(self) -> None:
         """Add up the counts of all ranks, waiting for the device once; no-op within a step."""
-        trainer, step = self.trainer, self.trainer.state.global_step
+        step = self.state.global_step
         if self._added_up_at == step:
             return
         self._added_up_at, rows = step, self._gather()
-        shared = rows[:, :-1].sum(0) / trainer.get_tp_size()  # ranks that have counted the same
+        shared = rows[:, :-1].sum(0) / self.tp_size  # ranks that have counted the same
         self._interval += shared
         self._run += shared
         self._peak_memory = float(rows[:, -1].max())
-        run = self._counts(self._run)
-        means = trainer._metrics["train"]
+        sums, counts, _ = self._read(self._run)
         # A class of a user may make rows without a CPU copy. TRL would also count the padding.
-        tokens = self.tokens_before + int(run["tokens"] if run["room"] else self._run[4])
-        if self._interval[5] or means.get("num_tokens"):  # micro-batches were scored
-            means["num_tokens"] = [tokens]
-        trainer._total_train_tokens = tokens
+        tokens = self.tokens_before + int(counts["tokens"] if counts["room"] else sums.tokens)
+        if self._read(self._interval).sums.micro_batches or self.means.get("num_tokens"):
+            self.means["num_tokens"] = [tokens]
+        self.set_total(tokens)
 
     def _gather(self) -> np.ndarray:
         """Return of each rank the vector since the last call, and its peak memory."""
-        args = self.trainer.args
+        args = self.args
         pending = self.trained.take()
         most = getattr(torch.get_device_module(args.device), "max_memory_allocated", None)
         memory = most(args.device) if most else 0.0  # MPS and CPUs do not know it
@@ -146,7 +163,7 @@ class ThroughputMeter:
             wait_for(args.device)
         if pending is not None:
             vector[: len(pending)] += pending
-        return np.array(self.trainer.accelerator.gather(vector[None]).tolist())
+        return np.array(self.accelerator.gather(vector[None]).tolist())
 
     def add_up_before(self, logs: dict[str, float]) -> None:
         """Add up the counts if `logs` are those of an interval, or the last ones of a run."""
@@ -156,14 +173,14 @@ class ThroughputMeter:
             return
         self.add_up()
         seconds = self.seconds()
-        step = self.trainer.state.global_step
+        step = self.state.global_step
         if is_interval:
             past, steps = seconds - self._last_seconds, step - self._last_step
             self._logs = self._metrics(self._interval, past, steps)
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()
         if is_end:
-            run = self._counts(self._run)
+            run = self._read(self._run).counts
             found = {"seconds": seconds}
             if run["room"]:
                 # transformers would count bins as samples.
@@ -182,9 +199,9 @@ class ThroughputMeter:
         """
         if not self.is_running:
             return self._finished
-        if self._added_up_at not in (None, self.trainer.state.global_step):
+        if self._added_up_at not in (None, self.state.global_step):
             return None
-        return self._counts(self._run) | {"seconds": self.seconds()}
+        return self._read(self._run).counts | {"seconds": self.seconds()}
 
     def take_logs(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return what the log that is written now shows of the interval, and all of it."""
@@ -194,18 +211,24 @@ class ThroughputMeter:
         shown = {n: x for n, x in measured.items() if n in names or n.startswith("train_")}
         return shown, measured
 
-    def _counts(self, sums: np.ndarray) -> dict[str, float]:
-        """Return `COUNTS` of a vector by name."""
-        return dict(zip(COUNTS, map(int, sums[self.trained.width :]), strict=False))
+    def _read(self, vector: np.ndarray) -> Counted:
+        """Return what a vector holds."""
+        ends = self.trained.width, self.trained.width + len(COUNTS)
+        sums, counts, tokens = np.split(vector, ends)
+        named = dict(zip(COUNTS, map(int, counts), strict=True))
+        return Counted(Sums.of(sums), named, [int(n) for n in tokens])
 
     def _counted(self) -> list[str]:
         """Return the names of the counts that the logs of this run have."""
-        shares = self._counts(self._run)["shared"] > 0
-        return ["documents", "tokens", "trained_tokens", *["computed_tokens"] * shares]
+        names = ["documents", "tokens", "trained_tokens"]
+        if self._read(self._run).counts["shared"] > 0:
+            names.append("computed_tokens")
+        return names
 
-    def _metrics(self, sums: np.ndarray, seconds: float, steps: int) -> dict[str, float]:
+    def _metrics(self, vector: np.ndarray, seconds: float, steps: int) -> dict[str, float]:
         """Return the metrics of a vector in `seconds` and `steps`; unknown ones are left out."""
-        counts, found = self._counts(sums), self._of_sources(sums)
+        counted = self._read(vector)
+        counts, found = counted.counts, self._of_sources(counted)
         if not counts["room"]:  # the batches of a user's collator have no CPU copy
             return found
         if seconds > 0:
@@ -217,29 +240,27 @@ class ThroughputMeter:
             found["peak_memory_gib"] = self._peak_memory / 2**30
         return found
 
-    def _of_sources(self, sums: np.ndarray) -> dict[str, float]:
+    def _of_sources(self, counted: Counted) -> dict[str, float]:
         """Return the loss and the tokens of each source."""
         found: dict[str, float] = {}
-        scored = sums[NUM_SUMS : self.trained.width].reshape(-1, OF_SOURCE)[1:]  # 0: of no source
-        counted = sums[self.trained.width + len(COUNTS) :]
-        for name, of_source, tokens in zip(self._sources, scored, counted, strict=True):
-            loss, weight, trained = of_source.tolist()
-            if weight:
-                found[f"loss_{name}"] = loss / weight
-            if counted.any():  # the batches of a user's collator have no CPU copy
-                found[f"num_tokens_{name}"] = int(tokens)
-            if scored.any():  # a user's compute_loss may never call ours
-                found[f"num_trained_tokens_{name}"] = int(trained)
+        by_source = counted.sums.by_source
+        is_scored = any(map(any, by_source))  # a user's compute_loss may never call ours
+        for name, sums, tokens in zip(self._sources, by_source, counted.tokens, strict=True):
+            if sums.weight:
+                found[f"loss_{name}"] = sums.loss / sums.weight
+            if any(counted.tokens):  # the batches of a user's collator have no CPU copy
+                found[f"num_tokens_{name}"] = tokens
+            if is_scored:
+                found[f"num_trained_tokens_{name}"] = int(sums.trained)
         return found
 
     def _write_token_means(self) -> None:
         """Make TRL log the means over the trained tokens of all ranks since the last log."""
-        trainer = self.trainer
-        sums = self._interval[:NUM_SUMS].tolist()
-        write_means(trainer._metrics["train"], sums, balances=trainer.aux_loss_enabled)
-        if sums[2] and not sums[6]:
+        sums = self._read(self._interval).sums
+        write_means(self.means, sums, balances=self.balances)
+        if sums.trained and not sums.weight:
             logger.warning(
-                f"all tokens trained since the last log, up to step {trainer.state.global_step}, "
+                f"all tokens trained since the last log, up to step {self.state.global_step}, "
                 "have a weight of 0: raise loss_weights and loss_weight"
             )
         self._interval = np.zeros_like(self._interval)

@@ -15,10 +15,11 @@ from accelerate.logging import get_logger
 from trl import SFTTrainer
 
 from trl_packing.attention.install import take_prefix_keys
-from trl_packing.attention.state import find_randomness
+from trl_packing.data.counts import times_fewer
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.isolation.check import attempt, check_prefixes
 from trl_packing.isolation.guard import worst_of_ranks
+from trl_packing.isolation.preserve import find_randomness
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
@@ -157,17 +158,6 @@ class PrefixSavings:
             return "nothing to share: documents begin differently, or labels are other tokens"
         prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
         return f"{fewer} computed{prefixes}"
-
-
-def times_fewer(tokens: int, computed: int) -> str:
-    """Return by how much `computed` tokens are fewer.
-
-    Examples:
-        >>> times_fewer(1130, 1000), times_fewer(2400, 1000)
-        ('1.13× fewer', '2.4× fewer')
-    """
-    ratio = tokens / max(computed, 1)
-    return f"{ratio:.{2 if ratio < 2 else 1}f}× fewer"
 
 
 def prefix_savings(

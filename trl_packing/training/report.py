@@ -8,7 +8,6 @@ import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import Line, PreparationCounts, quantity
+from trl_packing.data.counts import Line, PreparationCounts, decimals, quantity, times
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
@@ -27,13 +26,12 @@ from trl_packing.isolation.guard import Checked
 from trl_packing.packing.draw import column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.pages.page import REPORT, render, storable
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.columns import columns_of, documents_of
 from trl_packing.training.mixture import SourceShare
-from trl_packing.training.page import render
 from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_page import storable
 from trl_packing.training.sampling import Sampling
 
 _FLOAT32 = "float32, by default on this CPU (use_cpu=True, bf16=True trains in bf16)"
@@ -116,7 +114,7 @@ class PackingReport:
         return as_text(self.lines())
 
     def _repr_html_(self) -> str:
-        return render(Path(__file__).with_name("report.html"), report=self.lines())
+        return render(REPORT, report=self.lines())
 
     def lines(self) -> list[Line]:
         """Return the lines of the report."""
@@ -252,26 +250,6 @@ def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
         for source in sources
     ]
     return [Line("sources" if not i else "", line) for i, line in enumerate(lines)]
-
-
-def times(epochs: float) -> str:
-    """Return how often an epoch draws a document.
-
-    Examples:
-        >>> times(1.0), times(2.5), times(0.3334), times(0.0001)
-        ('1×', '2.5×', '0.33×', '0.0001×')
-    """
-    return f"{decimals(epochs)}×"
-
-
-def decimals(number: float) -> str:
-    """Return a number in plain decimals, two of them or two digits.
-
-    Examples:
-        >>> decimals(0.005), decimals(0.00001234), decimals(20.25), decimals(3.0)
-        ('0.005', '0.000012', '20.25', '3')
-    """
-    return np.format_float_positional(number, 2, fractional=number >= 1, trim="-")
 
 
 _TITLE = " trl_packing "

@@ -18,9 +18,9 @@ import numpy as np
 from accelerate.logging import get_logger
 from trl import SFTTrainer
 
-from trl_packing.attention.state import temporarily
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.temporarily import temporarily
 from trl_packing.training.sampling import Sampling
 from trl_packing.training.stream_loader import StreamBatches
 

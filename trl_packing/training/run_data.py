@@ -29,7 +29,6 @@ from datasets import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import global_then_local_main_first
 
-from trl_packing.attention.state import temporarily
 from trl_packing.config import PackingOptions
 from trl_packing.data.bad_rows import check_is_dataset, check_is_one_set
 from trl_packing.data.counts import PreparationCounts
@@ -48,6 +47,7 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
 )
 from trl_packing.packing.draw import packing_seed
+from trl_packing.temporarily import temporarily
 from trl_packing.training.arguments import check_weights_and_sources, reason_for_trl_path
 from trl_packing.training.columns import columns_of
 from trl_packing.training.mixture import join_streams

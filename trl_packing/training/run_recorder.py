@@ -7,38 +7,37 @@
 Rank zero writes. A file that cannot be written is warned of once, and training goes on.
 """
 
-import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
-from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.run_page import (
+from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.pages.page import storable
+from trl_packing.pages.record import (
     FILE,
     NOTHING,
     PAGE,
     UNKNOWN,
     RunRecord,
     Totals,
-    run_page,
-    storable,
+    all_settings,
+    changed_settings,
+    installed_versions,
 )
-from trl_packing.versions import TESTED, installed_version
+from trl_packing.pages.runs import run_page
+from trl_packing.training.metrics import ThroughputMeter
+from trl_packing.training.report import RunReport
 
 logger = get_logger(__name__)
 
@@ -48,47 +47,46 @@ _RESUMED_WITHOUT = (
 )
 
 
+@dataclass(eq=False)
 class RunRecorder(TrainerCallback):
-    """Keeps the record of a run, and its page.
-
-    `path` returns the path of the run in words; `trl_path` says why it is TRL's, if it is. `data`
-    are the facts of the training set.
-    """
+    """Keeps the record of a run, and its page."""
 
     least_seconds = 5.0  # between writes
 
-    def __init__(
-        self,
-        trainer: SFTTrainer,
-        meter: ThroughputMeter,
-        path: Callable[[], str],
-        trl_path: str | None,
-        data: dict[str, str],
-    ):
-        self.trainer, self.meter, self.path, self.trl_path = trainer, meter, path, trl_path
-        self.data = data
-        self.record: RunRecord | None = None  # of the run that trains, or trained last
-        self._checkpoint: Any = None  # to resume from
-        self._before = NOTHING  # trained by the run that is resumed
-        self._next_write = 0.0
+    meter: ThroughputMeter
+    path: str  # of the run, in words
+    trl_path: str | None  # the reason, on TRL's path
+    data: dict[str, str]  # facts of the training set
+    report: RunReport | None  # None on TRL's path, and so is `guard`
+    guard: IsolationGuard | None
+    total: Callable[[], int]  # the tokens that TRL logs
+    record: RunRecord | None = None  # of the run that trains, or trained last
+    _is_training: bool = False
+    _checkpoint: Any = None  # to resume from
+    _before: Totals = NOTHING  # trained by the run that is resumed
+    _next_write: float = 0.0
 
     @contextmanager
     def recording(self, checkpoint: Any) -> Iterator[None]:
         """Continue the record of `checkpoint` inside the block, and write it at its end."""
         self._checkpoint, self.record = checkpoint, None
+        self._is_training = True
         try:
             yield
         except BaseException as problem:
             self._write(status=f"stopped by {type(problem).__name__}")
             raise
+        finally:
+            self._is_training = False
         # After all callbacks: only then is the report on a stream complete.
         if self._write(status="finished"):
-            path = Path(self.trainer.args.output_dir) / PAGE
+            path = Path(self._args.output_dir) / PAGE
             print(f"{path} shows the curves, the report and the settings of this run")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
-            model, step = self.trainer.model, state.global_step
+            self._args, self._state = args, state
+            model, step = kwargs["model"], state.global_step
             name = getattr(getattr(model, "config", None), "_name_or_path", "")
             name_of = torch.cuda.get_device_name if args.device.type == "cuda" else str
             facts = {"model": name or type(model).__name__, "device": name_of(args.device)}
@@ -116,14 +114,14 @@ class RunRecorder(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
             self._count()
-        if not self.trainer.is_in_train or time.monotonic() >= self._next_write:
+        if not self._is_training or time.monotonic() >= self._next_write:
             self._write()
 
     def save(self, checkpoint: Path) -> None:
         """Save the record in a checkpoint that is being written."""
         with self._guarded():
             self._count()
-            if self._writes() and self.trainer.args.should_save:
+            if self._writes() and self._args.should_save:
                 checkpoint.mkdir(parents=True, exist_ok=True)
                 replace_file(checkpoint / FILE, self._up_to_now().to_json())
 
@@ -140,17 +138,17 @@ class RunRecorder(TrainerCallback):
 
     def _count(self) -> None:
         """Note what was trained up to the current step, if that was counted over all ranks."""
-        step = self.trainer.state.global_step
         counts = self.meter.so_far()
-        if self.record is None or not self.trainer.is_in_train or counts is None:
+        if self.record is None or not self._is_training or counts is None:
             return
+        step = self._state.global_step
         now = Totals(seconds=counts["seconds"])
         if self.trl_path:
-            tokens = self.trainer._total_train_tokens - self.meter.tokens_before
+            tokens = self.total() - self.meter.tokens_before
             now = now._replace(tokens=tokens or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
-            if self.trainer.attention.backend in PADDED:  # inside the model, where nobody counts
+            if self.guard and self.guard.attention.backend in PADDED:  # where nobody counts
                 counted["computed_tokens"] = None
             now = Totals(**counted)
         pairs = zip(self._before, now, strict=True)
@@ -160,11 +158,11 @@ class RunRecorder(TrainerCallback):
     def _up_to_now(self, status: str | None = None) -> RunRecord:
         """Return the record with the log, the report and the time of now."""
         assert self.record is not None
-        state = self.trainer.state
-        report = getattr(self.trainer, "packing_report", None)
+        state = self._state
+        report = self.report.current if self.report else None
         self.record = replace(
             self.record,
-            path=self.path(),
+            path=self.path,
             trl_path=self.trl_path or "",
             log=state.log_history,
             status=status or self.record.status,
@@ -178,9 +176,9 @@ class RunRecorder(TrainerCallback):
 
     def _writes(self) -> bool:
         """Return whether this rank writes, into a folder that TRL has made."""
-        args = self.trainer.args
-        if self.record is None or not self.trainer.is_world_process_zero():
+        if self.record is None or not self._state.is_world_process_zero:
             return False
+        args = self._args
         # A plain config that saves nothing expects an empty folder, as with TRL.
         is_expected = hasattr(args, "run_page") or args.save_strategy != "no"
         return is_expected and PackingOptions.of(args).run_page and Path(args.output_dir).is_dir()
@@ -190,7 +188,7 @@ class RunRecorder(TrainerCallback):
         began = time.monotonic()
         with self._guarded():
             if self._writes():
-                folder = Path(self.trainer.args.output_dir)
+                folder = Path(self._args.output_dir)
                 record = self._up_to_now(status)
                 replace_file(folder / FILE, record.to_json())
                 replace_file(folder / PAGE, run_page(record))
@@ -213,72 +211,3 @@ def replace_file(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-# Values that TRL and transformers put in place of a default; no user has asked for them.
-_TURNED_ON = ("bf16", "activation_checkpointing", "gradient_checkpointing", "do_eval")
-_RESOLVED: dict[str, Any] = dict.fromkeys(_TURNED_ON, True) | {"pad_to_multiple_of": None}
-_RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
-_LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
-_LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
-
-# Tokens of text are none.
-_SECRET = re.compile(
-    r"(?!(eos|pad|bos|unk)_token$)(.*_)?(tokens?|auth|password|passwd|secret|key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
-
-
-def all_settings(args: Any) -> dict[str, Any]:
-    """Return every setting of `args` as JSON; secrets are replaced by "…"."""
-    plain = args.to_dict()  # hides every value whose name ends in _token
-    plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
-
-    def hide(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        is_secret = {name for name, x in pairs if x and isinstance(x, str) and _SECRET.match(name)}
-        return {name: "…" if name in is_secret else value for name, value in pairs}
-
-    text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
-    return dict(json.loads(text, object_pairs_hook=hide))
-
-
-def changed_settings(args: Any) -> list[str]:
-    """Return the names of the settings of `args` that differ from their defaults."""
-    left_out = _LEFT_OUT | {*["packing"] * getattr(args, "_packing_is_default", False)}
-    left_out |= {*["bf16"] * getattr(args, "_leaves_bf16_out", False)}
-    found = []
-    for setting in fields(args):
-        default = setting.default
-        value = getattr(args, setting.name)
-        if setting.default_factory is not MISSING:
-            default = setting.default_factory()
-        usual = default, _RESOLVED.get(setting.name, default)
-        if setting.init and setting.name not in left_out and value not in usual:
-            found.append(setting.name)
-    return found
-
-
-def facts_of_data(given: Any) -> dict[str, str]:
-    """Return the facts by which data sets are told apart; of each, in a dictionary of them."""
-    facts: dict[str, str] = {}
-    if isinstance(given, dict):
-        for source, dataset in given.items():
-            facts |= {f"{name} of {source}": fact for name, fact in facts_of_data(dataset).items()}
-        return facts
-    if not isinstance(given, (Dataset, IterableDataset)):
-        return {}
-    known = {
-        "data": given.info.dataset_name,
-        "subset": given.info.config_name,
-        "split": given.split,
-        "rows": getattr(given, "num_rows", None),  # a stream has neither
-        "fingerprint": getattr(given, "_fingerprint", None),
-    }
-    return {name: str(fact) for name, fact in known.items() if fact is not None}
-
-
-def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, this package and the libraries below it."""
-    names = ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed")
-    found = {name: installed_version(name) for name in names}
-    return {"python": python_version()} | {name: n for name, n in found.items() if n is not None}

@@ -20,7 +20,7 @@ import datasets
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trl_packing.attention.state import all_reduce_max, gather_objects
+from trl_packing.attention.ranks import all_reduce_max, gather_objects
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.limits import NO_LIMITS, ModelLimits
 from trl_packing.data.stream import NOTHING_TO_TRAIN, Document, take_counts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from trl_packing.attention.model_facts import unwrap_peft
-from trl_packing.attention.state import all_reduce_max
+from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.documents.host_row import BOUNDARIES, host_row
 from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
 from trl_packing.vision.images import ImageError, ImageStore

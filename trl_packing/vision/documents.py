@@ -71,14 +71,8 @@ def documents_with_images(
         ValueError: naming the row, which cannot be rendered, or has other tokens by its pixels.
     """
     processor = rules.processing_class
-    own = processor.chat_template
-    template = chat_template or (own.get("default") if isinstance(own, dict) else own)
-    # The rules of TRL: no EOS is added.
-    chat = ChatTemplate(processor.tokenizer, template)
-    row_format = replace(rules.row_format, chat=chat, eos_token="")
     weighted = has_flags(dataset, dataset[0])
-    if weighted and row_format.flags_decide:
-        row_format = replace(row_format, train_on="assistant")
+    row_format = _row_format(rules, chat_template, weighted)
     sizes = [store.sizes(row) for row in dataset[IMAGE_ROW]]
     keys = [*map(keys_of, sizes)]
     places = {key: row_name(row, name) for row, of in enumerate(keys) for key in of}
@@ -112,13 +106,33 @@ def documents_with_images(
     for number in _spread(sizes):
         row = {key: value for key, value in dataset[number].items() if value is not None}
         expected = collate([{**row, "images": store.load(row[IMAGE_ROW])}])
-        for column in compared:
-            if expected[column][0].tolist() != documents[number][column]:
-                raise ValueError(
-                    f"{row_name(number, name)} has other {column} by its image sizes "
-                    f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
-                )
+        if column := _first_other(expected, documents[number], compared):
+            raise ValueError(
+                f"{row_name(number, name)} has other {column} by its image sizes "
+                f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
+            )
     return documents, [(len(row), sum(image.patches for image in row)) for row in images]
+
+
+def _row_format(rules: Rules, chat_template: str | None, weighted: bool) -> RowFormat:
+    """Return the row format of rows with images; `weighted`: their messages have flags."""
+    processor = rules.processing_class
+    own = processor.chat_template
+    template = chat_template or (own.get("default") if isinstance(own, dict) else own)
+    # The rules of TRL: no EOS is added.
+    chat = ChatTemplate(processor.tokenizer, template)
+    made = replace(rules.row_format, chat=chat, eos_token="")
+    return replace(made, train_on="assistant") if weighted and made.flags_decide else made
+
+
+def _first_other(
+    expected: Mapping[str, Any], document: Mapping[str, Any], columns: Sequence[str]
+) -> str | None:
+    """Return the first of the columns in which a batch of one document has other values."""
+    for column in columns:
+        if expected[column][0].tolist() != document[column]:
+            return column
+    return None
 
 
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
@@ -253,8 +267,10 @@ def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without null entries, which Arrow adds to parts of other types."""
     message = {key: value for key, value in message.items() if value is not None}
     if isinstance(message.get("content"), list):
-        parts = [{k: v for k, v in p.items() if v is not None} for p in message["content"]]
-        for part in parts:
+        parts = []
+        for given in message["content"]:
+            part = {key: value for key, value in given.items() if value is not None}
+            parts.append(part)
             others = {"image", "url", "path", "base64"} & part.keys()
             if part.get("type") not in ("text", "image") or others:
                 raise ValueError(

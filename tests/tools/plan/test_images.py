@@ -4,7 +4,7 @@ import pytest
 from helpers.prepared import call_for
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model, vision_trainer
 
-from trl_packing.tools.plan.page import plan_page
+from trl_packing.pages.plan import plan_page
 from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview import PreviewedRun
 from trl_packing.training.columns import documents_of

@@ -9,7 +9,7 @@ from datasets import Dataset
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.tools.plan.page import plan_page
+from trl_packing.pages.plan import plan_page
 from trl_packing.tools.plan.plan import plan_run
 from trl_packing.tools.preview import PreviewedRun
 

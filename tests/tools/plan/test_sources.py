@@ -8,8 +8,8 @@ from harness import make_trainer
 from helpers.prepared import call_for
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
+from trl_packing.pages.plan import plan_page
 from trl_packing.tools.compare_rows import documents_by_trl
-from trl_packing.tools.plan.page import plan_page
 from trl_packing.tools.plan.plan import plan_run, preview_epoch
 from trl_packing.tools.preview import PreviewedRun, preview_rows
 from trl_packing.tools.rows import PackedEpoch

@@ -9,16 +9,9 @@ from helpers.browser import HOSTILE, open_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_packing.training.run_page import (
-    NOTHING,
-    UNKNOWN,
-    Point,
-    RunRecord,
-    Totals,
-    charts_of,
-    run_page,
-    thinned,
-)
+from trl_packing.pages.curves import charts_of_one, charts_of_several, thinned
+from trl_packing.pages.record import NOTHING, UNKNOWN, Point, RunRecord, Totals
+from trl_packing.pages.runs import run_page
 
 TEXT = "".join(HOSTILE)
 
@@ -99,13 +92,13 @@ def test_sources_of_the_training_share_a_chart_of_losses():
             entry |= {f"{name}_{source}": 2 for name in names}
             entry[f"num_tokens_{source}"] = tokens * entry["step"]
     log.append({"train_loss_math": 1.0, "train_num_tokens_math": 90, "step": 2})
-    charts, _ = charts_of([record(log=log)])
-    titles = ["loss", "loss by source", "loss_of_mine"]
-    assert [chart.title for chart in charts] == titles
-    assert [name for name, *_ in charts[1].curves] == ["loss_math", "loss_code"]
+    main, rest = charts_of_one(record(log=log))
+    assert [chart.title for chart in (*main, *rest)] == ["loss", "loss by source", "loss_of_mine"]
+    assert [name for name, *_ in main[1].curves] == ["loss_math", "loss_code"]
     # Two runs: a chart for each loss, with a curve for each run.
-    both, _ = charts_of([record(log=log), record(log=log, name="outputs/b")])
-    assert [c.title for c in both] == ["loss", "loss_math", "loss_code", "loss_of_mine"]
+    main, rest = charts_of_several([record(log=log), record(log=log, name="outputs/b")])
+    assert [chart.title for chart in main] == ["loss", "loss_math", "loss_code"]
+    assert [chart.title for chart in rest] == ["loss_of_mine"]
 
 
 finite = st.floats(-1e6, 1e6)

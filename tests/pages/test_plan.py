@@ -14,7 +14,7 @@ from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
-from trl_packing.tools.plan.page import plan_page
+from trl_packing.pages.plan import plan_page
 from trl_packing.tools.plan.plan import (
     computed_tokens,
     other_max_lengths,

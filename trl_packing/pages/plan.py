@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from trl_packing.data.counts import TokenCounts, quantity
+from trl_packing.data.counts import TokenCounts, quantity, times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
-from trl_packing.documents.labels import IGNORE_INDEX, document_labels
-from trl_packing.tools.plan.charts import histogram
-from trl_packing.tools.plan.plan import RunPlan, Variant, token_documents
-from trl_packing.tools.show import image_in_words, token_texts
-from trl_packing.tools.training_command import ON_ANY_MACHINE
-from trl_packing.training.page import HtmlPage, render
-from trl_packing.training.prefix_sharing import times_fewer
-from trl_packing.training.report import times
-from trl_packing.training.run_recorder import all_settings, changed_settings, installed_versions
+from trl_packing.documents.arrow import ArrowDocuments
+from trl_packing.documents.labels import IGNORE_INDEX, document_labels, token_columns
+from trl_packing.pages.histograms import histogram
+from trl_packing.pages.page import HtmlPage, render
+from trl_packing.pages.record import (
+    ON_ANY_MACHINE,
+    all_settings,
+    changed_settings,
+    installed_versions,
+)
+from trl_packing.pages.show import image_in_words, token_texts
 from trl_packing.vision.documents import images_of
 
 _MOST_BARS = 24  # sources with a bar of their own
@@ -37,10 +39,11 @@ _SETTINGS = (
 )
 
 
-def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
+def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
     """Return the text of an HTML file that shows `plan`, made by `command`.
 
-    `note` stands beside the title; "" for the model and max_length.
+    `plan` is what `plan_run` returns. `note` stands beside the title; "" for the model and
+    max_length.
     """
     return render(
         Path(__file__).with_name("plan.html"),
@@ -65,16 +68,19 @@ def plan_page(plan: RunPlan, *, title: str = "Plan", note: str = "", command: st
     )
 
 
-def _about(plan: RunPlan) -> str:
+def _about(plan: Any) -> str:
     """Return the model and the most important setting."""
     run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
-    words = [model if isinstance(model, str) else type(model).__name__ * (model is not None)]
-    words += [f"max_length {limit:,}" if limit else "no max_length"]
-    words += [f"the first {run.num_rows:,} rows of a stream"] * run.is_stream
-    return " · ".join(filter(None, words))
+    words = []
+    if model is not None:
+        words.append(model if isinstance(model, str) else type(model).__name__)
+    words.append(f"max_length {limit:,}" if limit else "no max_length")
+    if run.is_stream:
+        words.append(f"the first {run.num_rows:,} rows of a stream")
+    return " · ".join(words)
 
 
-def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
+def _figures(plan: Any) -> Iterator[tuple[str, str]]:
     """Yield value and name of each card."""
     report, counts = plan.report, plan.report.preparation
     tokens = report.tokens or 0
@@ -102,7 +108,7 @@ def _figures(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
 
 
-def _sources(plan: RunPlan) -> dict[str, Any] | None:
+def _sources(plan: Any) -> dict[str, Any] | None:
     """Return rows and bars of the sources; None where they are not known, or one is drawn."""
     sources = plan.report.sources
     total = max(sum(source.tokens for source in sources), 1)
@@ -110,7 +116,7 @@ def _sources(plan: RunPlan) -> dict[str, Any] | None:
     return {"rows": sources, "bars": bars[:_MOST_BARS]} if len(sources) > 1 else None
 
 
-def _charts(plan: RunPlan) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _charts(plan: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
     lengths = plan.lengths_before()
@@ -141,11 +147,15 @@ def _chart(
     return title, note, histogram(values, label=unit + label, counted=counted)
 
 
-def _bars_of_computed(variants: Sequence[Variant], said: str = "") -> list[tuple[str, int, str]]:
-    return [(v.name + said * v.is_run, v.computed, f"{v.computed:,}") for v in variants]
+def _bars_of_computed(variants: Sequence[Any], said: str = "") -> list[tuple[str, int, str]]:
+    bars = []
+    for variant in variants:
+        name = f"{variant.name}{said}" if variant.is_run else variant.name
+        bars.append((name, variant.computed, f"{variant.computed:,}"))
+    return bars
 
 
-def _losses(plan: RunPlan) -> dict[str, Any] | None:
+def _losses(plan: Any) -> dict[str, Any] | None:
     """Return the rows of counts, as they are or as changes, and the notes below them."""
     counts = plan.report.preparation
     if not counts.before.documents:
@@ -172,7 +182,7 @@ _PROMPT, _TRAINED, _LOST = range(3)
 _ELEMENTS = ("span", "mark", "del")
 
 
-def _rows(plan: RunPlan) -> dict[str, Any]:
+def _rows(plan: Any) -> dict[str, Any]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
     epoch = plan.epoch
     args = plan.run.args
@@ -189,9 +199,9 @@ def _rows(plan: RunPlan) -> dict[str, Any]:
         parts += len(boxes)
         if strips and parts > _MOST_PARTS:
             break
-        rank = f", rank {at % epoch.ranks}" * (epoch.ranks > 1)
+        rank = f", rank {at % epoch.ranks}" if epoch.ranks > 1 else ""
         strips.append((f"step {at // epoch.slots + 1:,}{rank}", boxes))
-    whole = ", which is drawn whole, also where it shares tokens" * plan.grouped
+    whole = ", which is drawn whole, also where it shares tokens" if plan.grouped else ""
     return {
         "strips": strips,
         "has_room": plan.bins is not None and not plan.grouped,
@@ -200,7 +210,7 @@ def _rows(plan: RunPlan) -> dict[str, Any]:
 
 
 def _strip(
-    plan: RunPlan, members: np.ndarray, width: int
+    plan: Any, members: np.ndarray, width: int
 ) -> Iterator[tuple[str, int, str, float, float]]:
     """Yield element, color, title, left edge and width (in %) of documents and trained tokens."""
     first = 0
@@ -219,7 +229,7 @@ def _strip(
 _AROUND = 90
 
 
-def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
+def _documents(plan: Any) -> Iterator[dict[str, Any]]:
     """Yield the longest and the shortest document of the plan, and some of those that are cut."""
     lengths = plan.documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
@@ -228,7 +238,8 @@ def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
     if plan.whole is None:
         return
     # The longest and the shortest document that is too long, and one between.
-    documents = token_documents(plan.whole.documents)
+    whole = plan.whole.documents
+    documents = ArrowDocuments(whole, token_columns(whole.column_names))
     overflow = plan.run.preparation.overflow
     lengths = documents.lengths()
     pieces = pieces_of(documents, overflow)
@@ -257,7 +268,7 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
-    plan: RunPlan, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
+    plan: Any, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
     ids = document["input_ids"]
@@ -273,7 +284,7 @@ def _document(
         for image in images:  # in words, at its first token
             said = image_in_words(image, None)
             for at in range(max(image.start, start), min(image.stop, stop)):
-                texts[at - start] = said * (at == image.start)
+                texts[at - start] = said if at == image.start else ""
         inside = changes[(changes > start) & (changes < stop)].tolist()
         for first, last in pairwise([start, *inside, stop]):
             text = "".join(texts[first - start : last - start])

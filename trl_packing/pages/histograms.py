@@ -28,36 +28,42 @@ def histogram(
         cut: a value marked by a dashed line. Values above it are red.
     """
     color = "var(--blue)" if counted == "documents" else "var(--green)"
+    limit = np.inf if cut is None else cut
     is_log = bool(values.min() > 0 and values.max() > _LONG_TAIL * np.median(values))
     edges = _edges(values, is_log)
-    low, high = float(edges[0]), float(edges[-1])
     counts = np.histogram(values, edges)[0]
-    beyond = counts * 0 if cut is None else np.histogram(values[values > cut], edges)[0]
+    red_counts = np.histogram(values[values > limit], edges)[0]
+    low, high, most = float(edges[0]), float(edges[-1]), float(counts.max())
+    scale = np.log if is_log else np.asarray
 
-    def x(value: float) -> float:
-        at, first, last = np.log([value, low, high]) if is_log else (value, low, high)
-        return float(_LEFT + (_RIGHT - _LEFT) * (at - first) / (last - first))
+    def across(numbers: Any) -> Any:
+        return np.interp(scale(numbers), scale([low, high]), [_LEFT, _RIGHT]).tolist()
 
-    def y(count: float) -> float:
-        return float(_BASE - (_BASE - _TOP) * count / counts.max())
+    def up(numbers: Any) -> Any:
+        return np.interp(numbers, [0, most], [_BASE, _TOP]).tolist()
 
+    places = across(edges)
     bars = []
-    for left, right, count, red in zip(edges, edges[1:], counts, beyond, strict=False):
-        title = f"{_range(left, right, values.dtype)}: {count:,} {counted}"
-        width = max(x(right) - x(left) - 1, 0.5)
+    for i, (count, red) in enumerate(zip(counts, red_counts, strict=True)):
+        title = f"{_range(edges[i], edges[i + 1], values.dtype)}: {count:,} {counted}"
+        width = max(places[i + 1] - places[i] - 1, 0.5)
         for top, base, fill in ((count, red, color), (red, 0, "var(--red)")):
             if top > base:
-                bars.append((x(left), y(top), width, y(base) - y(top), fill, title))
-    places = log_ticks(low, high) if is_log else ticks(low, high)
+                bars.append((places[i], up(top), width, up(base) - up(top), fill, title))
+    ticks_across = []
+    for number in log_ticks(low, high) if is_log else ticks(low, high):
+        place = across(number)
+        ticks_across.append((place, "end" if place > WIDTH - 20 else "middle", short(number)))
     mark = None
-    if cut is not None and low <= cut <= high:
-        side, beside = ("end", -5) if x(cut) > WIDTH / 2 else ("start", 5)
-        mark = {"x": x(cut), "text": f"{cut:,.6g}", "side": side, "text_x": x(cut) + beside}
+    if low <= limit <= high:
+        place = across(limit)
+        side, beside = ("end", -5) if place > WIDTH / 2 else ("start", 5)
+        mark = {"x": place, "text": f"{limit:,.6g}", "side": side, "text_x": place + beside}
     return {
         "label": label,
-        "counts": [(y(n), short(n)) for n in ticks(0, counts.max(), most=4) if n % 1 == 0],
+        "counts": [(up(n), short(n)) for n in ticks(0, most, most=4) if n % 1 == 0],
         "bars": bars,
-        "ticks": [(x(n), "end" if x(n) > WIDTH - 20 else "middle", short(n)) for n in places],
+        "ticks": ticks_across,
         "mark": mark,
     }
 
@@ -72,7 +78,8 @@ def _edges(values: np.ndarray, is_log: bool) -> np.ndarray:
     if is_integer and high - low < _MOST_BARS:
         return np.arange(low, max(high, low + 6) + 2) - 0.5  # bars of one value are never broad
     width = _round_up((high - low or 1) / (_MOST_BARS - 1), steps=(1, 2, 2.5, 4, 5, 10))
-    width = np.ceil(width) if is_integer else width
+    if is_integer:
+        width = np.ceil(width)
     first = np.floor(low / width)
     last = np.floor(high / width) + 1 if is_integer else max(np.ceil(high / width), first + 1)
     return np.arange(first, last + 1) * width
@@ -94,10 +101,12 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2, 5, 10, ... between `low` and `high`; fewer for each decade of a long axis."""
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    found = [s * 10.0**d for d in decades for s in (1, 2, 5) if low <= s * 10.0**d <= high]
-    return found if len(found) <= 9 else [t for t in found if f"{t:e}".startswith("1")]
+    """Return 1, 2, 5, 10, ... between `low` and `high`; powers of 10 alone on a long axis."""
+    first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
+    decades = [10.0**power for power in range(first, last + 1)]
+    found = [step * decade for decade in decades for step in (1, 2, 5)]
+    found = [number for number in found if low <= number <= high]
+    return found if len(found) <= 9 else [number for number in found if number in decades]
 
 
 def _round_up(value: float, steps: Sequence[float] = (1, 2, 5, 10)) -> float:

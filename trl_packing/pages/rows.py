@@ -1,11 +1,12 @@
 """An HTML page of packed rows: strips, tokens and attention masks.
 
-PackedEpoch  →  the first rows, and some that hold a document to look at  →  JSON  →  rows.js draws
+packed epoch  →  the first rows, and some that hold a document to look at  →  JSON  →  rows.js draws
 
 Everything drawn comes from the batches of the trainer's collator. The page has a bounded size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,102 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
-from trl_packing.tools.rows import (
-    CUT,
-    NO_STOP_TOKEN,
-    PROPERTIES,
-    PackedEpoch,
-    PackedRow,
-    RowDocument,
-)
-from trl_packing.tools.show import CONTEXT, token_texts
-from trl_packing.training.page import HtmlPage, render
+from trl_packing.packing.prefix_tree import PrefixTree
+from trl_packing.pages.page import HtmlPage, render
+from trl_packing.pages.show import CONTEXT, token_texts
+from trl_packing.vision.documents import ImageTokens
+
+# Properties of documents that a reader looks for.
+PROPERTIES = ("nothing trained", "no stop token", "cut", "weighted")
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
+
+
+@dataclass(frozen=True)
+class RowDocument:
+    """One document of a packed row: tokens ``[start, stop)`` of the micro-batch without prefixes.
+
+    Attributes:
+        number: its number among the prepared documents; None for padding.
+        row: the row of the user's data set that it comes from; None for padding.
+        uncut: its tokens before it was cut to fit.
+        properties: those of `PROPERTIES` that it has.
+        images: the tokens of its images, counted from `start`.
+    """
+
+    start: int
+    stop: int
+    number: int | None = None
+    row: int | None = None
+    uncut: int = 0
+    properties: tuple[str, ...] = ()
+    images: tuple[ImageTokens, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A bin as it is trained, or a whole micro-batch where nothing is packed.
+
+    Attributes:
+        micro_batch: its number in the epoch, over all ranks.
+        index: which row of the micro-batch it is.
+        start: its first token in the micro-batch.
+        stop: the position after its last token.
+        batch: the micro-batch as the data loader yields it.
+        documents: in the order of their tokens, padding included.
+        apart: the micro-batch without shared prefixes; may be `batch`.
+        segments: of a row whose documents share prefixes, without padding; else empty.
+    """
+
+    micro_batch: int
+    index: int
+    start: int
+    stop: int
+    batch: Any = field(repr=False)
+    documents: tuple[RowDocument, ...]
+    apart: Any = field(repr=False)
+    segments: Sequence[dict[str, Any]] = ()
+
+    def values(self, name: str) -> np.ndarray:
+        """Return the row's part of a tensor of the batch, ``(tokens,)``."""
+        return self.batch[name][0, self.start : self.stop].numpy()
+
+
+def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
+    """Return the segments of the row of `tree`, in its order: tokens that the same documents hold.
+
+        start, stop    boundaries of `cu_seqlens`
+        position       of its first token in the documents
+        parent         number of the segment that the documents hold before it; None at their start
+        level          number of segments before it in its documents
+        documents      that hold it, as their places in the sorted order of the tree
+        repeats        its first token is a copy of the last common token, which is a target in
+                       another branch
+
+    Examples:
+        >>> from trl_packing.packing.prefix_tree import build_prefix_tree
+        >>> tree = build_prefix_tree([np.array([7, 8, 9, 1]), np.array([7, 8, 9, 2])])
+        >>> [(s["start"], s["stop"], s["parent"], s["documents"]) for s in segments_of(tree)]
+        [(0, 2, None, [0, 1]), (2, 4, 0, [0]), (4, 6, 0, [1])]
+    """
+    found: list[dict[str, Any]] = []
+    deepest: dict[int, int] = {}  # of each document, the last segment so far
+    own = np.diff(tree.starts)
+    for number, (start, stop) in enumerate(pairwise(tree.cu_seqlens.tolist())):
+        position = int(tree.position_ids[start])
+        first = int(np.searchsorted(tree.starts[:-1], start, side="right")) - 1
+        # The documents behind the first one hold the segment until one leaves its path above it.
+        leaves = np.flatnonzero(np.append(tree.depths[first + 1 :], 0) <= position)
+        documents = list(range(first, first + 1 + int(leaves[0])))
+        parent = deepest.get(first) if position else None
+        # The document before goes on with another token, or ends here.
+        begins = position > 0 and start == int(tree.starts[first])
+        repeats = begins and position < int(tree.depths[first - 1] + own[first - 1])
+        level = 0 if parent is None else found[parent]["level"] + 1
+        place = {"start": start, "stop": stop, "position": position, "parent": parent}
+        found.append(place | {"level": level, "documents": documents, "repeats": repeats})
+        deepest.update(dict.fromkeys(documents, number))
+    return found
+
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON
@@ -32,7 +119,7 @@ _EXAMPLES = 2  # further rows for each property that none of the first rows has
 
 
 def rows_page(
-    epoch: PackedEpoch,
+    epoch: Any,
     *,
     title: str = "Packed rows",
     note: str = "",
@@ -42,8 +129,9 @@ def rows_page(
 ) -> HtmlPage:
     """Return the HTML page, which a notebook shows as the value of a cell.
 
-    `note` stands beside the title. The page shows at most `max_rows` rows from the start of the
-    epoch, with at most `max_tokens` tokens, made by `command`.
+    `epoch` is a `PackedEpoch`, and `note` stands beside the title. The page shows at most
+    `max_rows` rows from the start of the epoch, with at most `max_tokens` tokens. `command` is
+    shown as the one that made it.
     """
     texts: dict[str, int] = {}
     drawn: list[dict[str, Any]] = []
@@ -76,7 +164,7 @@ def rows_page(
     )
 
 
-def _candidates(epoch: PackedEpoch, max_rows: int) -> Iterator[tuple[PackedRow, str]]:
+def _candidates(epoch: Any, max_rows: int) -> Iterator[tuple[PackedRow, str]]:
     """Yield the first rows, and rows that hold documents with properties that these lack."""
     found: set[str] = set()
     of_document = epoch.group_of_documents(epoch.sampler.micro_batches())
@@ -92,7 +180,7 @@ def _candidates(epoch: PackedEpoch, max_rows: int) -> Iterator[tuple[PackedRow, 
                 found |= properties
 
 
-def _figures(epoch: PackedEpoch) -> Iterator[tuple[str, str]]:
+def _figures(epoch: Any) -> Iterator[tuple[str, str]]:
     """Yield value and name of each card."""
     documents, loads, has = epoch.documents, epoch.sampler.loads, epoch.with_property
     tokens, trained = int(documents.lengths().sum()), int(documents.num_trained().sum())
@@ -107,9 +195,7 @@ def _figures(epoch: PackedEpoch) -> Iterator[tuple[str, str]]:
         yield f"{int(has[name].sum()):,}", name
 
 
-def _row_data(
-    epoch: PackedEpoch, row: PackedRow, texts: dict[str, int], most: int
-) -> dict[str, Any]:
+def _row_data(epoch: Any, row: PackedRow, texts: dict[str, int], most: int) -> dict[str, Any]:
     """Return the values that rows.js draws of `row`; lists have one entry for each token.
 
     At most `most` tokens are shown, and their texts get numbers in `texts`.
@@ -129,6 +215,7 @@ def _row_data(
     if row.segments:
         data["realTokens"] = sum(document.stop - document.start for document in row.documents)
         data["segments"] = row.segments
+    documents = [_document_data(document, row, tokenizer) for document in row.documents]
     return data | {
         "name": name,
         "short": short,
@@ -137,12 +224,12 @@ def _row_data(
         "stop": row.stop,
         "weights": weights,
         "texts": [texts.setdefault(word, len(texts)) for word in words],
-        "documents": [_document_data(document, row, tokenizer) for document in row.documents],
+        "documents": documents,
         "images": list(_images(epoch, row)),
     }
 
 
-def _images(epoch: PackedEpoch, row: PackedRow) -> Iterator[dict[str, Any]]:
+def _images(epoch: Any, row: PackedRow) -> Iterator[dict[str, Any]]:
     """Yield the size of each image and its tokens, counted from the first of the row."""
     for document in row.documents:
         first = document.start - row.start
@@ -176,7 +263,7 @@ def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> dic
     ending = None
     if document.number is not None:
         last = quote(tokenizer.decode(ids[-1:].tolist()))
-        ending = f"{last}, {'not ' * bool(labels[-1] == IGNORE_INDEX)}trained"
+        ending = f"{last}, {'not trained' if labels[-1] == IGNORE_INDEX else 'trained'}"
     shown = vars(document) | {"trained": int((labels != IGNORE_INDEX).sum()), "ending": ending}
     del shown["images"]
     return shown

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from trl_packing.tools.plan.charts import histogram
+from trl_packing.pages.histograms import histogram
 
 BAR = re.compile(r"([\d.,]+)(?: to ([\d.,]+))?: ([\d,]+) ")
 

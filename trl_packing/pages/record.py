@@ -1,0 +1,220 @@
+"""The record of a run, `run.json`: what was logged and trained, its settings, versions and facts.
+
+    log        entries of `state.log_history`, unchanged
+    totals     what was trained up to an optimizer step      {200: Totals(documents=1612, ...)}
+
+JSON has no NaN and no infinity, so they are stored as texts: "NaN", "Infinity".
+"""
+
+import json
+import re
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from platform import python_version
+from typing import Any, NamedTuple, TypeGuard
+
+from datasets import Dataset, IterableDataset
+
+from trl_packing.pages.page import storable
+from trl_packing.versions import TESTED, installed_version
+
+FILE, PAGE = "run.json", "run.html"
+
+_FORMAT = 1
+
+
+class Totals(NamedTuple):
+    """What was trained up to an optimizer step, by all ranks; None: unknown.
+
+    `tokens` are without padding, `computed_tokens` with it, `seconds` without evaluations.
+    """
+
+    documents: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    computed_tokens: int | None = None
+    seconds: float | None = None
+
+
+NOTHING = Totals(0, 0, 0, 0, 0.0)
+UNKNOWN = Totals()
+
+
+class Point(NamedTuple):
+    """A logged number, and what was trained when it was logged; None: unknown."""
+
+    step: int
+    documents: int | None
+    tokens: int | None
+    seconds: float | None
+    value: float
+
+
+@dataclass
+class RunRecord:
+    """A run as far as it was trained.
+
+    Attributes:
+        name: the output folder, or the name that the user gave the run.
+        path: "packed", "padding-free" or "TRL's path"; `trl_path` is the reason for that.
+        log: entries of `state.log_history`.
+        totals: by optimizer step.
+        status: "running", "finished", or the reason why the run stopped.
+        step: optimizer steps so far; `max_steps` of the whole run, 0: unknown.
+        written: time of the last change, in UTC.
+        report: lines of the packing report; empty on TRL's path.
+        verdict: of the isolation check: "isolated", "leaks", ...; "" without a report.
+        settings: all settings, as JSON; `changed` names those that differ from their defaults.
+        facts: model, device and number of ranks, in words.
+        resumed: steps at which the run was resumed.
+        notes: sentences about what is unknown.
+    """
+
+    name: str
+    path: str = ""
+    trl_path: str = ""
+    log: list[dict[str, Any]] = field(default_factory=list)
+    totals: dict[int, Totals] = field(default_factory=dict)
+    status: str = "running"
+    step: int = 0
+    max_steps: int = 0
+    written: str = ""
+    report: list[Any] = field(default_factory=list)
+    verdict: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def series(self) -> dict[str, list[Point]]:
+        """The logged numbers by name, in the order of the log."""
+        found: dict[str, list[Point]] = {}
+        for entry in self.log:
+            if is_number(step := entry.get("step")):
+                at = self.totals.get(int(step), UNKNOWN)
+                place = int(step), at.documents, at.tokens, at.seconds
+                for name, value in entry.items():
+                    if is_number(value):
+                        found.setdefault(name, []).append(Point(*place, float(value)))
+        return found
+
+    def points(self, name: str) -> list[Point]:
+        """Return the logged numbers of this name, in the order of the log."""
+        return self.series.get(name, [])
+
+    def last(self, name: str) -> float | None:
+        """Return the last logged number of this name; None if there is none."""
+        return self.series[name][-1].value if name in self.series else None
+
+    @property
+    def total(self) -> Totals:
+        """The totals that the run has trained."""
+        return self.totals.get(self.step, UNKNOWN)
+
+    def to_json(self) -> str:
+        """Return the record as JSON."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return json.dumps(storable({"format": _FORMAT, **plain}), allow_nan=False)
+
+    @classmethod
+    def load(cls, path: Path) -> "RunRecord":
+        """Read the record that `to_json` has written to `path`; ValueError: it holds none."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.pop("format") != _FORMAT:
+                raise ValueError("written by another version of trl_packing")
+            found["totals"] = {int(s): Totals(*t) for s, t in found["totals"].items()}
+            texts = ("NaN", "Infinity", "-Infinity")
+            for entry in found["log"]:
+                for name, value in entry.items():
+                    if value in texts:
+                        entry[name] = float(value)
+            return cls(**found)
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"not the record of a run ({problem!r})") from problem
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a logged value is a number; True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# A machine without a GPU accepts these settings. None of them affects the data.
+_OFF = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "push_to_hub")
+ON_ANY_MACHINE: dict[str, Any] = dict.fromkeys(_OFF, False) | {"use_cpu": True}
+ON_ANY_MACHINE |= {"tf32": None, "deepspeed": None, "fsdp": None, "report_to": "none"}
+
+# Values that TRL and transformers put in place of a default; no user has asked for them.
+_TURNED_ON = ("bf16", "activation_checkpointing", "gradient_checkpointing", "do_eval")
+_RESOLVED: dict[str, Any] = dict.fromkeys(_TURNED_ON, True) | {"pad_to_multiple_of": None}
+_RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
+_LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
+_LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
+
+# Tokens of text are none.
+_SECRET = re.compile(
+    r"(?!(eos|pad|bos|unk)_token$)(.*_)?(tokens?|auth|password|passwd|secret|key)$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
+
+
+def all_settings(args: Any) -> dict[str, Any]:
+    """Return every setting of `args` as JSON; secrets are replaced by "…"."""
+    plain = args.to_dict()  # hides every value whose name ends in _token
+    plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
+
+    def hide(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        is_secret = {name for name, x in pairs if x and isinstance(x, str) and _SECRET.match(name)}
+        return {name: "…" if name in is_secret else value for name, value in pairs}
+
+    text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
+    return dict(json.loads(text, object_pairs_hook=hide))
+
+
+def changed_settings(args: Any) -> list[str]:
+    """Return the names of the settings of `args` that differ from their defaults."""
+    left_out = set(_LEFT_OUT)
+    if getattr(args, "_packing_is_default", False):
+        left_out.add("packing")
+    if getattr(args, "_leaves_bf16_out", False):
+        left_out.add("bf16")
+    found = []
+    for setting in fields(args):
+        default = setting.default
+        value = getattr(args, setting.name)
+        if setting.default_factory is not MISSING:
+            default = setting.default_factory()
+        usual = default, _RESOLVED.get(setting.name, default)
+        if setting.init and setting.name not in left_out and value not in usual:
+            found.append(setting.name)
+    return found
+
+
+def facts_of_data(given: Any) -> dict[str, str]:
+    """Return the facts by which data sets are told apart; of each, in a dictionary of them."""
+    facts: dict[str, str] = {}
+    if isinstance(given, dict):
+        for source, dataset in given.items():
+            facts |= {f"{name} of {source}": fact for name, fact in facts_of_data(dataset).items()}
+        return facts
+    if not isinstance(given, (Dataset, IterableDataset)):
+        return {}
+    known = {
+        "data": given.info.dataset_name,
+        "subset": given.info.config_name,
+        "split": given.split,
+        "rows": getattr(given, "num_rows", None),  # a stream has neither
+        "fingerprint": getattr(given, "_fingerprint", None),
+    }
+    return {name: str(fact) for name, fact in known.items() if fact is not None}
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python, this package and the libraries below it."""
+    names = ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed")
+    found = {name: installed_version(name) for name in names}
+    return {"python": python_version()} | {name: n for name, n in found.items() if n is not None}
