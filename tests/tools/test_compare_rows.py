@@ -6,16 +6,16 @@ import pytest
 from datasets import Dataset
 from harness import make_trainer
 from helpers.prepared import chats
+from helpers.runs import run_of_settings
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
 from trl_packing.tools.compare_rows import EQUAL, Side, compare, documents_by_trl
-from trl_packing.tools.preview import PreviewedRun
 
 
 def run_of(rows, *options, tokenizer=None):
-    return PreviewedRun.from_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
+    return run_of_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
 
 
 def compared(rows, other, first=(), second=()):

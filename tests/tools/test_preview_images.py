@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from helpers.prepared import call_for
+from helpers.runs import preview_epoch, preview_losses, preview_rows, run_of_call
 from helpers.tiny import tiny_model
 from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model, vision_trainer
-
-from trl_packing.tools.plan.plan import preview_epoch
-from trl_packing.tools.preview import PreviewedRun, preview_losses, preview_rows
 
 NAME = "qwen2_5_vl"
 COLUMNS = ("input_ids", "labels", "image_ids")
@@ -26,10 +24,10 @@ def model(processor):
     return tiny_vision_model(NAME, processor)
 
 
-def run_of(model, processor, dataset=None, **options) -> PreviewedRun:
+def run_of(model, processor, dataset=None, **options):
     dataset = image_dataset() if dataset is None else dataset
     options = {"max_length": 320} | options
-    return PreviewedRun.from_call(call_for(dataset, None, processor, model, **options))
+    return run_of_call(call_for(dataset, None, processor, model, **options))
 
 
 def columns(document):

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 from harness import make_trainer
+from helpers.runs import preview_epoch, run_of_settings
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.tools.plan.plan import preview_epoch
-from trl_packing.tools.preview import PreviewedRun
 
 
 def trainer_for(folder, rows, **settings):
@@ -93,7 +92,7 @@ def test_the_plan_is_the_report_of_the_trainer(tmp_path):
     rows = tiny_dataset("language_modeling", 40)
     options = {"max_length": 64, "per_device_train_batch_size": 2}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), flags)
+    run = run_of_settings(rows, tiny_tokenizer(), flags)
     planned = json.loads(preview_epoch(run).to_json())
     trained = json.loads(trainer_for(tmp_path, rows, **options).packing_report.to_json())
     of_the_model = {"attention": None, "checked": None}

@@ -10,19 +10,19 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.browser import HOSTILE, open_page
 from helpers.combinations import combined
+from helpers.runs import (
+    computed_tokens,
+    other_max_lengths,
+    plan_run,
+    preview_epoch,
+    run_of_settings,
+    ways_to_batch,
+)
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
 from trl_packing.tools.plan.page import plan_page
-from trl_packing.tools.plan.plan import (
-    computed_tokens,
-    other_max_lengths,
-    plan_run,
-    preview_epoch,
-    ways_to_batch,
-)
-from trl_packing.tools.preview import PreviewedRun
 
 
 def texts(number=60, seed=0):
@@ -49,7 +49,7 @@ def tokenized():
 
 def previewed(dataset, *settings, limit=24):
     words = ["--max_length", str(limit), *settings]
-    return PreviewedRun.from_settings(dataset, tiny_tokenizer(chat=True), words)
+    return run_of_settings(dataset, tiny_tokenizer(chat=True), words)
 
 
 SETTINGS = {
