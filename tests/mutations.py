@@ -120,7 +120,7 @@ MUTATIONS = {
         ("self._first_step -= self._num_steps(skipped)", "pass"),
         ("trained = self._trained_in(steps)", "trained = self._trained_in(steps + 1)"),
     ],
-    ("streams", "training/stream_reader.py"): [
+    ("streams", "run/stream.py"): [
         ("islice(self._part, skipped, None)", "islice(self._part, max(skipped - 1, 0), None)"),
         ("if taken > skipped:", "if taken >= skipped:"),
         ("return number % num_ranks == rank", "return True"),

@@ -32,23 +32,29 @@ TABLE: dict[str, tuple[str, str]] = {
         "attention data documents isolation packing",
         "datasets numpy packaging pyarrow torch transformers trl",
     ),
+    "pages": ("data", "jinja2 markupsafe"),
+    "run": (
+        "attention config data documents isolation loss packing pages vision",
+        "accelerate datasets numpy torch transformers trl",
+    ),
     "training": (
-        "attention config data documents isolation loss packing versions",
-        "accelerate datasets jinja2 markupsafe numpy safetensors torch transformers trl",
+        "attention config data documents isolation loss packing pages run versions",
+        "accelerate datasets numpy safetensors torch transformers trl",
     ),
     "plain_trainer": (
         "attention config data documents isolation loss packing versions",
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention config data documents loss packing training versions vision",
+        "attention config data documents loss packing run training versions vision",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (
-        "attention config data documents isolation packing trainer training versions vision",
+        "attention config data documents isolation packing pages run trainer training versions "
+        "vision",
         "datasets numpy pandas torch transformers trl",
     ),
-    "cli": ("data tools training", ""),
+    "cli": ("data pages run tools", ""),
 }
 
 

@@ -49,7 +49,7 @@ from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.training.arguments import (
+from trl_packing.run.arguments import (
     check_arguments,
     check_set_afterwards,
     explain_missing_marks,
@@ -60,6 +60,9 @@ from trl_packing.training.arguments import (
     reason_to_keep_rows_apart,
     refuse_model_init,
 )
+from trl_packing.run.report import PackingReport
+from trl_packing.run.sampling import Sampling
+from trl_packing.run.sources import source_sets
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
@@ -67,11 +70,10 @@ from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.report import PackingReport, RunReport
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_data import RunData, source_sets
+from trl_packing.training.run_data import RunData
 from trl_packing.training.run_recorder import RunRecorder, facts_of_data
-from trl_packing.training.sampling import Sampling
+from trl_packing.training.run_report import RunReport
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
 from trl_packing.vision.run_images import RunImages

@@ -3,24 +3,30 @@
 Tests come to them through this module alone.
 """
 
-from trl_packing.tools.plan.plan import (
+from trl_packing.run.columns import documents_of
+from trl_packing.run.run import TrainerCall
+from trl_packing.run.what_if import (
     computed_tokens,
     other_max_lengths,
     plan_run,
     preview_epoch,
     ways_to_batch,
 )
-from trl_packing.tools.preview import PreviewedRun, preview_losses, preview_rows, trace_documents
-from trl_packing.tools.training_command import TrainerCall
-from trl_packing.training.columns import documents_of
-
-run_of_call = PreviewedRun.from_call
-run_of_settings = PreviewedRun.from_settings
+from trl_packing.tools.preview import (
+    documents_of_row,
+    preview_losses,
+    preview_rows,
+    run_of_call,
+    run_of_settings,
+    trace_documents,
+    with_row_numbers,
+)
 
 __all__ = [
     "TrainerCall",
     "computed_tokens",
     "documents_of",
+    "documents_of_row",
     "other_max_lengths",
     "plan_run",
     "preview_epoch",
@@ -30,4 +36,5 @@ __all__ = [
     "run_of_settings",
     "trace_documents",
     "ways_to_batch",
+    "with_row_numbers",
 ]

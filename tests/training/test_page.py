@@ -4,7 +4,7 @@ import pytest
 from helpers.browser import HOSTILE, open_page
 
 from trl_packing.cli.program import check_can_write
-from trl_packing.training.page import render
+from trl_packing.pages.page import render
 
 TEMPLATE = """{% extends "page.html" %}
 {% from "parts.html" import bars, cards, section, table %}

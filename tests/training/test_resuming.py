@@ -10,8 +10,8 @@ from harness import make_trainer
 from helpers.tiny import SPECIAL_TOKENS, documents_of_lengths
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.training import sampling
-from trl_packing.training.resuming import FILE
+from trl_packing.run import sampling
+from trl_packing.run.epoch_record import FILE
 
 NUMBER = 60
 LENGTHS = [3 + (i * 7) % 29 for i in range(NUMBER)]

@@ -35,8 +35,8 @@ class Rules:
     keeps_columns: bool  # also those that training does not read
     row_format: RowFormat
     eos: EosRule
-    # TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed
-    by_trl: Callable[[AnyDataset, Any, str], AnyDataset]
+    # TRL's own preparation, of (dataset, formatting_func, name, completion_only): nothing is cut
+    by_trl: Callable[[AnyDataset, Any, str, bool], AnyDataset]
     labeler: DataCollatorForCompletionOnlyLM | None = None  # its template finds trained tokens
 
     @classmethod
@@ -50,7 +50,7 @@ class Rules:
         chat_template: str | None,
         completion_only: bool,
         generation_config: Any,
-        by_trl: Callable[[AnyDataset, Any, str], AnyDataset],
+        by_trl: Callable[[AnyDataset, Any, str, bool], AnyDataset],
         labeler: DataCollatorForCompletionOnlyLM | None,
     ) -> "Rules":
         """Return the rules of a run that has started or not; `tokenizer` is in `processing_class`.

@@ -217,7 +217,7 @@ def _prepare_by_trl(
     why = _BY_TRL.format(type(rules.processing_class).__name__)
     _check_options_of_trl(dataset, rules, name, why)
     try:
-        documents = rules.by_trl(dataset, formatting_func, name)
+        documents = rules.by_trl(dataset, formatting_func, name, rules.row_format.completion_only)
         first: dict[str, Any] = next(iter(documents), {})
     except Exception as error:  # mistral-common has kinds of its own
         if formatting_func is not None:

@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 
 from trl_packing.data.printable import escape_hidden
-from trl_packing.training.page import HtmlPage, render
+from trl_packing.pages.page import HtmlPage, render
 from trl_packing.training.run_page import (
     FILE,
     ON_STEPS,

@@ -23,8 +23,9 @@ from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGH
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import PrefixTree, tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.tools.preview import PreviewedRun, TracedDocuments, trace_documents
-from trl_packing.training.columns import documents_of
+from trl_packing.run.columns import documents_of
+from trl_packing.run.run import Run
+from trl_packing.tools.preview import TracedDocuments, trace_documents
 from trl_packing.vision.documents import ImageTokens, images_of
 
 # Properties of documents that a reader looks for.
@@ -133,7 +134,7 @@ class PackedEpoch:
             enters its weight.
     """
 
-    run: PreviewedRun
+    run: Run
     traced: TracedDocuments
     sampler: PackedBatchSampler
     documents: ArrowDocuments
@@ -141,7 +142,7 @@ class PackedEpoch:
     with_property: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, run: PreviewedRun) -> "PackedEpoch":
+    def of(cls, run: Run) -> "PackedEpoch":
         """Return the rows of `run` on one process.
 
         Raises:
@@ -156,7 +157,7 @@ class PackedEpoch:
                 "mixture, and no packed rows; leave --html out"
             )
         collator = collator_of(run)
-        eos = run.preparation.eos
+        eos = run.rules.eos
         trains = documents.num_trained() > 0
         of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
         has_weight = of_document > 0
@@ -231,13 +232,13 @@ class PackedEpoch:
         return RowDocument(start, stop, number, row, uncut, properties, images)
 
 
-def collator_of(run: PreviewedRun) -> PackedCollator:
+def collator_of(run: Run) -> PackedCollator:
     """Return the collator of a run, without the pixels of its images."""
     args = run.args
     options = PackingOptions.of(run.args)
     given = run.call.data_collator
     multiple = args.pad_to_multiple_of or getattr(given, "pad_to_multiple_of", None)
-    collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
+    collator = PackedCollator(run.rules.eos.tokenizer.pad_token_id, multiple)
     if isinstance(given, PackedCollator):
         collator = given
     if options.static_shapes:

@@ -15,6 +15,7 @@ import numpy as np
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
+from trl_packing.pages.page import HtmlPage, render
 from trl_packing.tools.rows import (
     CUT,
     NO_STOP_TOKEN,
@@ -24,7 +25,6 @@ from trl_packing.tools.rows import (
     RowDocument,
 )
 from trl_packing.tools.show import CONTEXT, token_texts
-from trl_packing.training.page import HtmlPage, render
 
 MAX_ROWS = 16
 MAX_TOKENS = 32_768  # about 1 MB of JSON
@@ -114,7 +114,7 @@ def _row_data(
 
     At most `most` tokens are shown, and their texts get numbers in `texts`.
     """
-    tokenizer = epoch.run.preparation.eos.tokenizer
+    tokenizer = epoch.run.rules.eos.tokenizer
     short = f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"
     if row.start or row.stop < row.batch["input_ids"].shape[1]:

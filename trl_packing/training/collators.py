@@ -16,8 +16,8 @@ from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import is_packed
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator, StaticShapes, WeightedPaddedCollator
-from trl_packing.training.columns import documents_of
-from trl_packing.training.sampling import Sampling
+from trl_packing.run.columns import documents_of
+from trl_packing.run.sampling import Sampling
 
 logger = get_logger(__name__)
 

@@ -32,16 +32,15 @@ from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.run.columns import columns_of, documents_of, training_columns, weight_columns
+from trl_packing.run.sources import training_sources
+from trl_packing.run.stream import StreamBatches, StreamSettings
 from trl_packing.training.collators import RunCollators
-from trl_packing.training.columns import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.mixture import training_sources
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.report import RunReport
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData
-from trl_packing.training.stream_loader import StreamBatches
-from trl_packing.training.stream_reader import StreamSettings
+from trl_packing.training.run_report import RunReport
 
 logger = get_logger(__name__)
 

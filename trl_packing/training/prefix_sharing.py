@@ -7,7 +7,6 @@ in use takes keys of their own, and the check of this model shows that siblings 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,20 +15,11 @@ from trl import SFTTrainer
 
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.attention.state import find_randomness
-from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.isolation.check import attempt, check_prefixes
 from trl_packing.isolation.guard import worst_of_ranks
-from trl_packing.packing.prefix_index import PrefixIndex
-from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.training.collators import RunCollators
 
 logger = get_logger(__name__)
-
-# Of the tokens and documents that are looked at: about a tenth of a second.
-_MOST_TOKENS, _MOST_DOCUMENTS, _FEWEST_BATCHES = 4_000_000, 50_000, 8
-
-# Shares of the tokens: for a check of the model, and for another setting to be named.
-_WORTH_SHARING, _WORTH_A_LINE = 0.005, 0.05
 
 
 class PrefixSharing:
@@ -114,80 +104,3 @@ class PrefixSharing:
         }
         result = worst_of_ranks(attempt(check_prefixes, model, documents, **options))
         return None if result else str(result)
-
-
-@dataclass(frozen=True)
-class PrefixSavings:
-    """Tokens of micro-batches: those of their documents, and those computed where these share."""
-
-    sharing: str  # `prefix_sharing` of the run
-    tokens: int = 0  # of the documents looked at; 0 if none were
-    computed: int = 0  # of their rows with shared prefixes, without padding
-    is_whole: bool = False  # all micro-batches of the epoch were looked at
-    reason: str | None = None  # why the run does not share, though it was asked to
-    per_step: float | None = None  # mean number of groups in an optimizer step
-
-    @property
-    def saved(self) -> float:
-        """Return the share of the documents' tokens that is not computed."""
-        return 1 - self.computed / self.tokens if self.tokens else 0.0
-
-    @property
-    def pays(self) -> bool:
-        """Return whether sharing is worth its check; unknown savings may be."""
-        return not self.tokens or self.saved >= _WORTH_SHARING
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether the run shares prefixes, of which something is known."""
-        return self.sharing != "off" and self.tokens > 0 and self.pays and not self.reason
-
-    def __str__(self) -> str:
-        """Return the line of the report; "" where there is nothing to say."""
-        if self.reason and (not self.tokens or (self.pays and self.sharing != "off")):
-            return f"not shared: {self.reason}"
-        if not self.tokens:
-            return ""
-        fewer = "" if self.is_whole else "about "
-        fewer += f"{times_fewer(self.tokens, self.computed)} tokens"
-        if self.sharing == "off":
-            is_much = self.saved >= _WORTH_A_LINE
-            return f"prefix_sharing='bin' would compute {fewer}" if is_much else ""
-        if not self.pays:
-            return "nothing to share: documents begin differently, or labels are other tokens"
-        prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
-        return f"{fewer} computed{prefixes}"
-
-
-def times_fewer(tokens: int, computed: int) -> str:
-    """Return by how much `computed` tokens are fewer.
-
-    Examples:
-        >>> times_fewer(1130, 1000), times_fewer(2400, 1000)
-        ('1.13× fewer', '2.4× fewer')
-    """
-    ratio = tokens / max(computed, 1)
-    return f"{ratio:.{2 if ratio < 2 else 1}f}× fewer"
-
-
-def prefix_savings(
-    documents: ArrowDocuments, sampler: PackedBatchSampler, sharing: str
-) -> PrefixSavings:
-    """Return what `sharing`, of the run, saves in the sampler's epoch of `documents`."""
-    if sampler.rows:  # several documents each, which are not known here
-        return PrefixSavings(sharing)
-    total = len(sampler) * sampler.num_ranks  # micro-batches
-    tokens = int(sampler.lengths.sum())
-    most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // len(documents))
-    batches = sampler.micro_batches(max(most, _FEWEST_BATCHES))
-    looked_at = documents.__getitems__(np.concatenate(batches))
-    lengths = np.array([len(document["input_ids"]) for document in looked_at])
-    offsets = np.cumsum([0, *map(len, batches)])
-    index = PrefixIndex.of_loaded(looked_at)
-    return PrefixSavings(
-        sharing,
-        int(lengths.sum()),
-        int(index.computed_tokens(lengths, np.arange(len(lengths)), offsets).sum()),
-        is_whole=len(batches) == total,
-        per_step=sampler.groups_per_step(),
-    )

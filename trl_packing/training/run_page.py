@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeGuard
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.training.page import HtmlPage, render
+from trl_packing.pages.page import HtmlPage, render, storable
 
 FILE, PAGE = "run.json", "run.html"
 
@@ -144,11 +144,6 @@ class RunRecord:
 def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a logged value is a number; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def storable(value: Any) -> Any:
-    """Return `value` as JSON; numbers that JSON lacks, and other objects, become texts."""
-    return json.loads(json.dumps(value, default=str, skipkeys=True), parse_constant=str)
 
 
 # Notes beside charts, and those behind the losses.

@@ -27,17 +27,9 @@ from trl import SFTTrainer
 
 from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
+from trl_packing.pages.page import storable
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.run_page import (
-    FILE,
-    NOTHING,
-    PAGE,
-    UNKNOWN,
-    RunRecord,
-    Totals,
-    run_page,
-    storable,
-)
+from trl_packing.training.run_page import FILE, NOTHING, PAGE, UNKNOWN, RunRecord, Totals, run_page
 from trl_packing.versions import TESTED, installed_version
 
 logger = get_logger(__name__)

@@ -92,7 +92,7 @@ def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, name):
     (own,) = [row for row in plan.what_if if row.max_length == 24]
     assert numbers_of(own) == numbers_of_plan(plan)
     whole = run.whole_documents()
-    rows = list(other_max_lengths(whole, run.preparation, run.sampling(2), [16, 40, 4096]))
+    rows = list(other_max_lengths(whole, run.rules, run.sampling(2), [16, 40, 4096]))
     assert rows[0].steps > rows[-1].steps or rows[0].counts.stages
     for row in rows:
         other = plan_run(previewed(dataset, *settings, limit=row.max_length), ranks=2)
@@ -126,8 +126,8 @@ def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     plan = plan_run(run)
     way = plan.ways[0]
     if batch == 1:  # nobody pads batches of one document: the page names another size
-        eight, run.args.packing = way, False
-        sampling = run.sampling()
+        eight = way
+        sampling = run.with_settings(packing=False).sampling()
         way = ways_to_batch(plan.documents.lengths(), sampling, sampling.facts(plan.documents))[0]
         assert eight.name.startswith("padded in batches of 8, ")
         assert eight.padding > 0.2

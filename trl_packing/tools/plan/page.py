@@ -14,13 +14,12 @@ from trl_packing.data.counts import TokenCounts, quantity
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
+from trl_packing.pages.page import HtmlPage, render
+from trl_packing.run.report import times, times_fewer
+from trl_packing.run.what_if import RunPlan, Variant, token_documents
 from trl_packing.tools.plan.charts import histogram
-from trl_packing.tools.plan.plan import RunPlan, Variant, token_documents
 from trl_packing.tools.show import image_in_words, token_texts
 from trl_packing.tools.training_command import ON_ANY_MACHINE
-from trl_packing.training.page import HtmlPage, render
-from trl_packing.training.prefix_sharing import times_fewer
-from trl_packing.training.report import times
 from trl_packing.training.run_recorder import all_settings, changed_settings, installed_versions
 from trl_packing.vision.documents import images_of
 
@@ -229,7 +228,7 @@ def _documents(plan: RunPlan) -> Iterator[dict[str, Any]]:
         return
     # The longest and the shortest document that is too long, and one between.
     documents = token_documents(plan.whole.documents)
-    overflow = plan.run.preparation.overflow
+    overflow = plan.run.rules.overflow
     lengths = documents.lengths()
     pieces = pieces_of(documents, overflow)
     cut = np.setdiff1d(np.arange(len(lengths)), pieces.rows[pieces.sizes == lengths[pieces.rows]])
@@ -269,7 +268,7 @@ def _document(
         if start > shown:
             parts.append(("u", f" … {start - shown:,} tokens … "))
         shown = stop
-        texts = token_texts(ids[start:stop].tolist(), plan.run.preparation.eos.tokenizer)
+        texts = token_texts(ids[start:stop].tolist(), plan.run.rules.eos.tokenizer)
         for image in images:  # in words, at its first token
             said = image_in_words(image, None)
             for at in range(max(image.start, start), min(image.stop, stop)):

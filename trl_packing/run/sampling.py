@@ -26,7 +26,7 @@ from trl_packing.packing.draw import numbers_of, order_seed, packing_seed, stage
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler, attention_cost
-from trl_packing.training.mixture import Mixture, mixture_of
+from trl_packing.run.sources import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
 _OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")

@@ -5,6 +5,7 @@ hidden characters as escapes. Scripts get data as JSON that cannot end their ele
 """
 
 import html
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden
 
 _FOLDER = Path(__file__).parent
+REPORT = _FOLDER / "report.html"  # the lines of a report as a table
 
 
 class HtmlPage(str):
@@ -41,6 +43,11 @@ def _environment(folder: Path) -> Environment:
     made.filters |= {"number": _number, "change": _change, "quantity": quantity}
     made.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return made
+
+
+def storable(value: Any) -> Any:
+    """Return `value` as JSON; numbers that JSON lacks, and other objects, become texts."""
+    return json.loads(json.dumps(value, default=str, skipkeys=True), parse_constant=str)
 
 
 def _shown(value: Any) -> Any:

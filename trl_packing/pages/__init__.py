@@ -1,0 +1,1 @@
+"""Pages that people open: one HTML file each. `page.py` makes them of templates."""

@@ -1,0 +1,281 @@
+"""`Run`: the arguments of a trainer, and what they decide without its model.
+
+TrainerCall          the arguments of a trainer
+    │  Run.of        the path (ours, or TRL's), the sources, what is refused
+    │  with_rules    the tokenizer as TRL has set it up  →  rules
+    │  prepare       rows  →  documents, and what was lost
+    ▼  sampling      settings and ranks  →  bins and optimizer steps
+report_of            the first epoch in words
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from datasets import Dataset
+
+from trl_packing.attention.model_facts import config_of
+from trl_packing.config import PackingOptions
+from trl_packing.data.chat_template import tokenizer_in
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.files import records_of
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
+from trl_packing.data.rules import Rules
+from trl_packing.data.stages import WholeDocuments, prepare, whole_documents
+from trl_packing.documents.arrow import is_packed
+from trl_packing.run.arguments import (
+    check_arguments,
+    check_weights_and_sources,
+    generation_config_of,
+    reason_for_trl_path,
+    reason_to_keep_rows_apart,
+)
+from trl_packing.run.sampling import Sampling
+from trl_packing.run.sources import prepare_sources, source_sets, trains_completions
+from trl_packing.vision.run_images import RunImages
+from trl_packing.vision.support import has_images
+
+
+@dataclass(frozen=True)
+class TrainerCall:
+    """The arguments of `PackedSFTTrainer` that decide how data are prepared and packed."""
+
+    model: Any
+    args: Any
+    train_dataset: Any
+    processing_class: Any = None
+    data_collator: Any = None
+    formatting_func: Any = None
+    eval_dataset: Any = None
+    compute_loss_func: Any = None
+    compute_metrics: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run without its model.
+
+    Attributes:
+        call: the arguments of the trainer.
+        args: its settings, which may be changed; packing is hidden in them from TRL's constructor.
+        dataset: the training set, or a dictionary of several, each a source.
+        images: those of its data sets.
+        trl_path: why the run takes TRL's path; None if it is packed or padding-free.
+        packing: whether training documents are packed into bins, as the settings say.
+        eval_packing: whether documents of evaluations are.
+        labeler: a user's collator, which labels the documents; None without one.
+        generation_config: of the model, whose end-of-sequence tokens are read.
+        rules: by which rows become documents; None until the tokenizer is known.
+        is_stream: whether `dataset` is only the beginning of a stream.
+    """
+
+    call: TrainerCall
+    args: Any
+    dataset: Any
+    images: RunImages
+    trl_path: str | None
+    packing: bool
+    eval_packing: bool
+    labeler: DataCollatorForCompletionOnlyLM | None
+    generation_config: Any
+    rules: Any = None
+    is_stream: bool = False
+
+    @classmethod
+    def of(cls, call: TrainerCall) -> "Run":
+        """Return the run of a trainer with these arguments.
+
+        Raises:
+            TypeError: the training set is none.
+            ValueError: the arguments cannot be used together.
+        """
+        args, given, collator = call.args, call.train_dataset, call.data_collator
+        sets = source_sets(given, args, collator)
+        first = next(iter(sets.values())) if sets else given
+        images = RunImages()
+        reason = reason_for_trl_path(first, collator) or reason_to_keep_rows_apart(args)
+        if reason is None and has_images(given):
+            reason = images.why_not_packed(
+                call.model, given, call.eval_dataset, args, call.compute_metrics
+            )
+        generation_config = None
+        if reason is None:
+            check_arguments(args, first, call.compute_loss_func)
+            generation_config = generation_config_of(call.model, args)
+        packing = getattr(args, "packing", False)
+        eval_packing = getattr(args, "eval_packing", None)
+        return cls(
+            call,
+            args,
+            given if sets is None else sets,
+            images,
+            trl_path=reason,
+            packing=packing,
+            eval_packing=packing if eval_packing is None else eval_packing,
+            labeler=collator if isinstance(collator, DataCollatorForCompletionOnlyLM) else None,
+            generation_config=generation_config,
+        )
+
+    @property
+    def options(self) -> PackingOptions:
+        """The settings of this package."""
+        return PackingOptions.of(self.args)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether the training set is a dictionary of several."""
+        return isinstance(self.dataset, dict)
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """The data sets by the names of their sources."""
+        return self.dataset if isinstance(self.dataset, dict) else {"train": self.dataset}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all data sets."""
+        return sum(map(len, self.sets.values()))
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer or processor that the user passed, maybe in a collator; None without."""
+        return self.call.processing_class or (self.labeler and self.labeler.tokenizer)
+
+    def with_rules(
+        self,
+        processing_class: Any,
+        *,
+        chat_template: str | None,
+        completion_only: bool,
+        by_trl: Callable[..., Any],
+    ) -> "Run":
+        """Return the run with its rules, of a tokenizer or processor as TRL's trainer has it.
+
+        Arguments as for `Rules.of_run`.
+        """
+        rules = Rules.of_run(
+            self.args,
+            processing_class,
+            tokenizer_in(processing_class),
+            packing=self.packing,
+            chat_template=chat_template,
+            completion_only=completion_only,
+            generation_config=self.generation_config,
+            by_trl=by_trl,
+            labeler=self.labeler,
+        )
+        return replace(self, rules=rules)
+
+    def with_settings(self, **changes: object) -> "Run":
+        """Return the run with some of its settings changed."""
+        args = copy.copy(self.args)
+        for name, value in changes.items():
+            setattr(args, name, value)
+        rules = replace(self.rules, args=args)
+        return replace(self, args=args, rules=rules, packing=args.packing)
+
+    def of_source(self, rows: Any) -> "Run":
+        """Return the run with the rules of one set: the columns of each source decide."""
+        if not self.has_sources:
+            return self
+        only = trains_completions(rows, self.args.completion_only_loss)
+        row_format = replace(self.rules.row_format, completion_only=only)
+        return replace(self, rules=replace(self.rules, row_format=row_format))
+
+    def prepare(
+        self, rows: Any, name: str = "train", *, formatting_func: Any = None
+    ) -> tuple[Any, PreparationCounts | None]:
+        """Return the documents of a data set, or of all sources, and counts of what was lost.
+
+        Raises:
+            ValueError: preparation refuses the data.
+        """
+        if isinstance(rows, dict):
+
+            def prepare_source(rows: Any, name: str) -> tuple[Any, PreparationCounts | None]:
+                return self.of_source(rows).prepare(rows, name, formatting_func=formatting_func)
+
+            return prepare_sources(rows, prepare_source, self.args)
+        rows = self.tokenize_images(rows, name)
+        return prepare(rows, self.rules, formatting_func=formatting_func, name=name)
+
+    def tokenize_images(self, rows: Any, name: str = "train") -> Any:
+        """Return the documents of rows with images; any other data set as it is."""
+        template = self.rules.row_format.chat.override
+        return self.images.tokenize(rows, self.rules, template, name)
+
+    def documents(self) -> tuple[Dataset, PreparationCounts | None]:
+        """Return the documents of the training set, and the counts of what was kept and lost.
+
+        Raises:
+            ValueError: preparation refuses the data, or training their weights.
+        """
+        self.check_nothing_is_skipped([self.dataset])
+        documents, counts = self.documents_of_rows(self.dataset)
+        check_weights_and_sources(documents, [], self.options, self.call.compute_loss_func)
+        return documents, counts
+
+    def documents_of_rows(
+        self, rows: Any, name: str = "train"
+    ) -> tuple[Dataset, PreparationCounts | None]:
+        """Return the documents of some rows, which the user's word may make them already."""
+        if not self.skips_preparation:
+            return self.prepare(rows, name, formatting_func=self.call.formatting_func)
+        if "input_ids" not in rows.column_names:
+            raise ValueError("skip_prepare_dataset=True, but the rows have no input_ids")
+        return rows, None
+
+    def whole_documents(self) -> WholeDocuments | None:
+        """Return the documents before the overflow policy; None of several data sets."""
+        if self.skips_preparation or self.has_sources or records_of(self.dataset):
+            return None
+        rows = self.tokenize_images(self.dataset)
+        formatting_func = self.call.formatting_func
+        whole = whole_documents(rows, self.rules, formatting_func=formatting_func)
+        return None if is_packed(whole.documents) else whole
+
+    @property
+    def skips_preparation(self) -> bool:
+        """Whether the rows are documents by the user's word."""
+        kwargs = getattr(self.args, "dataset_kwargs", None) or {}
+        return kwargs.get("skip_prepare_dataset", False)
+
+    def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
+        """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""
+        changes = self.labeler or self.options.append_eos or self.has_sources
+        if self.skips_preparation and (changes or any(map(records_of, datasets))):
+            raise ValueError(
+                "skip_prepare_dataset=True skips append_eos, DataCollatorForCompletionOnlyLM, a "
+                "dictionary of data sets, and the check of prepared data; leave it out"
+            )
+
+    def sampling(self, ranks: int = 1, **of_model: Any) -> Sampling:
+        """Return what draws the micro-batches of the run on rank 0 of `ranks`.
+
+        `of_model` are attributes of `Sampling` that a model decides, where there is one.
+        """
+        # An image belongs to one document.
+        groups = self.options.prefix_sharing == "group" and not self.images.packs
+        if not of_model:
+            of_model["draws_groups"] = lambda training: groups
+            of_model["hidden_size"] = hidden_size_of(self.call.model, self.args)
+        return Sampling(
+            self.args,
+            packing=self.packing,
+            eval_packing=self.eval_packing,
+            batch_size=getattr(self.args, "per_device_train_batch_size", 1),
+            ranks=(ranks, 0),
+            image_loads=self.images.loads,
+            **of_model,
+        )
+
+
+def hidden_size_of(model: Any, args: Any) -> int | None:
+    """Return the hidden size of a text model or its name; None if it is unknown."""
+    if model is None:
+        return None
+    try:
+        return getattr(config_of(model, args).get_text_config(), "hidden_size", None)
+    except (OSError, ValueError):  # a folder with only a tokenizer
+        return None
