@@ -102,13 +102,12 @@ def refuse_model_init(model_init: Any) -> None:
 
 
 @contextmanager
-def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
-    """Keep TRL's constructor from packing inside the block; yields (packing, eval_packing)."""
+def hide_packing(args: Any) -> Iterator[None]:
+    """Keep TRL's constructor from packing inside the block."""
     hidden = {"packing": False, "padding_free": False, "eval_packing": None}
     hidden = {name: value for name, value in hidden.items() if hasattr(args, name)}
-    packing, eval_packing = getattr(args, "packing", False), getattr(args, "eval_packing", None)
     with temporarily(args, **hidden):
-        yield packing, packing if eval_packing is None else eval_packing
+        yield
 
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
@@ -146,6 +145,20 @@ def check_weights_and_sources(
             Sources.of(dataset, options.source_column)  # refuses missing ones
         if isinstance(dataset, Dataset):
             documents_of(dataset, compute_loss_func)  # refuses damaged weights
+
+
+def check_sums(args: Any, *, pads: bool, balances_experts: bool) -> None:
+    """Raise ValueError for settings by which a token would count more or less than another."""
+    if balances_experts and pads:
+        raise ValueError(
+            "static_shapes=True or pad_to_multiple_of would let padding take part in the "
+            "balance of experts; leave them out, or set router_aux_loss_coef=0.0"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False weights a token by the rank that it falls on; "
+            "leave it True"
+        )
 
 
 def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> None:

@@ -25,7 +25,7 @@ from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.pages.page import REPORT, render, storable
 from trl_packing.run.sampling import Sampling
-from trl_packing.run.sources import SourceShare
+from trl_packing.run.sources import Mixture, SourceShare
 
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
@@ -369,21 +369,23 @@ def report_of(
     sampler: Any = None,
     *,
     columns: Sequence[str] | None,
+    mixture: Mixture | None = None,
     preparation: PreparationCounts | None = None,
 ) -> PackingReport:
     """Return the report on the first epoch of a run.
 
     Args:
-        sampling: settings and ranks of the run, and the mixture of the training set.
+        sampling: settings and ranks of the run.
         documents: the training set; None for a stream, whose documents are counted as it is read.
         sampler: of one rank; of a user's, only the documents are counted.
         columns: of the training set, with its weights; None where a user's function is the loss.
+        mixture: of the training set.
         preparation: what was kept and lost when documents were prepared.
 
     Raises:
         ValueError: documents_per_step is set for a stream.
     """
-    args, options, mixture = sampling.args, sampling.options, sampling.mixture
+    args, options = sampling.args, sampling.options
     ranks = sampling.ranks[0]
     accumulation = args.gradient_accumulation_steps
     batch_size = sampling.batch_size
@@ -408,52 +410,65 @@ def report_of(
             named = f"documents_per_step={options.documents_per_step}"
             raise ValueError(f"{named} needs to know the documents of a stream; leave it out")
         return report
-    lengths = documents.lengths()
-    trained = documents.num_trained()
-    number = documents.num_documents
-    in_data = None
-    if is_planned and sampler.draw is not None:
-        drawn = sampler.draw.documents(0)
-        number = sampler.num_drawn
-        in_data = len(documents)
-        lengths, trained = lengths[drawn], trained[drawn]
-    report = replace(
-        report,
-        documents=number,
-        documents_in_data=in_data,
-        tokens=int(lengths.sum()),
-        trained_tokens=int(trained.sum()),
-    )
+    report = replace(report, **_of_documents(documents, sampler))
     if not is_planned:
         return report
+    return replace(report, **_of_epoch(report, sampling, documents, sampler, mixture))
+
+
+def _of_documents(documents: ArrowDocuments, sampler: Any) -> dict[str, Any]:
+    """Return the fields of a report on the documents that an epoch draws."""
+    lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
+    in_data = None
+    if isinstance(sampler, PackedBatchSampler) and sampler.draw is not None:
+        drawn = sampler.draw.documents(0)
+        lengths, trained, number = lengths[drawn], trained[drawn], len(drawn)
+        in_data = len(documents)
+    return {
+        "documents": number,
+        "documents_in_data": in_data,
+        "tokens": int(lengths.sum()),
+        "trained_tokens": int(trained.sum()),
+    }
+
+
+def _of_epoch(
+    report: PackingReport,
+    sampling: Sampling,
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    mixture: Mixture | None,
+) -> dict[str, Any]:
+    """Return the fields of a report on the micro-batches and steps of an epoch."""
+    args, options, ranks = sampling.args, sampling.options, sampling.ranks[0]
     plan = sampler.plan()
-    padded = padded_batch_size(batch_size, packing=sampling.packing)
-    steps = -(-len(sampler) // accumulation)
+    padded = padded_batch_size(sampling.batch_size, packing=sampling.packing)
+    steps = -(-len(sampler) // report.accumulation)
     room = sampler.tokens_per_batch
-    if not by_bins:
+    if plan is None:
         room = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
     # Below 1 they are shares of the run.
     steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
-    given = {name: int(number) for name, number in steps_of.items() if number and number >= 1}
     prefixes = None
     # Equal ids of images may stand for other images.
     if not (report.tokens_per_micro_batch or IMAGE_IDS in documents.columns):
         prefixes = prefix_savings(documents, sampler, options.prefix_sharing)
-    return replace(
-        report,
-        bins=sampler.num_bins,
-        micro_batches_per_epoch=len(sampler) * ranks,
-        steps_per_epoch=steps,
-        documents_per_step=number / (steps or 1),
-        padded_documents_per_step=None if sampler.rows else padded * accumulation * ranks,
-        given_in_steps=given,
-        room=room,
-        tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
-        sources=mixture.shares(documents) if mixture else (),
-        order=_order_in_words(options, sampler),
-        images=ImageCounts.of(sampler),
-        prefixes=prefixes,
-    )
+    return {
+        "bins": sampler.num_bins,
+        "micro_batches_per_epoch": len(sampler) * ranks,
+        "steps_per_epoch": steps,
+        "documents_per_step": (report.documents or 0) / (steps or 1),
+        "padded_documents_per_step": None if sampler.rows else padded * report.accumulation * ranks,
+        "given_in_steps": {name: int(n) for name, n in steps_of.items() if n and n >= 1},
+        "room": room,
+        "tokens_computed": None
+        if sampler.groups is None or plan is None
+        else int(plan.tokens.sum()),
+        "sources": mixture.shares(documents) if mixture else (),
+        "order": _order_in_words(options, sampler),
+        "images": ImageCounts.of(sampler),
+        "prefixes": prefixes,
+    }
 
 
 def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str:

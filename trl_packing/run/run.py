@@ -52,7 +52,7 @@ class TrainerCall:
     compute_metrics: Any = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Run:
     """A run without its model.
 
@@ -136,6 +136,11 @@ class Run:
     def num_rows(self) -> int:
         """Rows of all data sets."""
         return sum(map(len, self.sets.values()))
+
+    @property
+    def pad_to_multiple_of(self) -> int | None:
+        """The multiple to which rows are padded, also if a user's collator names it."""
+        return self.args.pad_to_multiple_of or getattr(self.labeler, "pad_to_multiple_of", None)
 
     @property
     def processing_class(self) -> Any:
@@ -250,24 +255,26 @@ class Run:
                 "dictionary of data sets, and the check of prepared data; leave it out"
             )
 
-    def sampling(self, ranks: int = 1, **of_model: Any) -> Sampling:
-        """Return what draws the micro-batches of the run on rank 0 of `ranks`.
-
-        `of_model` are attributes of `Sampling` that a model decides, where there is one.
-        """
+    def sampling(self, ranks: int = 1) -> Sampling:
+        """Return what draws the micro-batches of the run on rank 0 of `ranks`, as settings say."""
         # An image belongs to one document.
         groups = self.options.prefix_sharing == "group" and not self.images.packs
-        if not of_model:
-            of_model["draws_groups"] = lambda training: groups
-            of_model["hidden_size"] = hidden_size_of(self.call.model, self.args)
+        hidden_size = hidden_size_of(self.call.model, self.args)
+        return self.sampling_of_model(hidden_size, lambda training: groups, ranks)
+
+    def sampling_of_model(
+        self, hidden_size: int | None, draws_groups: Callable[[bool], bool], ranks: int = 1
+    ) -> Sampling:
+        """Return the same for a model whose hidden size is known, and whether it shares groups."""
         return Sampling(
             self.args,
             packing=self.packing,
             eval_packing=self.eval_packing,
             batch_size=getattr(self.args, "per_device_train_batch_size", 1),
             ranks=(ranks, 0),
+            hidden_size=hidden_size,
+            draws_groups=draws_groups,
             image_loads=self.images.loads,
-            **of_model,
         )
 
 

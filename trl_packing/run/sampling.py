@@ -11,14 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset
-from trl import SFTTrainer
 
-from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_COLUMNS
@@ -30,12 +28,24 @@ from trl_packing.run.sources import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
 _OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")
+_ONCE_PLANNED = (*_OF_TRL, "train_sampling_strategy", "data_seed", "max_steps", "num_train_epochs")
 _OF_OURS = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow")
+
+
+class PlannedEpochs(NamedTuple):
+    """The sampler of a training set, whose first epoch is planned, and the mixture it draws."""
+
+    sampler: PackedBatchSampler
+    mixture: Mixture | None
 
 
 @dataclass(eq=False)
 class Sampling:
-    """Makes the samplers of one run; `configure` takes the settings of a trainer."""
+    """Makes the samplers of one run.
+
+    `planned` keeps the epochs of one training set until `for_training` hands them out, so that the
+    report, the shapes of rows and the data loader plan them once.
+    """
 
     args: Any
     packing: bool = False  # training documents into bins
@@ -47,17 +57,13 @@ class Sampling:
     # Whether groups of documents with common prefixes are drawn, in training or evaluation.
     draws_groups: Callable[[bool], bool] = lambda training: False
     image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
-    mixture: Mixture | None = None  # of the training set that was sampled last
+    _planned: tuple[Any, PlannedEpochs] | None = None  # and what they were planned from
     _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
-    def configure(self, trainer: SFTTrainer) -> None:
-        """Take the settings, ranks and sizes that `trainer` has now."""
-        self.args = trainer.args
-        self.ranks = ranks_of(trainer)
-        self.batch_size = trainer._train_batch_size
-        if trainer.model is not None:
-            sizes = layer_values(text_config(trainer.model), "hidden_size")
-            self.hidden_size = max(sizes, default=None)
+    def configure(self, args: Any, *, batch_size: int, shared_by: int) -> None:
+        """Take the settings that a trainer has now; `shared_by` ranks must see the same batch."""
+        self.args, self.batch_size = args, batch_size
+        self.ranks = ranks_of(args, shared_by)
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""
@@ -68,6 +74,7 @@ class Sampling:
         other.packing = settings.get("packing", self.packing)
         other.batch_size = settings.get("per_device_train_batch_size", self.batch_size)
         other.ranks = self.ranks if ranks is None else (ranks, 0)
+        other._planned = None
         return other
 
     @property
@@ -84,17 +91,40 @@ class Sampling:
         return -(-self.args.max_length * self.batch_size // multiple) * multiple
 
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
-        """Return the sampler of a training set; packed rows cannot be regrouped (ValueError)."""
-        return self.sampler(documents.lengths(), **self.facts(documents))
+        """Return the sampler of a training set, at its first epoch and not known to anybody else.
 
-    def facts(self, documents: ArrowDocuments) -> dict[str, Any]:
+        Raises:
+            ValueError: packed rows would have to be regrouped.
+        """
+        sampler = self.planned(documents).sampler
+        self._planned = None  # another one is not moved to the epoch of this one
+        return sampler
+
+    def planned(self, documents: ArrowDocuments) -> PlannedEpochs:
+        """Return the epochs of a training set, planned anew if something has changed since.
+
+        Their sampler stays at the first epoch. Raises ValueError as `for_training`.
+        """
+        torch_seed = self.args.seed if self.torch_seed is None else self.torch_seed
+        planned_from = (
+            documents.dataset,
+            [getattr(self.args, name) for name in _ONCE_PLANNED],
+            (self.options, self.packing, self.batch_size, self.ranks, self.args.seed, torch_seed),
+            self.draws_groups(True),
+        )
+        if self._planned is None or self._planned[0] != planned_from:
+            mixture = mixture_of(documents, self.args)
+            sampler = self.sampler(documents.lengths(), **self.facts(documents, mixture))
+            self._planned = planned_from, PlannedEpochs(sampler, mixture)
+        return self._planned[1]
+
+    def facts(self, documents: ArrowDocuments, mixture: Mixture | None) -> dict[str, Any]:
         """Return what `sampler` needs to know of a training set beside its lengths."""
-        self.mixture = mixture_of(documents, self.args)
         curriculum = self.options.curriculum
         return {
             "rows": is_packed(documents),
             "groups": self.groups(documents) if self.draws_groups(True) else None,
-            "draw": None if self.mixture is None else self.mixture.draw,
+            "draw": None if mixture is None else mixture.draw,
             "numbers": None if curriculum is None else numbers_of(documents, curriculum),
             "loads": self._limited_loads(documents),
         }
@@ -159,8 +189,10 @@ class Sampling:
         if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
             return sampler(epochs=math.ceil(args.num_train_epochs))
         # Steps of the first epoch; the others have no fewer.
-        steps = -(-len(sampler()) // args.gradient_accumulation_steps)
-        return sampler(epochs=-(-args.max_steps // steps))
+        first = sampler()
+        steps = -(-len(first) // args.gradient_accumulation_steps)
+        epochs = -(-args.max_steps // steps)
+        return first if epochs == 1 else sampler(epochs=epochs)
 
     def _of_any_set(self) -> dict[str, Any]:
         """Return arguments of samplers that training and evaluation share."""
@@ -221,7 +253,7 @@ class Sampling:
             )
         return replace(loads, most_patches=most)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, mixture: Mixture | None) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
         args, options = self.args, self.options
         return {
@@ -230,14 +262,12 @@ class Sampling:
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
             "packing": self.packing,
-            "mixture": None if self.mixture is None else self.mixture.settings(),
+            "mixture": None if mixture is None else mixture.settings(),
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "seed": packing_seed(args),
         }
 
 
-def ranks_of(trainer: SFTTrainer) -> tuple[int, int]:
+def ranks_of(args: Any, shared_by: int) -> tuple[int, int]:
     """Return the number of data-parallel ranks, and this rank."""
-    # Tensor-parallel ranks must see the same batch.
-    shared = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-    return trainer.args.world_size // shared, trainer.args.process_index // shared
+    return args.world_size // shared_by, args.process_index // shared_by

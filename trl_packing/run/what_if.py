@@ -29,6 +29,7 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.run.report import PackingReport, report_of
 from trl_packing.run.run import Run
 from trl_packing.run.sampling import Sampling
+from trl_packing.run.sources import mixture_of
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
 RANKS = (1, 2, 4, 8, 16, 64)
@@ -199,10 +200,17 @@ def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
     prepared, counts = run.documents() if whole is None else fit_documents(whole, run.rules)
     documents = token_documents(prepared)
     lengths = documents.lengths()
-    facts = sampling.facts(documents)
+    mixture = mixture_of(documents, run.args)
+    facts = sampling.facts(documents, mixture)
     sampler = sampling.sampler(lengths, **facts)
-    columns = prepared.column_names
-    report = report_of(sampling, documents, sampler, columns=columns, preparation=counts)
+    report = report_of(
+        sampling,
+        documents,
+        sampler,
+        columns=prepared.column_names,
+        mixture=mixture,
+        preparation=counts,
+    )
     own = run.args.max_length
     what_if: Iterable[Variant] = ()
     # Documents that are cut elsewhere have other numbers, patches and common prefixes.
@@ -324,9 +332,11 @@ def preview_epoch(run: Run, *, ranks: int = 1) -> PackingReport:
     sampling = run.sampling(ranks)
     prepared, counts = run.documents()
     documents = token_documents(prepared)
-    sampler = sampling.for_training(documents)
+    sampler, mixture = sampling.planned(documents)
     columns = prepared.column_names
-    return report_of(sampling, documents, sampler, columns=columns, preparation=counts)
+    return report_of(
+        sampling, documents, sampler, columns=columns, mixture=mixture, preparation=counts
+    )
 
 
 def token_documents(prepared: Dataset) -> ArrowDocuments:

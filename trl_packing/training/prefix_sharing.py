@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
-from trl import SFTTrainer
 
 from trl_packing.attention.install import take_prefix_keys
 from trl_packing.attention.state import find_randomness
@@ -25,18 +24,21 @@ logger = get_logger(__name__)
 class PrefixSharing:
     """Turns the sharing of prefixes in rows of `collators` on where it is exact.
 
-    `loss_is_ours` says before each run whether no method of a user computes the loss.
+    `loss_is_ours` says before each run whether no function of a user computes the loss, and
+    `balances_experts` that it holds the balance of a mixture of experts.
     """
 
     def __init__(
-        self, trainer: SFTTrainer, collators: RunCollators, *, loss_is_ours: Callable[[], bool]
+        self,
+        collators: RunCollators,
+        *,
+        loss_is_ours: Callable[[], bool],
+        balances_experts: bool,
     ):
-        self.trainer = trainer
         self.guard = collators.guard
         self.collators = collators
-        self.mode = collators.options.prefix_sharing
-        self.loss_is_ours = loss_is_ours
-        collators.sampling.draws_groups = self.draws_groups
+        self.mode = collators.run.options.prefix_sharing
+        self.loss_is_ours, self.balances_experts = loss_is_ours, balances_experts
         self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode of the model
 
     def draws_groups(self, training: bool) -> bool:
@@ -76,20 +78,20 @@ class PrefixSharing:
 
     def _why_not(self, training: bool) -> str | None:
         """Return why no model could share in this mode of the run, or None."""
-        trainer, collators = self.trainer, self.collators
+        collators, model = self.collators, self.guard.model
         if collators.packed.images is not None:
             return "an image belongs to one document"
-        if trainer.aux_loss_enabled:
+        if self.balances_experts:
             return "the balance of experts counts every token of every document"
-        if trainer.compute_loss_func is not None or not self.loss_is_ours():
+        if not self.loss_is_ours():
             return "the loss is your own, and a shared token would count once in it"
         if not collators.makes_rows_unchanged:
             return "data_collator is your own, and may change a token for one document only"
-        if noise := getattr(trainer, "neftune_noise_alpha", None):
+        if noise := collators.run.args.neftune_noise_alpha:
             return f"neftune_noise_alpha={noise} draws noise for each document"
-        if training and (strength := find_randomness(trainer.model)):
+        if training and (strength := find_randomness(model)):
             return f"{strength} draws for each document; set it to 0 to share prefixes"
-        peft_config = getattr(trainer.model, "active_peft_config", None)
+        peft_config = getattr(model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             return "virtual tokens stand in front of each row"
         return take_prefix_keys(self.guard.base_model, self.guard.attention.backend)

@@ -128,7 +128,8 @@ def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     if batch == 1:  # nobody pads batches of one document: the page names another size
         eight = way
         sampling = run.with_settings(packing=False).sampling()
-        way = ways_to_batch(plan.documents.lengths(), sampling, sampling.facts(plan.documents))[0]
+        facts = sampling.facts(plan.documents, None)
+        way = ways_to_batch(plan.documents.lengths(), sampling, facts)[0]
         assert eight.name.startswith("padded in batches of 8, ")
         assert eight.padding > 0.2
         assert eight.steps == plan.report.padded_steps
