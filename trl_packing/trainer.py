@@ -49,7 +49,6 @@ from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, 
 from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
-from trl_packing.packing.collator import PackedCollator
 from trl_packing.run.arguments import (
     check_set_afterwards,
     check_sums,
@@ -62,6 +61,7 @@ from trl_packing.run.arguments import (
 from trl_packing.run.columns import columns_of
 from trl_packing.run.report import PackingReport
 from trl_packing.run.run import Run, TrainerCall
+from trl_packing.run.sampling import Sampling, ranks_of
 from trl_packing.run.sources import trains_completions
 from trl_packing.training.before_training import BeforeTraining, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
@@ -204,7 +204,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._prepare_by_trl(rest)
         self._between_steps.begin()
         self._check_packed_run()
-        self._build_packed_run(None if run.labeler else data_collator)
+        self._build_packed_run()
 
     def _prepare_by_trl(self, rest: dict[str, Any]) -> None:
         """Run TRL's constructor, which prepares the data sets by `_prepare_dataset`."""
@@ -237,7 +237,7 @@ class PackedSFTTrainer(SFTTrainer):
         given = self.eval_dataset
         return given if isinstance(given, dict) else {"eval": given}
 
-    def _build_packed_run(self, collator: Any) -> None:
+    def _build_packed_run(self) -> None:
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         run, args = self._run, self.args
         keep_outputs_precise(self.accelerator)
@@ -253,9 +253,7 @@ class PackedSFTTrainer(SFTTrainer):
             packing_requested=run.packing or run.eval_packing or args.padding_free,
         )
         make_model_ready(guard, args)
-        multiple = run.pad_to_multiple_of
-        ours = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=multiple)
-        collator = run.images.add_to(ours if collator is None else collator, self)
+        collator = run.images.add_to(run.collator(self._tokenizer.pad_token_id), self)
         collators = RunCollators.of(run, guard, collator, self.data_collator)
         self.data_collator = collators.packed
         sharing = PrefixSharing(
@@ -264,8 +262,7 @@ class PackedSFTTrainer(SFTTrainer):
             balances_experts=self.aux_loss_enabled,
         )
         sizes = layer_values(text_config(self.model), "hidden_size")
-        hidden_size = max(sizes, default=None)
-        self._sampling = run.sampling_of_model(hidden_size, sharing.draws_groups)
+        self._sampling = Sampling(run, 1, max(sizes, default=None), sharing.draws_groups)
         self._configure_sampling()
         self._epochs = ResumedEpochs(args)
         self._run_report = RunReport(collators, sharing)
@@ -358,8 +355,9 @@ class PackedSFTTrainer(SFTTrainer):
             chat_template=self.chat_template,
             completion_only=self.completion_only_loss,
             by_trl=by_trl,
+            formatting_func=formatting_func,
         )
-        return self._run_data.prepare(run, dataset, formatting_func, dataset_name)
+        return self._run_data.prepare(run, dataset, dataset_name)
 
     def _prepare_later(self, dataset: Any, name: str) -> Any:
         """Return the documents of rows that were not passed to the constructor."""
@@ -414,7 +412,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _configure_sampling(self) -> None:
         """Take the settings of now; tensor-parallel ranks must see the same batch."""
         shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-        self._sampling.configure(self.args, batch_size=self._train_batch_size, shared_by=shared)
+        self._sampling.batch_size = self._train_batch_size
+        self._sampling.ranks = ranks_of(self.args, shared)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

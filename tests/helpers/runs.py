@@ -5,6 +5,7 @@ Tests come to them through this module alone.
 
 from trl_packing.run.columns import documents_of
 from trl_packing.run.run import TrainerCall
+from trl_packing.run.sampling import Sampling
 from trl_packing.run.what_if import (
     computed_tokens,
     other_max_lengths,
@@ -23,6 +24,7 @@ from trl_packing.tools.preview import (
 )
 
 __all__ = [
+    "Sampling",
     "TrainerCall",
     "computed_tokens",
     "documents_of",

@@ -391,7 +391,7 @@ def report_of(
     batch_size = sampling.batch_size
     is_planned = isinstance(sampler, PackedBatchSampler)
     size = float(batch_size)
-    by_bins = sampling.packing if documents is None else is_planned
+    by_bins = sampling.run.packing if documents is None else is_planned
     if is_planned and sampler.documents_per_step is not None:
         by_bins = False
         size = sampler.documents_per_step / (ranks * accumulation)
@@ -442,7 +442,7 @@ def _of_epoch(
     """Return the fields of a report on the micro-batches and steps of an epoch."""
     args, options, ranks = sampling.args, sampling.options, sampling.ranks[0]
     plan = sampler.plan()
-    padded = padded_batch_size(sampling.batch_size, packing=sampling.packing)
+    padded = padded_batch_size(sampling.batch_size, packing=sampling.run.packing)
     steps = -(-len(sampler) // report.accumulation)
     room = sampler.tokens_per_batch
     if plan is None:

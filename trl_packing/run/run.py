@@ -10,20 +10,24 @@ report_of            the first epoch in words
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
+from trl.chat_template_utils import supports_tool_calling
 
-from trl_packing.attention.model_facts import config_of
-from trl_packing.config import PackingOptions
-from trl_packing.data.chat_template import tokenizer_in
+from trl_packing.config import PackedSFTConfig, PackingOptions
+from trl_packing.data.chat_template import ChatTemplate, tokenizer_in
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.files import records_of
-from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
+from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
+from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, prepare, whole_documents
+from trl_packing.data.stop_tokens import EosRule, generation_stop_ids, stop_token_ids
 from trl_packing.documents.arrow import is_packed
+from trl_packing.packing.collator import PackedCollator
 from trl_packing.run.arguments import (
     check_arguments,
     check_weights_and_sources,
@@ -31,7 +35,6 @@ from trl_packing.run.arguments import (
     reason_for_trl_path,
     reason_to_keep_rows_apart,
 )
-from trl_packing.run.sampling import Sampling
 from trl_packing.run.sources import prepare_sources, source_sets, trains_completions
 from trl_packing.vision.run_images import RunImages
 from trl_packing.vision.support import has_images
@@ -142,10 +145,22 @@ class Run:
         """The multiple to which rows are padded, also if a user's collator names it."""
         return self.args.pad_to_multiple_of or getattr(self.labeler, "pad_to_multiple_of", None)
 
+    def tokens_of_bins(self, number: int) -> int:
+        """Return the tokens of a micro-batch of full bins, padding included."""
+        multiple = self.pad_to_multiple_of or 1
+        return -(-self.args.max_length * number // multiple) * multiple
+
     @property
     def processing_class(self) -> Any:
         """The tokenizer or processor that the user passed, maybe in a collator; None without."""
         return self.call.processing_class or (self.labeler and self.labeler.tokenizer)
+
+    def collator(self, pad_token_id: int) -> PackedCollator:
+        """Return the user's collator of packed rows, or a default one."""
+        given = self.call.data_collator
+        if isinstance(given, PackedCollator):
+            return given
+        return PackedCollator(pad_token_id, pad_to_multiple_of=self.pad_to_multiple_of)
 
     def with_rules(
         self,
@@ -154,21 +169,58 @@ class Run:
         chat_template: str | None,
         completion_only: bool,
         by_trl: Callable[..., Any],
+        formatting_func: Any,
     ) -> "Run":
-        """Return the run with its rules, of a tokenizer or processor as TRL's trainer has it.
+        """Return the run with the rules of a tokenizer or processor, as TRL's trainer has it.
 
-        Arguments as for `Rules.of_run`.
+        Args:
+            processing_class: the tokenizer or processor.
+            chat_template: replaces that of the tokenizer; None leaves it.
+            completion_only: whether only completions of prompts are trained.
+            by_trl: TRL's own preparation, as in `Rules`.
+            formatting_func: the user's.
         """
-        rules = Rules.of_run(
-            self.args,
-            processing_class,
-            tokenizer_in(processing_class),
-            packing=self.packing,
-            chat_template=chat_template,
+        args, options = self.args, self.options
+        tokenizer = tokenizer_in(processing_class)
+        chat = ChatTemplate(tokenizer, chat_template)
+        chat.check_numbers()
+        response = options.response_template
+        answers = None
+        if response is not None:
+            answers = ResponseTemplate(tokenizer, response, options.instruction_template)
+        prompt = options.prompt_template
+        calls_tools = False
+        with suppress(Exception):  # a template may raise anything; rows will show it
+            calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
+        row_format = RowFormat(
+            chat,
+            tokenizer.eos_token,
+            text_field=args.dataset_text_field,
             completion_only=completion_only,
-            generation_config=self.generation_config,
+            assistant_only=args.assistant_only_loss,
+            train_on=options.train_on,
+            flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
+            answers=answers,
+            prompt_template=None if prompt is None else PromptTemplate.from_setting(prompt),
+            trains_prompts=args.completion_only_loss is False,
+            calls_tools=calls_tools,
+        )
+        processor = None if processing_class is tokenizer else processing_class
+        template = getattr(processor, "chat_template", None)
+        stop_ids = stop_token_ids(tokenizer, self.generation_config, template)
+        known = stop_ids  # without a generation config, a template is right on where answers end
+        if self.generation_config is not None:
+            known = generation_stop_ids(tokenizer, self.generation_config)
+        rules = Rules(
+            args,
+            processing_class,
+            self.packing,
+            keeps_columns=not self.packing,
+            row_format=row_format,
+            eos=EosRule(tokenizer, stop_ids, options.append_eos, known),
             by_trl=by_trl,
             labeler=self.labeler,
+            formatting_func=formatting_func,
         )
         return replace(self, rules=rules)
 
@@ -188,9 +240,7 @@ class Run:
         row_format = replace(self.rules.row_format, completion_only=only)
         return replace(self, rules=replace(self.rules, row_format=row_format))
 
-    def prepare(
-        self, rows: Any, name: str = "train", *, formatting_func: Any = None
-    ) -> tuple[Any, PreparationCounts | None]:
+    def prepare(self, rows: Any, name: str = "train") -> tuple[Any, PreparationCounts | None]:
         """Return the documents of a data set, or of all sources, and counts of what was lost.
 
         Raises:
@@ -199,16 +249,10 @@ class Run:
         if isinstance(rows, dict):
 
             def prepare_source(rows: Any, name: str) -> tuple[Any, PreparationCounts | None]:
-                return self.of_source(rows).prepare(rows, name, formatting_func=formatting_func)
+                return self.of_source(rows).prepare(rows, name)
 
             return prepare_sources(rows, prepare_source, self.args)
-        rows = self.tokenize_images(rows, name)
-        return prepare(rows, self.rules, formatting_func=formatting_func, name=name)
-
-    def tokenize_images(self, rows: Any, name: str = "train") -> Any:
-        """Return the documents of rows with images; any other data set as it is."""
-        template = self.rules.row_format.chat.override
-        return self.images.tokenize(rows, self.rules, template, name)
+        return prepare(self.images.tokenize(rows, self.rules, name), self.rules, name)
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of the training set, and the counts of what was kept and lost.
@@ -226,7 +270,7 @@ class Run:
     ) -> tuple[Dataset, PreparationCounts | None]:
         """Return the documents of some rows, which the user's word may make them already."""
         if not self.skips_preparation:
-            return self.prepare(rows, name, formatting_func=self.call.formatting_func)
+            return self.prepare(rows, name)
         if "input_ids" not in rows.column_names:
             raise ValueError("skip_prepare_dataset=True, but the rows have no input_ids")
         return rows, None
@@ -235,9 +279,8 @@ class Run:
         """Return the documents before the overflow policy; None of several data sets."""
         if self.skips_preparation or self.has_sources or records_of(self.dataset):
             return None
-        rows = self.tokenize_images(self.dataset)
-        formatting_func = self.call.formatting_func
-        whole = whole_documents(rows, self.rules, formatting_func=formatting_func)
+        rows = self.images.tokenize(self.dataset, self.rules, "train")
+        whole = whole_documents(rows, self.rules)
         return None if is_packed(whole.documents) else whole
 
     @property
@@ -254,35 +297,3 @@ class Run:
                 "skip_prepare_dataset=True skips append_eos, DataCollatorForCompletionOnlyLM, a "
                 "dictionary of data sets, and the check of prepared data; leave it out"
             )
-
-    def sampling(self, ranks: int = 1) -> Sampling:
-        """Return what draws the micro-batches of the run on rank 0 of `ranks`, as settings say."""
-        # An image belongs to one document.
-        groups = self.options.prefix_sharing == "group" and not self.images.packs
-        hidden_size = hidden_size_of(self.call.model, self.args)
-        return self.sampling_of_model(hidden_size, lambda training: groups, ranks)
-
-    def sampling_of_model(
-        self, hidden_size: int | None, draws_groups: Callable[[bool], bool], ranks: int = 1
-    ) -> Sampling:
-        """Return the same for a model whose hidden size is known, and whether it shares groups."""
-        return Sampling(
-            self.args,
-            packing=self.packing,
-            eval_packing=self.eval_packing,
-            batch_size=getattr(self.args, "per_device_train_batch_size", 1),
-            ranks=(ranks, 0),
-            hidden_size=hidden_size,
-            draws_groups=draws_groups,
-            image_loads=self.images.loads,
-        )
-
-
-def hidden_size_of(model: Any, args: Any) -> int | None:
-    """Return the hidden size of a text model or its name; None if it is unknown."""
-    if model is None:
-        return None
-    try:
-        return getattr(config_of(model, args).get_text_config(), "hidden_size", None)
-    except (OSError, ValueError):  # a folder with only a tokenizer
-        return None

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from datasets import Dataset
 
+from trl_packing.attention.model_facts import config_of
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_COLUMNS
@@ -24,19 +25,20 @@ from trl_packing.packing.draw import numbers_of, order_seed, packing_seed, stage
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler, attention_cost
+from trl_packing.run.run import Run
 from trl_packing.run.sources import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
 _OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")
-_ONCE_PLANNED = (*_OF_TRL, "train_sampling_strategy", "data_seed", "max_steps", "num_train_epochs")
 _OF_OURS = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow")
 
 
 class PlannedEpochs(NamedTuple):
-    """The sampler of a training set, whose first epoch is planned, and the mixture it draws."""
+    """The sampler of a training set, at an epoch that is planned, and what it was made of."""
 
     sampler: PackedBatchSampler
     mixture: Mixture | None
+    facts: dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -47,48 +49,47 @@ class Sampling:
     report, the shapes of rows and the data loader plan them once.
     """
 
-    args: Any
-    packing: bool = False  # training documents into bins
-    eval_packing: bool = False
-    batch_size: int = 1  # of a training micro-batch, as `auto_find_batch_size` left it
-    ranks: tuple[int, int] = (1, 0)  # number of data-parallel ranks, and this rank
-    hidden_size: int | None = None  # of the model, for the cost of attention; None leaves it out
-    torch_seed: int | None = None  # of torch's generator when training starts; None: `args.seed`
+    run: Run
+    batch_size: int  # of a training micro-batch, as `auto_find_batch_size` left it
+    hidden_size: int | None  # of the model, for the cost of attention; None leaves it out
     # Whether groups of documents with common prefixes are drawn, in training or evaluation.
-    draws_groups: Callable[[bool], bool] = lambda training: False
-    image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
+    draws_groups: Callable[[bool], bool]
+    ranks: tuple[int, int] = (1, 0)  # number of data-parallel ranks, and this rank
+    torch_seed: int | None = None  # of torch's generator when training starts; None: `args.seed`
     _planned: tuple[Any, PlannedEpochs] | None = None  # and what they were planned from
     _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
-    def configure(self, args: Any, *, batch_size: int, shared_by: int) -> None:
-        """Take the settings that a trainer has now; `shared_by` ranks must see the same batch."""
-        self.args, self.batch_size = args, batch_size
-        self.ranks = ranks_of(args, shared_by)
+    @classmethod
+    def before(cls, run: Run, ranks: int = 1) -> "Sampling":
+        """Return what draws on rank 0 of `ranks`, as far as is known without a model."""
+        # An image belongs to one document.
+        groups = run.options.prefix_sharing == "group" and not run.images.packs
+        size = run.args.per_device_train_batch_size
+        return cls(run, size, hidden_size_of(run), lambda training: groups, (ranks, 0))
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""
         other = copy.copy(self)
-        other.args = copy.copy(self.args)
-        for name, value in settings.items():
-            setattr(other.args, name, value)
-        other.packing = settings.get("packing", self.packing)
+        other.run = self.run.with_settings(**settings)
         other.batch_size = settings.get("per_device_train_batch_size", self.batch_size)
         other.ranks = self.ranks if ranks is None else (ranks, 0)
         other._planned = None
         return other
 
     @property
+    def args(self) -> Any:
+        """The settings of the run."""
+        return self.run.args
+
+    @property
     def options(self) -> PackingOptions:
         """The settings of this package."""
-        return PackingOptions.of(self.args)
+        return self.run.options
 
     @property
     def static_tokens(self) -> int | None:
         """Tokens of every micro-batch with static shapes, padding included; None without."""
-        if not self.options.static_shapes:
-            return None
-        multiple = self.args.pad_to_multiple_of or 1
-        return -(-self.args.max_length * self.batch_size // multiple) * multiple
+        return self.run.tokens_of_bins(self.batch_size) if self.options.static_shapes else None
 
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of a training set, at its first epoch and not known to anybody else.
@@ -105,35 +106,36 @@ class Sampling:
 
         Their sampler stays at the first epoch. Raises ValueError as `for_training`.
         """
-        torch_seed = self.args.seed if self.torch_seed is None else self.torch_seed
+        args, options, groups = self.args, self.options, self.draws_groups(True)
         planned_from = (
             documents.dataset,
-            [getattr(self.args, name) for name in _ONCE_PLANNED],
-            (self.options, self.packing, self.batch_size, self.ranks, self.args.seed, torch_seed),
-            self.draws_groups(True),
+            self.settings(None),
+            (args.data_seed, args.max_steps, args.num_train_epochs, self._torch_seed),
+            (options, groups),
         )
         if self._planned is None or self._planned[0] != planned_from:
-            mixture = mixture_of(documents, self.args)
-            sampler = self.sampler(documents.lengths(), **self.facts(documents, mixture))
-            self._planned = planned_from, PlannedEpochs(sampler, mixture)
+            mixture = mixture_of(documents, args)
+            curriculum = options.curriculum
+            facts: dict[str, Any] = {
+                "rows": is_packed(documents),
+                "groups": self.groups(documents) if groups else None,
+                "draw": None if mixture is None else mixture.draw,
+                "numbers": None if curriculum is None else numbers_of(documents, curriculum),
+                "loads": self._limited_loads(documents),
+            }
+            sampler = self.sampler(documents.lengths(), **facts)
+            self._planned = planned_from, PlannedEpochs(sampler, mixture, facts)
         return self._planned[1]
 
-    def facts(self, documents: ArrowDocuments, mixture: Mixture | None) -> dict[str, Any]:
-        """Return what `sampler` needs to know of a training set beside its lengths."""
-        curriculum = self.options.curriculum
-        return {
-            "rows": is_packed(documents),
-            "groups": self.groups(documents) if self.draws_groups(True) else None,
-            "draw": None if mixture is None else mixture.draw,
-            "numbers": None if curriculum is None else numbers_of(documents, curriculum),
-            "loads": self._limited_loads(documents),
-        }
+    @property
+    def _torch_seed(self) -> int:
+        return self.args.seed if self.torch_seed is None else self.torch_seed
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
         rows = is_packed(documents)
         size = self.args.eval_batch_size
-        packs = self.eval_packing and not rows
+        packs = self.run.eval_packing and not rows
         return PackedBatchSampler(
             documents.lengths(),
             bins_per_batch=size,
@@ -168,8 +170,7 @@ class Sampling:
                 seed=seed,
             )
         if per_step is not None:  # the order of a padded run
-            torch_seed = args.seed if self.torch_seed is None else self.torch_seed
-            seed = order_seed(strategy, data_seed=args.data_seed, torch_seed=torch_seed)
+            seed = order_seed(strategy, data_seed=args.data_seed, torch_seed=self._torch_seed)
         sampler = partial(
             PackedBatchSampler,
             lengths,
@@ -212,7 +213,7 @@ class Sampling:
                 f"documents_per_step={per_step} cannot regroup rows that were packed before; leave "
                 "it out, or pass the documents"
             )
-        if per_step is None and not self.packing and not rows:
+        if per_step is None and not self.run.packing and not rows:
             return self.batch_size * self.args.gradient_accumulation_steps * self.ranks[0]
         return per_step
 
@@ -241,7 +242,7 @@ class Sampling:
 
     def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
         """Return the loads of the images of a data set, with the limit of bins."""
-        loads = self.image_loads(documents)
+        loads = self.run.images.loads(documents)
         most = self.options.max_patches
         if loads is None:
             return None
@@ -261,11 +262,21 @@ class Sampling:
             **{name: getattr(options, name) for name in _OF_OURS},
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
-            "packing": self.packing,
+            "packing": self.run.packing,
             "mixture": None if mixture is None else mixture.settings(),
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "seed": packing_seed(args),
         }
+
+
+def hidden_size_of(run: Run) -> int | None:
+    """Return the hidden size of the text model of a run; None if it is unknown."""
+    if run.call.model is None:
+        return None
+    try:
+        return getattr(config_of(run.call.model, run.args).get_text_config(), "hidden_size", None)
+    except (OSError, ValueError):  # a folder with only a tokenizer
+        return None
 
 
 def ranks_of(args: Any, shared_by: int) -> tuple[int, int]:

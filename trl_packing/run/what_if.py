@@ -29,7 +29,6 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.run.report import PackingReport, report_of
 from trl_packing.run.run import Run
 from trl_packing.run.sampling import Sampling
-from trl_packing.run.sources import mixture_of
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
 RANKS = (1, 2, 4, 8, 16, 64)
@@ -195,22 +194,12 @@ class RunPlan:
 
 def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
     """Return the plan of the first epoch of `run` on `ranks` data-parallel processes."""
-    sampling = run.sampling(ranks)
+    sampling = Sampling.before(run, ranks)
     whole = run.whole_documents()
     prepared, counts = run.documents() if whole is None else fit_documents(whole, run.rules)
-    documents = token_documents(prepared)
+    report, documents = _first_epoch(sampling, prepared, counts)
+    sampler, _, facts = sampling.planned(documents)
     lengths = documents.lengths()
-    mixture = mixture_of(documents, run.args)
-    facts = sampling.facts(documents, mixture)
-    sampler = sampling.sampler(lengths, **facts)
-    report = report_of(
-        sampling,
-        documents,
-        sampler,
-        columns=prepared.column_names,
-        mixture=mixture,
-        preparation=counts,
-    )
     own = run.args.max_length
     what_if: Iterable[Variant] = ()
     # Documents that are cut elsewhere have other numbers, patches and common prefixes.
@@ -329,14 +318,18 @@ def _ways_to_share(
 
 def preview_epoch(run: Run, *, ranks: int = 1) -> PackingReport:
     """Return the report that the trainer would print before an epoch on `ranks` processes."""
-    sampling = run.sampling(ranks)
-    prepared, counts = run.documents()
+    return _first_epoch(Sampling.before(run, ranks), *run.documents())[0]
+
+
+def _first_epoch(
+    sampling: Sampling, prepared: Dataset, counts: PreparationCounts | None
+) -> tuple[PackingReport, ArrowDocuments]:
+    """Return the report on an epoch of prepared documents, and what it reads of them."""
     documents = token_documents(prepared)
-    sampler, mixture = sampling.planned(documents)
+    sampler, mixture, _ = sampling.planned(documents)
     columns = prepared.column_names
-    return report_of(
-        sampling, documents, sampler, columns=columns, mixture=mixture, preparation=counts
-    )
+    found = {"columns": columns, "mixture": mixture, "preparation": counts}
+    return report_of(sampling, documents, sampler, **found), documents
 
 
 def token_documents(prepared: Dataset) -> ArrowDocuments:

@@ -23,7 +23,6 @@ from trl_packing.data.files import FORMAT, FORMAT_KEY, MANIFEST, folder_of, reco
 from trl_packing.data.messages import has_flags
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.rules import settings_of
-from trl_packing.data.stages import prepare
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     IMAGE_COLUMNS,
@@ -106,12 +105,12 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
 
 def _write_set(name: str, rows: Dataset, run: Run, result: Path) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
-    rules, args, formatting_func = run.rules, run.args, run.call.formatting_func
+    rules, args = run.rules, run.args
     flagged = has_flags(rows, rows[0])
     settings = settings_of(rules, flagged=flagged)
     # The training set decides for all sets whether prompts are trained, as in TRL.
     settings["completion_only_loss"] = rules.row_format.completion_only
-    documents, counts = prepare(rows, rules, formatting_func=formatting_func, name=name)
+    documents, counts = run.prepare(rows, name)
     assert isinstance(documents, Dataset)
     present = documents.column_names
     named = PackingOptions.of(args).named_columns()

@@ -95,6 +95,7 @@ def run_of_call(call: TrainerCall, *, stream_rows: int = 1000) -> Run:
         chat_template=_training_template(args, tokenizer, first),
         completion_only=trains_completions(first, args.completion_only_loss),
         by_trl=_refuse,
+        formatting_func=call.formatting_func,
     )
 
 

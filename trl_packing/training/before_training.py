@@ -10,9 +10,10 @@ the user's own, the model is checked when it is first called on a packed row (`s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import IterableDataset
@@ -83,12 +84,12 @@ class BeforeTraining(TrainerCallback):
     is_whole: bool
     is_in_train: Callable[[], bool]
     begin: Callable[[], None]
-    dataset: Any = field(default=None, init=False)
-    documents: ArrowDocuments | None = field(default=None, init=False)
-    sources: Sources | None = field(default=None, init=False)
-    mixture: Mixture | None = field(default=None, init=False)
-    _batch_size: int = field(default=0, init=False)  # for which the epoch is planned
-    _plans_groups: bool = field(default=False, init=False)
+    dataset: Any = None
+    documents: ArrowDocuments | None = None
+    sources: Sources | None = None
+    mixture: Mixture | None = None
+    _batch_size: int = 0  # for which the epoch is planned
+    _plans_groups: bool = False
 
     @property
     def guard(self) -> IsolationGuard:
@@ -110,7 +111,7 @@ class BeforeTraining(TrainerCallback):
             self.documents = documents_of(dataset, self.run.call.compute_loss_func, self.sources)
             self.guard.limits.check(dataset, "train")
             if self.samples_bins:
-                sampler, self.mixture = sampling.planned(self.documents)
+                sampler, self.mixture, _ = sampling.planned(self.documents)
         are_documents = sampler is not None and not sampler.rows
         self.collators.hold_shapes(sampling.batch_size, sampler if are_documents else None)
         self.report_on(sampler)
@@ -184,15 +185,19 @@ class BeforeTraining(TrainerCallback):
             dataset: the documents to check it on.
             training: the mode of the model.
         """
-        guard = self.guard
-        guard.check_head(model)
-        documents = guard.sample(dataset, self.run.args.max_length)
-        probes = self.collators.for_probes()
-        guard.ensure(documents, training=training, wrapped=model, collator=probes)
+        documents = self._documents_apart(model, dataset, training)
         self.collators.drop_shapes_of_padded_rows()
         prefixes = self.report.planned.prefixes
         pays = prefixes is None or prefixes.pays or not training
         self.sharing.decide(model, documents, training=training, pays=pays)
+
+    def _documents_apart(self, model: Any, dataset: Any, training: bool) -> list[np.ndarray]:
+        """Return documents that represent a data set, and that are known to stay apart."""
+        guard, probes = self.guard, self.collators.for_probes()
+        guard.check_head(model)
+        documents = guard.sample(dataset, self.run.args.max_length)
+        guard.ensure(documents, training=training, wrapped=model, collator=probes)
+        return documents
 
     def check_evaluation(self, model: Any, dataset: Any, name: str, *, padded: bool) -> None:
         """Check an evaluation set, and that its documents stay apart; of padded rows none leaks."""
@@ -216,10 +221,8 @@ class BeforeTraining(TrainerCallback):
                 f"{type(called).__name__} was called on packed documents outside of train() and "
                 "evaluate(); for a loop of your own, call enable_packing(model) first"
             )
-        documents = guard.sample(self.dataset, args.max_length)
         with use_attention(guard.model, guard.attention), self.accelerator.autocast():
-            guard.check_head(guard.model)
-            guard.ensure(documents, training=called.training, collator=self.collators.for_probes())
+            self._documents_apart(guard.model, self.dataset, called.training)
 
     def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Do what comes before the first step."""

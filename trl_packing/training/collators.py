@@ -110,10 +110,8 @@ class RunCollators:
 
     def _shapes(self, bins: int, **of_epoch: int) -> StaticShapes:
         """Return the one shape of all micro-batches of `bins` bins."""
-        multiple = self.run.pad_to_multiple_of or 1
-        capacity = self.run.args.max_length
-        num_tokens = -(-capacity * bins // multiple) * multiple
-        of_epoch = {"longest": capacity} | of_epoch
+        of_epoch = {"longest": self.run.args.max_length} | of_epoch
+        num_tokens = self.run.tokens_of_bins(bins)
         return StaticShapes.for_model(self.guard.base_model, num_tokens, **of_epoch)
 
     def drop_shapes_of_padded_rows(self) -> None:

@@ -29,7 +29,7 @@ class RunData:
     expects_training: bool = True  # TRL's constructor prepares it before evaluation sets
     counts: dict[str, PreparationCounts] = field(default_factory=dict)
 
-    def prepare(self, run: Run, dataset: Any, formatting_func: Any, name: str) -> Any:
+    def prepare(self, run: Run, dataset: Any, name: str) -> Any:
         """Return the documents of a data set by the rules of `run`, and keep the counts."""
         trains = name == "train" and self.expects_training
         self.expects_training = False
@@ -44,7 +44,7 @@ class RunData:
         else:
             run = run.of_source(dataset)
         with global_then_local_main_first():  # one rank writes the cache, the others read it
-            documents, counts = run.prepare(rows, name, formatting_func=formatting_func)
+            documents, counts = run.prepare(rows, name)
         if counts is not None:
             self.counts[name] = counts
         return documents
