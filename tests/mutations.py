@@ -47,7 +47,7 @@ TESTS = {
         "tests/packing/test_document_order.py",
     ],
     "resume": ["tests/training/test_resuming.py", "tests/training/test_resume.py"],
-    "streams": ["tests/training/test_stream_reader.py", "tests/training/test_stream_loader.py"],
+    "streams": ["tests/run/test_stream_reader.py", "tests/run/test_stream_loader.py"],
 }
 #: (area, file below trl_packing) -> texts and their replacements
 MUTATIONS = {

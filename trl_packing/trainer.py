@@ -51,8 +51,6 @@ from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.run.arguments import (
     check_set_afterwards,
-    check_sums,
-    check_weights_and_sources,
     explain_missing_marks,
     hide_packing,
     leave_packing,
@@ -203,7 +201,9 @@ class PackedSFTTrainer(SFTTrainer):
             return
         self._prepare_by_trl(rest)
         self._between_steps.begin()
-        self._check_packed_run()
+        evaluated = [*self._evaluation_sets().values()]
+        balances = self.aux_loss_enabled
+        run.check_prepared(self.train_dataset, evaluated, balances_experts=balances)
         self._build_packed_run()
 
     def _prepare_by_trl(self, rest: dict[str, Any]) -> None:
@@ -223,15 +223,6 @@ class PackedSFTTrainer(SFTTrainer):
                 explain_missing_marks(args, getattr(self, "_tokenizer", None), first)
                 raise
         run.args = self.args  # TRL makes its own of None, and of TrainingArguments
-
-    def _check_packed_run(self) -> None:
-        """Refuse settings and prepared data sets that cannot be trained as they are."""
-        run, evaluated = self._run, [*self._evaluation_sets().values()]
-        run.check_nothing_is_skipped([self.train_dataset, *evaluated])
-        pads = bool(run.pad_to_multiple_of or run.options.static_shapes)
-        check_sums(self.args, pads=pads, balances_experts=self.aux_loss_enabled)
-        loss = run.call.compute_loss_func
-        check_weights_and_sources(self.train_dataset, evaluated, run.options, loss)
 
     def _evaluation_sets(self) -> dict[str, Any]:
         given = self.eval_dataset

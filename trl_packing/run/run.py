@@ -27,14 +27,15 @@ from trl_packing.data.rules import Rules
 from trl_packing.data.stages import WholeDocuments, prepare, whole_documents
 from trl_packing.data.stop_tokens import EosRule, generation_stop_ids, stop_token_ids
 from trl_packing.documents.arrow import is_packed
+from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.run.arguments import (
     check_arguments,
-    check_weights_and_sources,
     generation_config_of,
     reason_for_trl_path,
     reason_to_keep_rows_apart,
 )
+from trl_packing.run.columns import columns_of, documents_of
 from trl_packing.run.sources import prepare_sources, source_sets, trains_completions
 from trl_packing.vision.run_images import RunImages
 from trl_packing.vision.support import has_images
@@ -262,7 +263,7 @@ class Run:
         """
         self.check_nothing_is_skipped([self.dataset])
         documents, counts = self.documents_of_rows(self.dataset)
-        check_weights_and_sources(documents, [], self.options, self.call.compute_loss_func)
+        self.check_weights_and_sources(documents, [])
         return documents, counts
 
     def documents_of_rows(
@@ -288,6 +289,36 @@ class Run:
         """Whether the rows are documents by the user's word."""
         kwargs = getattr(self.args, "dataset_kwargs", None) or {}
         return kwargs.get("skip_prepare_dataset", False)
+
+    def check_prepared(self, train: Any, evaluated: list[Any], *, balances_experts: bool) -> None:
+        """Raise ValueError for settings and prepared data that cannot be trained as they are.
+
+        With `balances_experts`, the loss holds the balance of a mixture of experts.
+        """
+        args = self.args
+        self.check_nothing_is_skipped([train, *evaluated])
+        if balances_experts and (self.pad_to_multiple_of or self.options.static_shapes):
+            raise ValueError(
+                "static_shapes=True or pad_to_multiple_of would let padding take part in the "
+                "balance of experts; leave them out, or set router_aux_loss_coef=0.0"
+            )
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices=False weights a token by the rank that it falls on; "
+                "leave it True"
+            )
+        self.check_weights_and_sources(train, evaluated)
+
+    def check_weights_and_sources(self, train: Any, evaluated: list[Any]) -> None:
+        """Raise ValueError for weights that no loss can use, and for sources that are not there."""
+        loss, column = self.call.compute_loss_func, self.options.source_column
+        for dataset in [train, *evaluated] if loss is not None else ():
+            check_weights_can_be_used(loss, columns_of(dataset))
+        for dataset in evaluated:
+            if column is not None and dataset is not None:
+                Sources.of(dataset, column)  # refuses missing ones
+            if isinstance(dataset, Dataset):
+                documents_of(dataset, loss)  # refuses damaged weights
 
     def check_nothing_is_skipped(self, datasets: Iterable[Any]) -> None:
         """Raise ValueError for changes and checks that ``skip_prepare_dataset=True`` skips."""

@@ -9,7 +9,7 @@ No model is needed, so `trl-packing plan` draws the micro-batches of a run that 
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -111,7 +111,7 @@ class Sampling:
             documents.dataset,
             self.settings(None),
             (args.data_seed, args.max_steps, args.num_train_epochs, self._torch_seed),
-            (options, groups),
+            (asdict(options), groups),
         )
         if self._planned is None or self._planned[0] != planned_from:
             mixture = mixture_of(documents, args)
