@@ -104,7 +104,7 @@ def train(arguments: argparse.Namespace) -> Measured:
         ended = time.process_time()
     first = steps.pop("began")[0]
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    isolation = getattr(trainer, "_isolation", None)
+    isolation = getattr(trainer, "_before_training", None)
     return {
         "seconds": ended - first,
         "before": first - began,

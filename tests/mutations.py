@@ -47,7 +47,7 @@ TESTS = {
         "tests/packing/test_document_order.py",
     ],
     "resume": ["tests/training/test_resuming.py", "tests/training/test_resume.py"],
-    "streams": ["tests/training/test_stream_reader.py", "tests/training/test_stream_loader.py"],
+    "streams": ["tests/run/test_stream_reader.py", "tests/run/test_stream_loader.py"],
 }
 #: (area, file below trl_packing) -> texts and their replacements
 MUTATIONS = {
@@ -120,7 +120,7 @@ MUTATIONS = {
         ("self._first_step -= self._num_steps(skipped)", "pass"),
         ("trained = self._trained_in(steps)", "trained = self._trained_in(steps + 1)"),
     ],
-    ("streams", "training/stream_reader.py"): [
+    ("streams", "run/stream.py"): [
         ("islice(self._part, skipped, None)", "islice(self._part, max(skipped - 1, 0), None)"),
         ("if taken > skipped:", "if taken >= skipped:"),
         ("return number % num_ranks == rank", "return True"),

@@ -103,7 +103,7 @@ FUNCTIONS = {
 
 _BY_CLASS = {
     "trl.SFTTrainer": (
-        "_formatting_func _metrics _skip_prepare_dataset _tokenizer _total_train_tokens "
+        "_formatting_func _metrics _tokenizer _total_train_tokens "
         "aux_loss_enabled router_aux_loss_coef completion_only_loss chat_template padding_free"
     ),
     "transformers.Trainer": (

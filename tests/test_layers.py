@@ -37,8 +37,12 @@ TABLE: dict[str, tuple[str, str]] = {
         "data documents packing versions vision",
         "datasets jinja2 markupsafe numpy",
     ),
+    "run": (
+        "attention config data documents isolation loss packing pages temporarily vision",
+        "accelerate datasets numpy torch transformers trl",
+    ),
     "training": (
-        "attention config data documents isolation loss packing pages temporarily",
+        "attention config data documents isolation loss packing pages run temporarily",
         "accelerate datasets numpy safetensors torch transformers trl",
     ),
     "plain_trainer": (
@@ -46,14 +50,14 @@ TABLE: dict[str, tuple[str, str]] = {
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention config data documents loss packing pages temporarily training versions vision",
+        "attention data documents isolation loss pages run temporarily training versions",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (
-        "attention config data documents isolation packing pages trainer training versions vision",
+        "attention config data documents isolation packing pages run trainer versions vision",
         "datasets numpy pandas torch transformers trl",
     ),
-    "cli": ("data pages tools", ""),
+    "cli": ("data pages run tools", ""),
 }
 
 

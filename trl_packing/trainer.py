@@ -7,8 +7,10 @@ Each method of Hugging Face is overridden once, in a few lines that call an obje
 before anything else exists.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,32 +32,33 @@ from trl_packing.attention.calls import (
     CurrentBatches,
     replace_current_row,
     set_current_row,
+    settle_first,
     use_current_row,
 )
 from trl_packing.attention.install import use_attention
-from trl_packing.attention.model_facts import check_model
-from trl_packing.attention.neftune import scale_noise_by_document
-from trl_packing.config import PackingOptions
-from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
+from trl_packing.attention.model_facts import check_model, layer_values, text_config
+from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, send
 from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
+from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
-from trl_packing.packing.collator import PackedCollator
 from trl_packing.pages.record import facts_of_data
-from trl_packing.temporarily import temporarily
-from trl_packing.training.arguments import (
-    check_arguments,
+from trl_packing.run.arguments import (
     check_set_afterwards,
     explain_missing_marks,
-    generation_config_of,
     hide_packing,
     leave_packing,
-    reason_for_trl_path,
-    reason_to_keep_rows_apart,
     refuse_model_init,
 )
+from trl_packing.run.columns import columns_of
+from trl_packing.run.report import PackingReport
+from trl_packing.run.run import Run, TrainerCall
+from trl_packing.run.sampling import Sampling, ranks_of
+from trl_packing.run.sources import trains_completions
+from trl_packing.temporarily import temporarily
+from trl_packing.training.before_training import BeforeTraining, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
@@ -64,19 +67,16 @@ from trl_packing.training.engines import (
     gather_full_state_dict,
     keep_outputs_precise,
 )
-from trl_packing.training.loaders import PackedLoaders, RunIsolation, make_model_ready
+from trl_packing.training.loaders import PackedLoaders, keep_batches_whole
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.prefix_sharing import PrefixSharing
-from trl_packing.training.report import PackingReport, RunReport
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_data import RunData, source_sets
+from trl_packing.training.run_data import RunData, check_evaluation_sets
 from trl_packing.training.run_recorder import RunRecorder
-from trl_packing.training.sampling import Sampling
+from trl_packing.training.run_report import RunReport
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
-from trl_packing.vision.run_images import RunImages
-from trl_packing.vision.support import has_images
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -141,6 +141,7 @@ class PackedSFTTrainer(SFTTrainer):
     _run_report: RunReport | None = None  # until the packed run is built
     model_accepts_loss_kwargs: bool
     train_dataset: Any
+    data_collator: Any
 
     def __init__(
         self,
@@ -173,97 +174,124 @@ class PackedSFTTrainer(SFTTrainer):
             "peft_config": peft_config,
             "formatting_func": formatting_func,
         }
-        sets = source_sets(train_dataset, args, data_collator)
-        rows = train_dataset
-        train_dataset = next(iter(sets.values())) if sets else rows  # `_run_data` prepares all
-        self._images = RunImages()
-        reason = reason_for_trl_path(train_dataset, data_collator)
-        reason = reason or reason_to_keep_rows_apart(args)
+        call = TrainerCall(
+            model,
+            args,
+            train_dataset,
+            processing_class,
+            data_collator,
+            formatting_func,
+            eval_dataset,
+            compute_loss_func,
+            compute_metrics,
+        )
+        self._run = run = Run.of(call)
         check_model(model, args)
-        if reason is None and has_images(rows):
-            reason = self._images.why_not_packed(model, rows, eval_dataset, args, compute_metrics)
-        self._trl_path = reason
-        self._options = options = PackingOptions.of(args)
-        self._sampling = Sampling(args, image_loads=self._images.loads)
-        self._epochs = ResumedEpochs(self, self._sampling)
-        self._run_data = RunData(self, options, self._sampling, sets, self._images.tokenize)
-        data = facts_of_data(rows)
+        self._trl_path = reason = run.trl_path
         self._between_steps = BetweenSteps()
         rest["callbacks"] = [*(callbacks or ()), self._between_steps]
         if reason:
-            leave_packing(args, reason, rows, eval_dataset, data_collator)
+            leave_packing(args, reason, train_dataset, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
+            self._epochs = ResumedEpochs(self.args)
             self._between_steps.begin()
-            self._record_run(LossSums(), "TRL's path", data)
+            self._record_run(LossSums())
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
-        check_arguments(args, train_dataset, compute_loss_func)
-        if isinstance(data_collator, DataCollatorForCompletionOnlyLM):
-            self._run_data.completion_only = data_collator
-            rest["processing_class"] = processing_class or data_collator.tokenizer
-            data_collator = None
-        rows = self._images.take(rows, "train")
-        eval_dataset = self._images.take(eval_dataset, "eval")
-        if sets:
-            self._run_data.sets = rows
-        train_dataset = next(iter(rows.values())) if sets else rows
-        # Data sets are prepared before `self.model` is set.
-        self._run_data.generation_config = generation_config_of(model, args)
-        with hide_packing(args) as (self._sampling.packing, self._sampling.eval_packing):
-            try:
-                super().__init__(model, args, None, train_dataset, eval_dataset, **rest)
-            except Exception:  # a TypeError without a template (TRL 1.16)
-                explain_missing_marks(args, getattr(self, "_tokenizer", None), train_dataset)
-                raise
+        self._prepare_by_trl(rest)
         self._between_steps.begin()
+        evaluated = [*self._evaluation_sets().values()]
+        balances = self.aux_loss_enabled
+        run.check_prepared(self.train_dataset, evaluated, balances_experts=balances)
+        self._build_packed_run()
+
+    def _prepare_by_trl(self, rest: dict[str, Any]) -> None:
+        """Run TRL's constructor, which prepares the data sets by `_prepare_dataset`."""
+        run = self._run
+        call, args = run.call, run.args
+        rest["processing_class"] = run.processing_class
+        sets = run.images.take(run.sets, "train")
+        evaluated = run.images.take(call.eval_dataset, "eval")
+        # TRL's constructor gets the first of several sources; `_run_data` prepares all.
+        self._run_data = RunData(sets if run.has_sources else None)
+        first = next(iter(sets.values()))
+        with hide_packing(args):
+            try:
+                super().__init__(call.model, args, None, first, evaluated, **rest)
+            except Exception:  # a TypeError without a template (TRL 1.16)
+                explain_missing_marks(args, getattr(self, "_tokenizer", None), first)
+                raise
+        run.args = self.args  # TRL makes its own of None, and of TrainingArguments
+
+    def _evaluation_sets(self) -> dict[str, Any]:
+        given = self.eval_dataset
+        return given if isinstance(given, dict) else {"eval": given}
+
+    def _build_packed_run(self) -> None:
+        """Make the objects of a packed run, which need the model and the prepared data sets."""
+        run, args = self._run, self.args
         keep_outputs_precise(self.accelerator)
-        self._run_data.check()
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
         self._takes_count: bool = self.model_accepts_loss_kwargs
         self.model_accepts_loss_kwargs = True
         self.padding_free = True
-        self._build_packed_run(data_collator, data)
-
-    def _build_packed_run(self, collator: Any, facts: dict[str, str]) -> None:
-        """Make the objects of a packed run, which need the model and the prepared data sets."""
-        options, data, sampling = self._options, self._run_data, self._sampling
-        sampling.configure(self)
-        self._guard = guard = self._images.guard(
+        self._guard = guard = run.images.guard(
             self.model,
-            attention=options.attention,
-            isolation_check=options.isolation_check,
-            packing_requested=sampling.packing or sampling.eval_packing or self.args.padding_free,
+            attention=run.options.attention,
+            isolation_check=run.options.isolation_check,
+            packing_requested=run.packing or run.eval_packing or args.padding_free,
         )
-        make_model_ready(guard, self.args)
-        rows = data.pad_to_multiple_of()
-        ours = PackedCollator(self._tokenizer.pad_token_id, pad_to_multiple_of=rows)
-        collator = self._images.add_to(ours if collator is None else collator, self)
-        collators = RunCollators(self, guard, sampling, options, collator, rows)
-        sharing = PrefixSharing(self, collators, loss_is_ours=self._loss_is_ours)
-        self._run_report = report = RunReport(
-            self,
+        make_model_ready(guard, args)
+        collator = run.images.add_to(run.collator(self._tokenizer.pad_token_id), self)
+        collators = RunCollators.of(run, guard, collator, self.data_collator)
+        self.data_collator = collators.packed
+        sharing = PrefixSharing(
             collators,
-            data.counts,
-            sharing,
-            self._epochs,
-            samples_bins=self._is_ours("_get_train_sampler"),
-            before_first_step=self._before_first_step,
+            loss_is_ours=lambda: self.compute_loss_func is None and self._loss_is_ours(),
+            balances_experts=self.aux_loss_enabled,
         )
-        self._isolation = RunIsolation(self, collators, report, sharing)
+        sizes = layer_values(text_config(self.model), "hidden_size")
+        self._sampling = Sampling(run, 1, max(sizes, default=None), sharing.draws_groups)
+        self._configure_sampling()
+        self._epochs = ResumedEpochs(args)
+        self._run_report = RunReport(collators, sharing)
+        self._before_training = before = BeforeTraining(
+            run,
+            self.accelerator,
+            collators,
+            self._sampling,
+            sharing,
+            self._run_report,
+            self._epochs,
+            self._run_data.counts,
+            trainer_name=type(self).__name__,
+            samples_bins=self._is_ours("_get_train_sampler"),
+            is_whole=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
+            is_in_train=lambda: self.is_in_train,
+            begin=self._before_first_step,
+        )
+        before.plan(self.train_dataset)
+        settle_first(self.model, before.settle)
+        if args.world_size == 1:
+            keep_batches_whole(self.accelerator)
         self._step_loss = StepLoss(
-            self.args,
+            args,
             self.accelerator,
             tp_size=self.get_tp_size(),
-            smoothing=self.args.label_smoothing_factor if self.label_smoother else 0.0,
+            smoothing=args.label_smoothing_factor if self.label_smoother else 0.0,
             balance=self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
         )
-        path = "packed" if sampling.packing else "padding-free"
-        self._record_run(self._step_loss.trained, path, facts, guard)
-        self._loaders = PackedLoaders(self, self._isolation, self._epochs, data, self._meter)
+        self._record_run(self._step_loss.trained, guard)
+        self._loaders = PackedLoaders(
+            before,
+            self._meter,
+            global_step=lambda: self.state.global_step,
+            evaluates_bins=type(self)._get_eval_sampler is SFTTrainer._get_eval_sampler,
+        )
         self._other_models = OtherModels(self.model)
-        data.check_limits(guard.limits)
-        self.add_callback(report)
+        check_evaluation_sets(guard.limits, self._evaluation_sets())
+        self.add_callback(before)
 
     @property
     def attention(self) -> AttentionChoice | None:
@@ -275,9 +303,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Documents, bins and steps of an epoch; None on TRL's path."""
         return self._run_report.current if self._run_report else None  # type: ignore[return-value]
 
-    def _record_run(
-        self, trained: LossSums, path: str, facts: dict[str, str], guard: Any = None
-    ) -> None:
+    def _record_run(self, trained: LossSums, guard: IsolationGuard | None = None) -> None:
         """Count what is trained, and keep the record of the run."""
         self._meter = ThroughputMeter(
             self.args,
@@ -289,11 +315,12 @@ class PackedSFTTrainer(SFTTrainer):
             set_total=partial(setattr, self, "_total_train_tokens"),
             is_packed=self._trl_path is None,
         )
+        path = "packed" if self._run.packing else "padding-free"
         self._recorder = RunRecorder(
             self._meter,
-            path,
+            "TRL's path" if self._trl_path else path,
             self._trl_path,
-            facts,
+            facts_of_data(self._run.call.train_dataset),
             report=self._run_report,
             guard=guard,
             total=lambda: self._total_train_tokens,
@@ -316,8 +343,44 @@ class PackedSFTTrainer(SFTTrainer):
         return self._is_ours("compute_loss") and not self._loss_is_between()
 
     @packed_runs_only
-    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run_data.prepare(super()._prepare_dataset, *args, **kwargs)
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Any,
+        dataset_name: str,
+    ) -> Any:
+        """Prepare a data set by the rules of the run; TRL's code tokenizes what ours cannot."""
+        make = super()._prepare_dataset
+        # TRL would cut at max_length without counting, and pack in windows of 1,000 rows.
+        unlimited = copy.copy(args)
+        unlimited.max_length = None
+
+        def by_trl(rows: Any, formatting_func: Any, name: str, completion_only: bool) -> Any:
+            with temporarily(self, completion_only_loss=completion_only):
+                return make(rows, processing_class, unlimited, False, formatting_func, name)
+
+        trains = dataset_name == "train" and self._run_data.expects_training
+        if trains and not self._run.has_sources and records_of(dataset):
+            # TRL does not see the rows, which decide.
+            only = trains_completions(dataset, args.completion_only_loss)
+            self.completion_only_loss = only
+        run = replace(self._run, args=args).with_rules(
+            processing_class,
+            chat_template=self.chat_template,
+            completion_only=self.completion_only_loss,
+            by_trl=by_trl,
+            formatting_func=formatting_func,
+        )
+        return self._run_data.prepare(run, dataset, dataset_name)
+
+    def _prepare_later(self, dataset: Any, name: str) -> Any:
+        """Return the documents of rows that were not passed to the constructor."""
+        given = self.processing_class, self.args, self._run.packing, self._formatting_func
+        with temporarily(self._run_data, expects_training=name == "train"):
+            return self._prepare_dataset(dataset, *given, name)
 
     @packed_runs_only
     def _get_dataloader(
@@ -340,11 +403,34 @@ class PackedSFTTrainer(SFTTrainer):
             ):
                 return make(rows, description, batch_size, sampler_of, is_training, dataloader_key)
 
-        self._sampling.configure(self)
-        check_set_afterwards(self.data_collator, self._loaders.collators.packed, self.train_dataset)
+        run, loaders = self._run, self._loaders
+        run.args = self.args
+        self._configure_sampling()
+        check_set_afterwards(self.data_collator, loaders.collators.packed, self.train_dataset)
         if is_training:
-            return self._loaders.train(by_trl, dataset, sampler_fn)
-        return self._loaders.evaluate(by_trl, dataset, sampler_fn, dataloader_key)
+            if dataset is not self._before_training.dataset:  # it was set on the built trainer
+                # Tokens without packing are trained as they are, as in TRL; bins have a capacity.
+                is_tokenized = "input_ids" in columns_of(dataset) and not records_of(dataset)
+                if run.packing or not is_tokenized:
+                    self.train_dataset = dataset = self._prepare_later(dataset, "train")
+            return loaders.train(by_trl, dataset, sampler_fn)
+        name = dataloader_key or "test"
+        if run.skips_preparation:  # TRL knows only its own collator
+            run.check_nothing_is_skipped([dataset])
+            self._reject_skip_prepare_without_labels({name: dataset}, loaders.collators.padded)
+        elif dataloader_key is None:
+            dataset = self._prepare_later(dataset, name)
+        # Callers that ask for logits expect a row for each document, of which none can leak.
+        asks = self.compute_metrics if dataloader_key else not self.args.prediction_loss_only
+        return loaders.evaluate(
+            by_trl, self.model, dataset, sampler_fn, dataloader_key, padded=bool(asks)
+        )
+
+    def _configure_sampling(self) -> None:
+        """Take the settings of now; tensor-parallel ranks must see the same batch."""
+        shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        self._sampling.batch_size = self._train_batch_size
+        self._sampling.ranks = ranks_of(self.args, shared)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -358,7 +444,9 @@ class PackedSFTTrainer(SFTTrainer):
         forget_evaluation_wrapper(self)
         # accelerate draws the order of documents from torch's seed: that of rank 0.
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
-        self._sampling.torch_seed = broadcast_object_list([seed])[0]
+        seed = broadcast_object_list([seed])[0]
+        if self._trl_path is None:
+            self._sampling.torch_seed = seed
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         load_renamed(self, checkpoint)
         with (
@@ -374,9 +462,8 @@ class PackedSFTTrainer(SFTTrainer):
         return output
 
     def _before_first_step(self) -> None:
-        """Check isolation, when the model is wrapped and nothing is trained yet."""
-        scale_noise_by_document(self._guard.base_model)
-        self._isolation.ensure(self.model_wrapped, self.train_dataset, training=True)
+        """Check the model, which is wrapped by now, on the documents that it trains."""
+        self._before_training.before_first_step(self.model_wrapped, self.train_dataset)
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -393,7 +480,8 @@ class PackedSFTTrainer(SFTTrainer):
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
         """Run an epoch, and measure each of its steps before it is trained."""
         skipped = kwargs["steps_trained_in_current_epoch"]
-        self._epochs.begin_epoch(epoch, epochs_trained=kwargs["epochs_trained"], skipped=skipped)
+        trained, step = kwargs["epochs_trained"], self.state.global_step
+        self._epochs.begin_epoch(epoch, step, epochs_trained=trained, skipped=skipped)
         measured = partial(self._measured, self.get_batch_samples)  # which may be a user's
         try:
             with temporarily(self, get_batch_samples=measured):
@@ -409,7 +497,7 @@ class PackedSFTTrainer(SFTTrainer):
         if num_items is None:
             num_items = self._get_num_items_in_batch(batches, device)
         weighted = self._loaders.trains_weighted
-        self._images.measure(batches)
+        self._run.images.measure(batches)
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
         self._meter.count(batches, self._loaders.room)
         return CurrentBatches(batches), num_items
@@ -490,7 +578,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Save the place in the epoch too, and delete older checkpoints when this one is whole."""
         with self._meter.pause(), write_whole(self, trial) as checkpoint:
-            self._epochs.save(checkpoint)
+            self._epochs.save(checkpoint, self.state.global_step)
             self._recorder.save(checkpoint)
             super()._save_checkpoint(model, trial)
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_packing.documents.labels import IGNORE_INDEX, document_labels
 from trl_packing.documents.weights import token_weights
-from trl_packing.tools.preview import PreviewedRun
+from trl_packing.tools.preview import documents_of_row, run_of_settings
 
 PAGE = Path(__file__).resolve().parents[1] / "data.md"
 WIDTH, LINE, CHARACTER, MARGIN = 440, 26, 7.8, 5
@@ -104,8 +104,8 @@ def tokens(example: Example) -> list[tuple[str, float]]:
     """Return the text and the weight of each token that the trainer reads; 0 is not trained."""
     row, options = example.row, [text.replace("\\n", "\n") for text in example.options]
     tokenizer = tokenizer_for(row, options)
-    run = PreviewedRun.from_settings(Dataset.from_list([row]), tokenizer, options)
-    documents, reason, _ = run.documents_of_row(0)
+    run = run_of_settings(Dataset.from_list([row]), tokenizer, options)
+    documents, reason, _ = documents_of_row(run, 0)
     assert not reason, f"{example}: {reason}"
     (document,) = documents
     ids = np.asarray(document["input_ids"])

@@ -53,4 +53,4 @@ def judge_sharing(model: Any, **options: Any) -> Part:
     assert counted is not None, "the run was not counted"
     is_apart = found.outcome == "exact" and not counted["shared"]
     outcome = "apart" if is_apart else found.outcome
-    return replace(found, outcome=outcome, reason=trainer._isolation.sharing.reason() or "")
+    return replace(found, outcome=outcome, reason=trainer._before_training.sharing.reason() or "")

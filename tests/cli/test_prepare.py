@@ -8,11 +8,11 @@ from trl_packing.recipes.recipe_data import SourceConfig, read
 import pytest
 import yaml
 from helpers.prepared import chats
+from helpers.runs import run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 
 from trl_packing.cli import main
 from trl_packing.data.files import records_of
-from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
@@ -126,4 +126,4 @@ def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pa
     assert {name: len(rows) for name, rows in sets.items()} == {"out": 15, "pairs": 5}
     (record,) = records_of(sets["out"])
     assert record.is_whole(sets["out"])
-    assert len(PreviewedRun.from_call(call).documents()[0]) == 20
+    assert len(run_of_call(call).documents()[0]) == 20

@@ -8,7 +8,7 @@ import pytest
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts
 from trl_packing.isolation.check import IsolationReport
 from trl_packing.isolation.guard import Checked
-from trl_packing.training.report import PackingReport
+from trl_packing.run.report import PackingReport
 
 CUT = PreparationCounts(
     before=TokenCounts(1_200, 600_000, 400_000, 1_200),

@@ -7,14 +7,13 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, concatenate_datasets
 from helpers.prepared import call_for, chats
+from helpers.runs import TrainerCall, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from transformers import TrainingArguments
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
 from trl_packing.data.files import is_prepared, records_of
 from trl_packing.tools.prepare import prepare_run
-from trl_packing.tools.preview import PreviewedRun
-from trl_packing.tools.training_command import TrainerCall
 
 
 def made(out, call, **options):
@@ -23,7 +22,7 @@ def made(out, call, **options):
 
 
 def documents_of(call):
-    return PreviewedRun.from_call(call).documents()
+    return run_of_call(call).documents()
 
 
 CASES = {

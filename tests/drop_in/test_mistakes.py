@@ -11,7 +11,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_packing import PackedSFTConfig
 from trl_packing.config import check_device
-from trl_packing.training.arguments import check_arguments
+from trl_packing.run.arguments import check_arguments
 
 PADDED = DataCollatorForLanguageModeling(pad_token_id=0)
 MISTAKES = [  # rows, settings and arguments that TRL refuses too, and a word of its sentence

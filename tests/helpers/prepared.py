@@ -2,9 +2,9 @@
 
 from datasets import Dataset
 
+from helpers.runs import TrainerCall
 from helpers.tiny import tiny_tokenizer
 from trl_packing import PackedSFTConfig
-from trl_packing.tools.training_command import TrainerCall
 
 
 def chats(number=24, *, weights=False, sources=False):

@@ -10,19 +10,20 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.browser import HOSTILE, open_page
 from helpers.combinations import combined
+from helpers.runs import (
+    Sampling,
+    computed_tokens,
+    other_max_lengths,
+    plan_run,
+    preview_epoch,
+    run_of_settings,
+    ways_to_batch,
+)
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
 from trl_packing.pages.plan import plan_page
-from trl_packing.tools.plan.plan import (
-    computed_tokens,
-    other_max_lengths,
-    plan_run,
-    preview_epoch,
-    ways_to_batch,
-)
-from trl_packing.tools.preview import PreviewedRun
 
 
 def texts(number=60, seed=0):
@@ -49,7 +50,7 @@ def tokenized():
 
 def previewed(dataset, *settings, limit=24):
     words = ["--max_length", str(limit), *settings]
-    return PreviewedRun.from_settings(dataset, tiny_tokenizer(chat=True), words)
+    return run_of_settings(dataset, tiny_tokenizer(chat=True), words)
 
 
 SETTINGS = {
@@ -76,7 +77,7 @@ def numbers_of(row):
 def numbers_of_plan(plan):
     """Return the same numbers of the plan of a run."""
     report, counts = plan.report, plan.report.preparation
-    sizes = computed_tokens(plan.run.sampling(2), plan.epoch.tokens)
+    sizes = computed_tokens(Sampling.before(plan.run, 2), plan.epoch.tokens)
     of_bins = report.bins, report.utilization if report.bins else None
     steps = report.steps_per_epoch, report.documents_per_step
     return *of_bins, *steps, int(sizes.max()), counts.before, counts.after, counts.stages
@@ -92,7 +93,7 @@ def test_each_row_of_max_length_is_the_plan_of_a_run_with_it(data, name):
     (own,) = [row for row in plan.what_if if row.max_length == 24]
     assert numbers_of(own) == numbers_of_plan(plan)
     whole = run.whole_documents()
-    rows = list(other_max_lengths(whole, run.preparation, run.sampling(2), [16, 40, 4096]))
+    rows = list(other_max_lengths(whole, run.rules, Sampling.before(run, 2), [16, 40, 4096]))
     assert rows[0].steps > rows[-1].steps or rows[0].counts.stages
     for row in rows:
         other = plan_run(previewed(dataset, *settings, limit=row.max_length), ranks=2)
@@ -126,9 +127,10 @@ def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     plan = plan_run(run)
     way = plan.ways[0]
     if batch == 1:  # nobody pads batches of one document: the page names another size
-        eight, run.args.packing = way, False
-        sampling = run.sampling()
-        way = ways_to_batch(plan.documents.lengths(), sampling, sampling.facts(plan.documents))[0]
+        eight = way
+        sampling = Sampling.before(run.with_settings(packing=False))
+        facts = sampling.planned(plan.documents).facts
+        way = ways_to_batch(plan.documents.lengths(), sampling, facts)[0]
         assert eight.name.startswith("padded in batches of 8, ")
         assert eight.padding > 0.2
         assert eight.steps == plan.report.padded_steps

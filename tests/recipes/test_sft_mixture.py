@@ -7,9 +7,9 @@ from trl_packing.recipes import sft_packed
 import pytest
 import yaml
 from datasets import concatenate_datasets
+from helpers.runs import run_of_call
 from trl import DatasetMixtureConfig, get_dataset
 
-from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import TrainingCommand
 
 # Files of data sets as people have them, by source.
@@ -99,7 +99,7 @@ def test_each_entry_names_its_own_columns_and_shares(tmp_path):
 def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, named, sentence):
     config = config_of(tmp_path, {"trl": {}, source: named})
     with pytest.raises(ValueError, match=sentence) as refusal:
-        PreviewedRun.from_call(call_of(config)).documents()
+        run_of_call(call_of(config)).documents()
     assert "\n" not in str(refusal.value)
 
 

@@ -6,16 +6,16 @@ import pytest
 from datasets import Dataset
 from harness import make_trainer
 from helpers.prepared import chats
+from helpers.runs import run_of_settings, with_row_numbers
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
 from trl_packing.cli import main
 from trl_packing.tools.compare_rows import EQUAL, Side, compare, documents_by_trl
-from trl_packing.tools.preview import PreviewedRun
 
 
 def run_of(rows, *options, tokenizer=None):
-    return PreviewedRun.from_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
+    return run_of_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
 
 
 def compared(rows, other, first=(), second=()):
@@ -54,7 +54,7 @@ def test_settings_that_trl_has_prepare_the_same(rows, options):
 def test_the_documents_of_trl_are_those_of_its_trainer(tmp_path):
     options = {"max_length": 30, "tokenizer": tiny_tokenizer(chat=True)}
     trainer = make_trainer(tmp_path, chats(12), cls=SFTTrainer, **options)
-    shown = documents_by_trl(run_of(chats(12), "--max_length", "30").with_row_numbers())
+    shown = documents_by_trl(with_row_numbers(run_of(chats(12), "--max_length", "30")))
     for name in ("input_ids", "labels"):
         assert shown[name][:] == trainer.train_dataset[name][:]
 

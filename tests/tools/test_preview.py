@@ -8,18 +8,17 @@ from datasets import Dataset
 from harness import QUIET
 from helpers.attacks import ATTACKS, harmful
 from helpers.chat_templates import tokenizer_for
+from helpers.runs import preview_epoch, preview_losses, preview_rows, run_of_settings
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
 from trl_packing.cli import main
-from trl_packing.tools.plan.plan import preview_epoch
-from trl_packing.tools.preview import PreviewedRun, preview_losses, preview_rows
 from trl_packing.tools.training_command import config_from_settings, processing_class_of
 
 
 def inspect(dataset, tokenizer, settings=(), *, rows=None, prepares_all=False, model=None):
     """Yield the texts that the command `inspect` prints."""
-    run = PreviewedRun.from_settings(dataset, tokenizer, settings, model)
+    run = run_of_settings(dataset, tokenizer, settings, model)
     for preview in preview_rows(run, rows):
         yield from preview.texts
     if prepares_all:
@@ -27,7 +26,7 @@ def inspect(dataset, tokenizer, settings=(), *, rows=None, prepares_all=False, m
 
 
 def plan(dataset, tokenizer, settings, model=None):
-    return preview_epoch(PreviewedRun.from_settings(dataset, tokenizer, settings, model))
+    return preview_epoch(run_of_settings(dataset, tokenizer, settings, model))
 
 
 def test_rows_are_shown_piece_by_piece_or_with_the_reason_why_not():
@@ -49,7 +48,7 @@ def test_a_row_says_what_preparation_has_changed():
     thought = chat_row("So.", reasoning_content="Hm.")
     rows = Dataset.from_list([plain, called, plain, thought])
     settings = ["--train_on", "all"]
-    run = PreviewedRun.from_settings(rows, tokenizer_for("qwen2_5"), settings)
+    run = run_of_settings(rows, tokenizer_for("qwen2_5"), settings)
     notes = [preview.to_dict()["notes"] for preview in preview_rows(run, range(4))]
     assert notes[0] == notes[2] == []
     assert [each.split(":")[0] for each in notes[1] + notes[3]] == [

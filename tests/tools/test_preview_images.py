@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from helpers.prepared import call_for
+from helpers.runs import documents_of_row, preview_epoch, preview_losses, preview_rows, run_of_call
 from helpers.tiny import tiny_model
 from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model, vision_trainer
-
-from trl_packing.tools.plan.plan import preview_epoch
-from trl_packing.tools.preview import PreviewedRun, preview_losses, preview_rows
 
 NAME = "qwen2_5_vl"
 COLUMNS = ("input_ids", "labels", "image_ids")
@@ -26,10 +24,10 @@ def model(processor):
     return tiny_vision_model(NAME, processor)
 
 
-def run_of(model, processor, dataset=None, **options) -> PreviewedRun:
+def run_of(model, processor, dataset=None, **options):
     dataset = image_dataset() if dataset is None else dataset
     options = {"max_length": 320} | options
-    return PreviewedRun.from_call(call_for(dataset, None, processor, model, **options))
+    return run_of_call(call_for(dataset, None, processor, model, **options))
 
 
 def columns(document):
@@ -51,7 +49,7 @@ def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_
     whole, counts = run.documents()
     assert [columns(document) for document in whole] == trained
     assert counts == trainer.packing_report.preparation
-    shown = [document for row in range(8) for document in run.documents_of_row(row)[0]]
+    shown = [document for row in range(8) for document in documents_of_row(run, row)[0]]
     in_order = [columns(document) for document in shown]
     if options.get("shuffle_dataset"):
         assert sorted(map(str, in_order)) == sorted(map(str, trained))
@@ -66,7 +64,7 @@ def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_
 def test_images_are_named_with_their_size_and_tokens(model, processor):
     run = run_of(model, processor)
     one, two, none = (preview.texts[0] for preview in preview_rows(run))
-    document = run.documents_of_row(0)[0][0]
+    document = documents_of_row(run, 0)[0][0]
     tokens = sum(number > 0 for number in document["image_ids"])
     assert f"<|vision_start|>[image 36×20, {tokens} tokens]<|vision_end|>" in one
     assert "<|image_pad|>" not in one + two
@@ -123,7 +121,7 @@ def test_rows_of_other_tools_are_converted_as_the_docs_say(model, processor, tmp
     ):
         dataset = Dataset.from_list([row]).map(names["with_image_parts"], remove_columns=removed)
         run = run_of(model, processor, dataset, train_on="assistant")
-        texts.append(run.documents_of_row(0))
+        texts.append(documents_of_row(run, 0))
         (shown,) = next(iter(preview_rows(run, [0]))).texts
         assert "Look: <|vision_start|>[image 32×24, " in shown
         assert "⟦A dog.<|im_end|>⟧" in shown

@@ -10,6 +10,7 @@ from harness import make_trainer
 from helpers.attacks import harmful
 from helpers.browser import HOSTILE, open_page
 from helpers.prepared import call_for, chats
+from helpers.runs import TrainerCall, run_of_call, run_of_settings, trace_documents
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.vision import tiny_processor, tiny_vision_model, vision_trainer
 from PIL import Image
@@ -17,9 +18,7 @@ from PIL import Image
 from trl_packing import PackedCollator
 from trl_packing.cli import main
 from trl_packing.pages.rows import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED, rows_page
-from trl_packing.tools.preview import PreviewedRun, trace_documents
 from trl_packing.tools.rows import PackedEpoch
-from trl_packing.tools.training_command import TrainerCall
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -33,8 +32,8 @@ def answers(number: int = 24) -> Dataset:
     )
 
 
-def run_of(rows, *options, tokenizer=None) -> PreviewedRun:
-    return PreviewedRun.from_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
+def run_of(rows, *options, tokenizer=None):
+    return run_of_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
 
 
 def data_of(html: str) -> dict:
@@ -85,7 +84,7 @@ def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     words = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     tokenizer = tiny_tokenizer(chat=True)
     model = save_tiny_model(tmp_path / "model", "llama")
-    epoch = PackedEpoch.of(PreviewedRun.from_settings(make(), tokenizer, words, model))
+    epoch = PackedEpoch.of(run_of_settings(make(), tokenizer, words, model))
     trainer = make_trainer(tmp_path, make(), tokenizer=tokenizer, **{"packing": True} | options)
     # After the check of a model.
     trainer._loaders.collators.packed.shares_prefixes = "shared" in name
@@ -116,7 +115,7 @@ def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
     options = {"max_length": 40}
     trainer = make_trainer(tmp_path, chats(), tokenizer=tokenizer, collator=collator, **options)
     expected = [batch["input_ids"][0].tolist() for batch in trainer.get_train_dataloader()]
-    run = PreviewedRun.from_call(TrainerCall(None, trainer.args, chats(), tokenizer, collator))
+    run = run_of_call(TrainerCall(None, trainer.args, chats(), tokenizer, collator))
     assert joined(data_of(page_of(run, max_rows=99))["rows"], "ids") == expected
     assert any(3 in ids for ids in expected)
 
@@ -124,7 +123,7 @@ def test_the_page_holds_the_batches_of_a_users_collator(tmp_path):
 # --- shared prefixes ------------------------------------------------------------------------------
 
 
-def shared_run(mode: str) -> PreviewedRun:
+def shared_run(mode: str):
     return run_of(
         answers(), "--max_length", "512", "--prefix_sharing", mode, tokenizer=tiny_tokenizer()
     )
@@ -226,7 +225,7 @@ def test_images_stand_at_the_tokens_of_their_document(tmp_path):
     model = tiny_vision_model("qwen2_5_vl", processor)
     options = {"max_length": 128, "per_device_train_batch_size": 2, "train_on": "assistant"}
     call = call_for(colored(), None, processor, model, **options)
-    epoch = PackedEpoch.of(PreviewedRun.from_call(call))
+    epoch = PackedEpoch.of(run_of_call(call))
     rows = data_of(rows_page(epoch, max_rows=100))["rows"]
     pad = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     for row in rows:

@@ -5,12 +5,12 @@ import json
 import sys
 
 import pytest
+from helpers.runs import run_of_call
 from helpers.tiny import save_tiny_model, tiny_rows, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.cli import main
-from trl_packing.tools.preview import PreviewedRun
 from trl_packing.tools.training_command import call_of_script
 
 START = """
@@ -63,7 +63,7 @@ def state():
 def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
     before = state()
     call = call_of_script(script(tmp_path, SCRIPTS[name]), [model, str(tmp_path / "out")])
-    documents, _ = PreviewedRun.from_call(call).documents()
+    documents, _ = run_of_call(call).documents()
     shown = tiny_tokenizer().decode(documents[5]["input_ids"])
     assert shown.startswith("Why 5? ### So 5.")
     trained = sum(label != -100 for label in documents[5]["labels"])

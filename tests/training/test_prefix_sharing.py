@@ -17,8 +17,9 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.run.report import prefix_savings
 from trl_packing.training import prefix_sharing
-from trl_packing.training.prefix_sharing import PrefixSharing, prefix_savings
+from trl_packing.training.prefix_sharing import PrefixSharing
 
 
 def answers(number=60, *, prompt=60, prompts=3) -> list[dict]:

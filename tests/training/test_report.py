@@ -2,17 +2,17 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from datasets import Dataset
 from harness import make_trainer
+from helpers.runs import preview_epoch, run_of_settings
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
-from trl_packing import PackedSFTTrainer
+from trl_packing import PackedBatchSampler, PackedSFTTrainer
 from trl_packing.data.counts import PreparationCounts
-from trl_packing.tools.plan.plan import preview_epoch
-from trl_packing.tools.preview import PreviewedRun
 
 
 def trainer_for(folder, rows, **settings):
@@ -55,6 +55,38 @@ def test_documents_per_step_keeps_the_steps_of_the_padded_run_as_the_report_says
     assert "if padded" not in str(packed.packing_report)
 
 
+MIXED = {"source_column": "source", "mixture": {"a": {"epochs": 2}, "b": {"epochs": 1}}}
+STARTS = {
+    "bins": {},
+    "one shape": {"static_shapes": True},
+    "documents": {"packing": False},
+    "a mixture": MIXED,
+    "groups": {"prefix_sharing": "group"},
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_an_epoch_is_planned_once_before_it_is_trained(name, tmp_path, monkeypatch):
+    """For the report, the shapes of rows and the data loader together."""
+    done = Counter()
+    for method in ("__post_init__", "_draw_epoch"):
+        original = getattr(PackedBatchSampler, method)
+
+        def counted(self, original=original, method=method):
+            done[method] += 1
+            return original(self)
+
+        monkeypatch.setattr(PackedBatchSampler, method, counted)
+    rows = documents(60).add_column("source", [*"ab"] * 30)
+    trainer = trainer_for(tmp_path, rows, max_steps=1, **STARTS[name])
+    trainer.train()
+    assert done == {"__post_init__": 1, "_draw_epoch": 1}
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = 2
+    trainer.get_train_dataloader()
+    assert done["__post_init__"] == 2, "another size of micro-batches is another plan"
+    assert trainer.packing_report.micro_batch.startswith("2 ")
+
+
 def test_settings_in_steps_are_told_in_epochs_here_and_padded(tmp_path):
     """A packed step holds more documents, so that 12 steps are more epochs."""
     settings = {"per_device_train_batch_size": 2, "max_steps": 12, "warmup_steps": 3}
@@ -93,7 +125,7 @@ def test_the_plan_is_the_report_of_the_trainer(tmp_path):
     rows = tiny_dataset("language_modeling", 40)
     options = {"max_length": 64, "per_device_train_batch_size": 2}
     flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    run = PreviewedRun.from_settings(rows, tiny_tokenizer(), flags)
+    run = run_of_settings(rows, tiny_tokenizer(), flags)
     planned = json.loads(preview_epoch(run).to_json())
     trained = json.loads(trainer_for(tmp_path, rows, **options).packing_report.to_json())
     of_the_model = {"attention": None, "checked": None}

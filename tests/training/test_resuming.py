@@ -10,8 +10,7 @@ from harness import make_trainer
 from helpers.tiny import SPECIAL_TOKENS, documents_of_lengths
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.training import sampling
-from trl_packing.training.resuming import FILE
+from trl_packing.run.epoch_record import FILE
 
 NUMBER = 60
 LENGTHS = [3 + (i * 7) % 29 for i in range(NUMBER)]
@@ -30,7 +29,7 @@ class Recorder(PackedSFTTrainer):
     """Notes the documents and the step of every micro-batch that one of several ranks trains."""
 
     def train(self, *args, **kwargs):
-        with mock.patch.object(sampling, "ranks_of", return_value=self.ranks):
+        with mock.patch("trl_packing.trainer.ranks_of", return_value=self.ranks):
             return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, *args, **kwargs):

@@ -76,7 +76,7 @@ def trained(waits: Waits, folder, *, every=1, **options):
         **settings | {"isolation_check": "off"} | options,
     )
     if shared:  # `Watched` computes the loss of the class above it
-        trainer._isolation.sharing.loss_is_ours = lambda: True
+        trainer._before_training.sharing.loss_is_ours = lambda: True
     trainer.train()
     assert trainer.data_collator.shares_prefixes == bool(shared)
     assert ("loss_a" in trainer.state.log_history[0]) == bool(sources and every == 1)

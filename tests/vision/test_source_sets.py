@@ -6,14 +6,11 @@ import harness
 import numpy as np
 import pytest
 from datasets import Dataset
+from helpers.runs import TrainerCall, documents_of, preview_epoch, run_of_call
 from helpers.tiny import documents_of_lengths
 from helpers.vision import image_dataset
 from vision.test_exact import batches_of, packed, sized
 
-from trl_packing.tools.plan.plan import preview_epoch
-from trl_packing.tools.preview import PreviewedRun
-from trl_packing.tools.training_command import TrainerCall
-from trl_packing.training.columns import documents_of
 from trl_packing.vision import support
 
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
@@ -106,7 +103,7 @@ def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, monkeypat
 
 def test_a_preview_prepares_the_documents_of_the_trainer(model, processor, trainer_of):
     trainer = trainer_of(sets(), mixture=MIXTURE)
-    run = PreviewedRun.from_call(TrainerCall(model, trainer.args, sets(), processor))
+    run = run_of_call(TrainerCall(model, trainer.args, sets(), processor))
     prepared, _ = run.documents()
     for column in ("input_ids", "labels", "image_ids"):
         assert prepared[column][:] == trainer.train_dataset[column][:]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from trl_packing.cli.output import print_json, quiet_libraries, uses_color
 
 if TYPE_CHECKING:
-    from trl_packing.tools.preview import PreviewedRun
+    from trl_packing.run.run import Run
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -98,11 +98,11 @@ def plan(arguments: argparse.Namespace) -> int:
       2  the run cannot be planned; stderr has the reason in one line
     """
     run = _previewed_run(arguments)
-    from trl_packing.tools.plan.plan import preview_epoch
+    from trl_packing.run.what_if import preview_epoch
 
     if arguments.html:
         from trl_packing.pages.plan import plan_page
-        from trl_packing.tools.plan.plan import plan_run
+        from trl_packing.run.what_if import plan_run
 
         found = plan_run(run, ranks=arguments.ranks)
         title = f"Plan · {_name_of_data(arguments.words)}"
@@ -266,15 +266,15 @@ def compare(arguments: argparse.Namespace) -> int:
 COMMANDS = (inspect, plan, prepare, verify, doctor, compare)  # in the order of the help
 
 
-def _previewed_run(arguments: argparse.Namespace) -> "PreviewedRun":
+def _previewed_run(arguments: argparse.Namespace) -> "Run":
     """Return the run that `arguments` describe, with its rows and its tokenizer."""
     from trl_packing.tools.training_command import TrainingCommand
 
     command = TrainingCommand.from_words(arguments.words)
     quiet_libraries()
-    from trl_packing.tools.preview import PreviewedRun
+    from trl_packing.tools.preview import run_of_call
 
-    run = PreviewedRun.from_call(command.call, stream_rows=arguments.stream_rows)
+    run = run_of_call(command.call, stream_rows=arguments.stream_rows)
     if not command.is_named:
         arguments.notes.append("shown as sft_packed.py trains it; name another script first")
     if run.is_stream:

@@ -7,20 +7,17 @@ rows, which a run on prepared documents does not have any more, are stored as th
 import hashlib
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig
-from trl.chat_template_utils import supports_tool_calling
 
-from trl_packing.config import PackedSFTConfig, PackingOptions
-from trl_packing.data.chat_template import ChatTemplate
+from trl_packing.config import PackingOptions
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
-from trl_packing.data.row_format import PromptTemplate, RowFormat
-from trl_packing.data.stop_tokens import EosRule, generation_stop_ids, stop_token_ids
+from trl_packing.data.row_format import RowFormat
+from trl_packing.data.stop_tokens import EosRule
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 
@@ -35,61 +32,10 @@ class Rules:
     keeps_columns: bool  # also those that training does not read
     row_format: RowFormat
     eos: EosRule
-    # TRL's own preparation, of (dataset, formatting_func, name), nothing cut or packed
-    by_trl: Callable[[AnyDataset, Any, str], AnyDataset]
+    # TRL's own preparation, of (dataset, formatting_func, name, completion_only): nothing is cut
+    by_trl: Callable[[AnyDataset, Any, str, bool], AnyDataset]
     labeler: DataCollatorForCompletionOnlyLM | None = None  # its template finds trained tokens
-
-    @classmethod
-    def of_run(
-        cls,
-        args: SFTConfig,
-        processing_class: Any,
-        tokenizer: Any,
-        *,
-        packing: bool,
-        chat_template: str | None,
-        completion_only: bool,
-        generation_config: Any,
-        by_trl: Callable[[AnyDataset, Any, str], AnyDataset],
-        labeler: DataCollatorForCompletionOnlyLM | None,
-    ) -> "Rules":
-        """Return the rules of a run that has started or not; `tokenizer` is in `processing_class`.
-
-        `chat_template` None leaves that of the tokenizer; with `completion_only`, only completions
-        of prompts are trained; `generation_config` is the model's, which may be None.
-        """
-        options = PackingOptions.of(args)
-        chat = ChatTemplate(tokenizer, chat_template)
-        chat.check_numbers()
-        response = options.response_template
-        answers = None
-        if response is not None:
-            answers = ResponseTemplate(tokenizer, response, options.instruction_template)
-        prompt = options.prompt_template
-        calls_tools = False
-        with suppress(Exception):  # a template may raise anything; rows will show it
-            calls_tools = bool(tokenizer.chat_template) and supports_tool_calling(tokenizer)
-        row_format = RowFormat(
-            chat,
-            tokenizer.eos_token,
-            text_field=args.dataset_text_field,
-            completion_only=completion_only,
-            assistant_only=args.assistant_only_loss,
-            train_on=options.train_on,
-            flags_decide=options.train_on is None and isinstance(args, PackedSFTConfig),
-            answers=answers,
-            prompt_template=None if prompt is None else PromptTemplate.from_setting(prompt),
-            trains_prompts=args.completion_only_loss is False,
-            calls_tools=calls_tools,
-        )
-        own = None if processing_class is tokenizer else processing_class
-        template = getattr(own, "chat_template", None)  # of a processor
-        stop_ids = stop_token_ids(tokenizer, generation_config, template)
-        known = stop_ids  # without a generation config, a template is right on where answers end
-        if generation_config is not None:
-            known = generation_stop_ids(tokenizer, generation_config)
-        eos = EosRule(tokenizer, stop_ids, options.append_eos, known)
-        return cls(args, processing_class, packing, not packing, row_format, eos, by_trl, labeler)
+    formatting_func: Any = None  # of the user, from a row, or several, to text
 
     @property
     def options(self) -> PackingOptions:

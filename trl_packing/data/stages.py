@@ -74,7 +74,7 @@ class WholeDocuments(NamedTuple):
 
 
 def prepare(
-    dataset: AnyDataset, rules: Rules, *, formatting_func: Any = None, name: str = "train"
+    dataset: AnyDataset, rules: Rules, name: str = "train"
 ) -> tuple[AnyDataset, PreparationCounts | None]:
     """Return the documents of `dataset`, of rows of any form, and counts of what was lost.
 
@@ -85,13 +85,11 @@ def prepare(
     if len(records) == 1 and records[0].is_whole(dataset):
         records[0].check(rules)
         return dataset, records[0].counts
-    whole = whole_documents(dataset, rules, formatting_func=formatting_func, name=name)
+    whole = whole_documents(dataset, rules, name)
     return fit_documents(whole, rules, name)
 
 
-def whole_documents(
-    dataset: AnyDataset, rules: Rules, *, formatting_func: Any = None, name: str = "train"
-) -> WholeDocuments:
+def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> WholeDocuments:
     """Return the documents of `dataset` before the overflow policy; arguments as `prepare`."""
     check_not_empty(dataset, name)
     if records := records_of(dataset):  # a selection, or several sets
@@ -100,8 +98,8 @@ def whole_documents(
         return WholeDocuments(dataset)
     dataset = with_equal_columns(dataset)
     columns = get_dataset_column_names(dataset)
-    _check(dataset, columns, rules, formatting_func, name)
-    documents = _tokenize(dataset, columns, rules, formatting_func, name)
+    _check(dataset, columns, rules, name)
+    documents = _tokenize(dataset, columns, rules, name)
     if isinstance(documents, IterableDataset):
         return WholeDocuments(documents)
     if is_packed(documents):
@@ -114,7 +112,8 @@ def whole_documents(
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
     not_found = _note_not_found(tokens, rules, name)
     second = note_second_bos(tokens, rules.eos.tokenizer)
-    is_chat = formatting_func is None and "input_ids" not in columns and {*_MESSAGES} & {*columns}
+    is_text = rules.formatting_func is not None or "input_ids" in columns
+    is_chat = not is_text and {*_MESSAGES} & {*columns}
     hint = _hint_at_train_on(tokens, rules) if is_chat else None
     missing = note_missing_eos(tokens, rules.eos)
     if missing is not None and rules.eos.appends:
@@ -169,13 +168,12 @@ def shuffle(documents: AnyDataset, rules: Rules, *, fitted: bool) -> AnyDataset:
     return documents.shuffle(seed=rules.args.seed)
 
 
-def _check(
-    dataset: AnyDataset, columns: Sequence[str], rules: Rules, formatting_func: Any, name: str
-) -> None:
+def _check(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str) -> None:
     """Raise ValueError for anything that the rows and the settings alone rule out."""
     eos, options = rules.eos, rules.options
     check_weights_have_tokens(columns, name)
-    if "input_ids" in columns or (formatting_func is None and options.prompt_template is None):
+    is_rendered = rules.formatting_func is not None or options.prompt_template is not None
+    if "input_ids" in columns or not is_rendered:
         check_columns(dataset, name, rules.args.dataset_text_field)
     if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in columns:
         document_weights_from_rows(dataset, name)
@@ -217,10 +215,10 @@ def _prepare_by_trl(
     why = _BY_TRL.format(type(rules.processing_class).__name__)
     _check_options_of_trl(dataset, rules, name, why)
     try:
-        documents = rules.by_trl(dataset, formatting_func, name)
+        documents = rules.by_trl(dataset, formatting_func, name, rules.row_format.completion_only)
         first: dict[str, Any] = next(iter(documents), {})
     except Exception as error:  # mistral-common has kinds of its own
-        if formatting_func is not None:
+        if rules.formatting_func is not None:
             raise  # with the traceback of the user's own function
         reason = escape_hidden(str(error))
         raise ValueError(f"the {name} dataset cannot be prepared: {reason}; {why}") from error
@@ -234,13 +232,11 @@ def _prepare_by_trl(
     return documents
 
 
-def _tokenize(
-    dataset: AnyDataset, columns: Sequence[str], rules: Rules, formatting_func: Any, name: str
-) -> AnyDataset:
+def _tokenize(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str) -> AnyDataset:
     """Return documents of any length with `input_ids` and `labels`."""
     num_proc, template = rules.args.dataset_num_proc, rules.response_template
     if "input_ids" in columns:
-        if formatting_func is not None:
+        if rules.formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
         documents = label_tokenized(
             without_padding(dataset, name),
@@ -252,7 +248,7 @@ def _tokenize(
         return shuffle(documents, rules, fitted=False)
     if SEQ_LENGTHS in columns:  # of rows that were packed, and are not
         dataset = dataset.remove_columns(SEQ_LENGTHS)
-    formatting_func = one_text_each(formatting_func, next(iter(dataset)))
+    formatting_func = one_text_each(rules.formatting_func, next(iter(dataset)))
     if not can_prepare(rules.processing_class):
         documents = _prepare_by_trl(dataset, rules, formatting_func, name)
         if template is None:

@@ -240,7 +240,7 @@ def _documents(plan: Any) -> Iterator[dict[str, Any]]:
     # The longest and the shortest document that is too long, and one between.
     whole = plan.whole.documents
     documents = ArrowDocuments(whole, token_columns(whole.column_names))
-    overflow = plan.run.preparation.overflow
+    overflow = plan.run.rules.overflow
     lengths = documents.lengths()
     pieces = pieces_of(documents, overflow)
     cut = np.setdiff1d(np.arange(len(lengths)), pieces.rows[pieces.sizes == lengths[pieces.rows]])
@@ -280,7 +280,7 @@ def _document(
         if start > shown:
             parts.append(("u", f" … {start - shown:,} tokens … "))
         shown = stop
-        texts = token_texts(ids[start:stop].tolist(), plan.run.preparation.eos.tokenizer)
+        texts = token_texts(ids[start:stop].tolist(), plan.run.rules.eos.tokenizer)
         for image in images:  # in words, at its first token
             said = image_in_words(image, None)
             for at in range(max(image.start, start), min(image.stop, stop)):

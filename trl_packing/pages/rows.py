@@ -200,7 +200,7 @@ def _row_data(epoch: Any, row: PackedRow, texts: dict[str, int], most: int) -> d
 
     At most `most` tokens are shown, and their texts get numbers in `texts`.
     """
-    tokenizer = epoch.run.preparation.eos.tokenizer
+    tokenizer = epoch.run.rules.eos.tokenizer
     short = f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"
     if row.start or row.stop < row.batch["input_ids"].shape[1]:

@@ -19,9 +19,10 @@ from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.pages.show import show_document
-from trl_packing.tools.preview import ROW, PreviewedRun, numbers_of
+from trl_packing.run.columns import documents_of
+from trl_packing.run.run import Run
+from trl_packing.tools.preview import ROW, numbers_of, run_of_call, with_row_numbers
 from trl_packing.tools.training_command import TrainingCommand
-from trl_packing.training.columns import documents_of
 
 EQUAL, DROPPED = "equal", "dropped by one"
 # Columns by the kind of difference, from the one that decides first.
@@ -45,12 +46,12 @@ class Side(NamedTuple):
     """One of the two preparations: its name, rows and settings, and whether TRL prepares them."""
 
     name: str
-    run: PreviewedRun
+    run: Run
     by_trl: bool = False
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
         """Yield the documents of each row of the data set, with the weights of their tokens."""
-        run = self.run.with_row_numbers().with_settings(shuffle_dataset=False)
+        run = with_row_numbers(self.run).with_settings(shuffle_dataset=False)
         dataset = documents_by_trl(run) if self.by_trl else run.documents()[0]
         documents = documents_of(dataset, None)
         numbers = numbers_of(dataset)
@@ -60,7 +61,7 @@ class Side(NamedTuple):
             yield [*map(_weighted, documents.__getitems__(order[start:stop]))]
 
 
-def documents_by_trl(run: PreviewedRun) -> Dataset:
+def documents_by_trl(run: Run) -> Dataset:
     """Return the documents of `run`, with row numbers, as TRL prepares them with packing=False.
 
     Weights and settings that TRL does not have (`train_on`, `overflow`, ...) have no effect.
@@ -68,7 +69,7 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
     if isinstance(run.dataset, dict) or run.images.packs:
         raise ValueError("TRL prepares one data set without images; compare data sets one by one")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    vocabulary = len(run.preparation.eos.tokenizer)
+    vocabulary = len(run.rules.eos.tokenizer)
     settings: Any = {name: getattr(run.args, name) for name in _SETTINGS}
     settings |= {"packing": False, "use_cpu": True, "bf16": False, "report_to": "none"}
     # DeepSpeed, which accelerate imports, prints to stdout, where a command's JSON goes.
@@ -77,7 +78,7 @@ def documents_by_trl(run: PreviewedRun) -> Dataset:
             LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_attention_heads=1, **sizes)),
             SFTConfig(folder, **settings),
             train_dataset=run.dataset,
-            processing_class=run.preparation.processing_class,
+            processing_class=run.rules.processing_class,
             formatting_func=run.call.formatting_func,
         )
     return trainer.train_dataset.select_columns([*TOKEN_COLUMNS, ROW])
@@ -92,13 +93,13 @@ def _weighted(document: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": document["input_ids"], "labels": labels, TOKEN_WEIGHTS: weights}
 
 
-def other_side(against: str, run: PreviewedRun, words: Sequence[str]) -> Side:
+def other_side(against: str, run: Run, words: Sequence[str]) -> Side:
     """Return the preparation that `against` names, compared with `run` of the command `words`."""
     if against == "trl":
         return Side("TRL", run, by_trl=True)
     script = takewhile(lambda word: not word.startswith("--"), words)
     call = TrainingCommand.from_words([*script, "--config", against]).call
-    return Side(Path(against).name, PreviewedRun.from_call(call))
+    return Side(Path(against).name, run_of_call(call))
 
 
 def compare(first: Side, second: Side) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def _lines_that_differ(sides: Sequence[Side], both: Sequence[list[dict[str, Any]
     """Return lines of text that differ; where the text is equal, of ids."""
     texts, ids = [], []
     for side, documents in zip(sides, both, strict=True):
-        tokenizer = side.run.preparation.eos.tokenizer
+        tokenizer = side.run.rules.eos.tokenizer
         texts.append("\n".join(show_document(d, tokenizer) for d in documents).split("\n"))
         ids.append([str(d["input_ids"].tolist()) for d in documents])
     lines = texts if texts[0] != texts[1] else ids

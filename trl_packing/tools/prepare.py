@@ -23,7 +23,6 @@ from trl_packing.data.files import FORMAT, FORMAT_KEY, MANIFEST, folder_of, reco
 from trl_packing.data.messages import has_flags
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.rules import settings_of
-from trl_packing.data.stages import prepare
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     IMAGE_COLUMNS,
@@ -32,8 +31,8 @@ from trl_packing.documents.labels import (
     document_columns,
     token_columns,
 )
-from trl_packing.tools.preview import PreviewedRun
-from trl_packing.tools.training_command import TrainerCall
+from trl_packing.run.run import Run, TrainerCall
+from trl_packing.tools.preview import run_of_call
 
 _PACKAGES = ("trl_packing", "trl", "transformers", "tokenizers", "datasets")
 
@@ -53,7 +52,7 @@ def prepare_run(
     check_place(out)
     place = out.resolve()  # a link stays one
     sets = _sets_of(call)
-    run = PreviewedRun.from_call(call)
+    run = run_of_call(call)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as beside:
@@ -61,7 +60,7 @@ def prepare_run(
             manifest = {
                 FORMAT_KEY: FORMAT,
                 "versions": {package: version(package) for package in _PACKAGES},
-                "tokenizer": run.preparation.row_format.chat.tokenizer.name_or_path,
+                "tokenizer": run.rules.row_format.chat.tokenizer.name_or_path,
                 "options": dict(options or {}),
                 "sets": {name: _write_set(name, rows, run, result) for name, rows in sets.items()},
             }
@@ -104,14 +103,14 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
     return sets
 
 
-def _write_set(name: str, rows: Dataset, run: PreviewedRun, result: Path) -> dict[str, Any]:
+def _write_set(name: str, rows: Dataset, run: Run, result: Path) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
-    rules, args, formatting_func = run.preparation, run.args, run.call.formatting_func
+    rules, args = run.rules, run.args
     flagged = has_flags(rows, rows[0])
     settings = settings_of(rules, flagged=flagged)
     # The training set decides for all sets whether prompts are trained, as in TRL.
     settings["completion_only_loss"] = rules.row_format.completion_only
-    documents, counts = prepare(rows, rules, formatting_func=formatting_func, name=name)
+    documents, counts = run.prepare(rows, name)
     assert isinstance(documents, Dataset)
     present = documents.column_names
     named = PackingOptions.of(args).named_columns()

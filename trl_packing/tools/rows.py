@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from trl_packing.attention.backends import NATIVE_ATTENTION
-from trl_packing.config import PackingOptions
 from trl_packing.data.stop_tokens import ends_in_stop_token
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import DOCUMENT_WEIGHT, IMAGE_IDS, TOKEN_WEIGHTS
@@ -24,8 +23,10 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.pages.rows import PROPERTIES, PackedRow, RowDocument, segments_of
-from trl_packing.tools.preview import PreviewedRun, TracedDocuments, trace_documents
-from trl_packing.training.columns import documents_of
+from trl_packing.run.columns import documents_of
+from trl_packing.run.run import Run
+from trl_packing.run.sampling import Sampling
+from trl_packing.tools.preview import TracedDocuments, trace_documents
 from trl_packing.vision.documents import images_of
 
 
@@ -43,7 +44,7 @@ class PackedEpoch:
             enters its weight.
     """
 
-    run: PreviewedRun
+    run: Run
     traced: TracedDocuments
     sampler: PackedBatchSampler
     documents: ArrowDocuments
@@ -51,7 +52,7 @@ class PackedEpoch:
     with_property: dict[str, np.ndarray]
 
     @classmethod
-    def of(cls, run: PreviewedRun) -> "PackedEpoch":
+    def of(cls, run: Run) -> "PackedEpoch":
         """Return the rows of `run` on one process.
 
         Raises:
@@ -59,14 +60,14 @@ class PackedEpoch:
         """
         traced = trace_documents(run)
         documents = documents_of(traced.dataset, None)
-        sampler = run.sampling().for_training(documents)
+        sampler = Sampling.before(run).for_training(documents)
         if run.is_stream or is_packed(documents) or sampler.draw is not None:
             raise ValueError(
                 "a page shows the rows of documents that an epoch packs once: of no stream, no "
                 "mixture, and no packed rows; leave --html out"
             )
         collator = collator_of(run)
-        eos = run.preparation.eos
+        eos = run.rules.eos
         trains = documents.num_trained() > 0
         of_document = documents.scalars.get(DOCUMENT_WEIGHT, np.ones(len(documents)))
         has_weight = of_document > 0
@@ -141,15 +142,10 @@ class PackedEpoch:
         return RowDocument(start, stop, number, row, uncut, properties, images)
 
 
-def collator_of(run: PreviewedRun) -> PackedCollator:
+def collator_of(run: Run) -> PackedCollator:
     """Return the collator of a run, without the pixels of its images."""
-    args = run.args
-    options = PackingOptions.of(run.args)
-    given = run.call.data_collator
-    multiple = args.pad_to_multiple_of or getattr(given, "pad_to_multiple_of", None)
-    collator = PackedCollator(run.preparation.eos.tokenizer.pad_token_id, multiple)
-    if isinstance(given, PackedCollator):
-        collator = given
+    options = run.options
+    collator = run.collator(run.rules.eos.tokenizer.pad_token_id)
     if options.static_shapes:
         raise ValueError("static_shapes=True pads rows when training starts; leave it out")
     # As far as it is known without the model.

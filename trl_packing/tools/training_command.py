@@ -24,6 +24,7 @@ from trl_packing.tools.options import check_names, short_usage_errors, values_of
 
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
+    from trl_packing.run.run import TrainerCall
 
 # Recipes import this package, so it imports them only by name.
 _RECIPES = "trl_packing.recipes"
@@ -32,25 +33,11 @@ _RECIPES = "trl_packing.recipes"
 _NOT_KEPT = ("hub_token", "push_to_hub_token", "env")
 
 
-@dataclass(frozen=True)
-class TrainerCall:
-    """The arguments of `PackedSFTTrainer` that decide how data are prepared and packed."""
-
-    model: Any
-    args: Any
-    train_dataset: Any
-    processing_class: Any = None
-    data_collator: Any = None
-    formatting_func: Any = None
-    eval_dataset: Any = None
-    compute_loss_func: Any = None
-
-
 class _Built(BaseException):
     """The script has built a trainer. No `except Exception` of the script catches this."""
 
 
-def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
+def call_of_script(script: str, words: Sequence[str]) -> "TrainerCall":
     """Run `script` up to its first `PackedSFTTrainer`, and return the arguments of that.
 
     Its output goes to stderr, and settings that need another device are changed.
@@ -61,6 +48,7 @@ def call_of_script(script: str, words: Sequence[str]) -> TrainerCall:
     from transformers import Trainer
     from trl import SFTTrainer
 
+    from trl_packing.run.run import TrainerCall
     from trl_packing.trainer import PackedSFTTrainer
 
     name = Path(script).name
@@ -153,7 +141,7 @@ class TrainingCommand:
         return self.is_named or not {"dataset_name", "datasets"}.isdisjoint(self.options)
 
     @cached_property
-    def call(self) -> TrainerCall:
+    def call(self) -> "TrainerCall":
         """The arguments of the trainer; the script runs once, and only now."""
         return call_of_script(self.script, self.words)
 
@@ -191,16 +179,6 @@ def processing_class_of(model: Any, args: Any) -> Any:
     name = model if isinstance(model, str) else model.config.name_or_path
     check_model(name, args)
     return AutoProcessor.from_pretrained(name, **loading_options(args))
-
-
-def hidden_size_of(model: Any, args: Any) -> int | None:
-    """Return the hidden size of a text model; None if it is unknown."""
-    from trl_packing.attention.model_facts import config_of
-
-    try:
-        return getattr(config_of(model, args).get_text_config(), "hidden_size", None)
-    except (OSError, ValueError):  # a folder with only a tokenizer
-        return None
 
 
 def configure_tokenizer(tokenizer: Any, args: Any) -> Any:

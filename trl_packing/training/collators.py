@@ -5,59 +5,52 @@ evaluation that asks logits   a padded row for each document     TRL's, with wei
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from accelerate.logging import get_logger
-from datasets import Dataset
-from trl import SFTTrainer
 
 from trl_packing.attention.backends import PADDED
-from trl_packing.config import PackingOptions
-from trl_packing.documents.arrow import is_packed
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.packing.collator import PackedCollator, StaticShapes, WeightedPaddedCollator
-from trl_packing.training.columns import documents_of
-from trl_packing.training.sampling import Sampling
+from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.run.run import Run
 
 logger = get_logger(__name__)
 
 
 @dataclass(eq=False)
 class RunCollators:
-    """Makes the collators of a run, and sets `data_collator` of its trainer.
+    """Makes the collators of a run.
 
     Attributes:
-        packed: the user's collator, or a default one; then a copy of it, which makes the rows.
-        pad_to_multiple_of: of rows; None leaves their length as it is.
+        packed: makes the rows of training.
         padded: TRL's collator.
-
-    Raises:
-        ValueError: the collator has another `loss_weighting` than the config, or shares prefixes
-            although the config does not.
     """
 
-    trainer: SFTTrainer
+    run: Run
     guard: IsolationGuard
-    sampling: Sampling
-    options: PackingOptions
     packed: PackedCollator
-    pad_to_multiple_of: int | None
+    padded: Any
+    _shares_in_evaluation: bool = False
 
-    def __post_init__(self) -> None:
-        given, weighting = self.packed, self.options.loss_weighting
-        shares = given.shares_prefixes and self.options.prefix_sharing == "off"
+    @classmethod
+    def of(cls, run: Run, guard: IsolationGuard, given: PackedCollator, padded: Any) -> Self:
+        """Return the collators of a run whose rows a user's collator makes, or a default one.
+
+        Raises:
+            ValueError: the collator has another `loss_weighting` than the config, or shares
+                prefixes although the config does not.
+        """
+        weighting = run.options.loss_weighting
+        shares = given.shares_prefixes and run.options.prefix_sharing == "off"
         if shares or given.loss_weighting not in ("token", weighting):
             raise ValueError(
                 f"the data_collator has loss_weighting={given.loss_weighting!r} and shares_prefixes"
                 f"={given.shares_prefixes}; set loss_weighting and prefix_sharing in the config"
             )
-        self.padded = self.trainer.data_collator
         # No prefixes are shared until `PrefixSharing` has decided.
-        self.packed = self.trainer.data_collator = given.replaced(
-            loss_weighting=weighting, tensors_only=True, shares_prefixes=False
-        )
-        self._shares_in_evaluation = False
-        self.hold_shapes()
+        packed = given.replaced(loss_weighting=weighting, tensors_only=True, shares_prefixes=False)
+        return cls(run, guard, packed, padded)
 
     def for_evaluation(self, *, padded: bool) -> Any:
         """Return the collator of an evaluation; `padded`: of one row for each document."""
@@ -67,17 +60,19 @@ class RunCollators:
                     "a run that packs images has no padded rows, whose logits compute_metrics and "
                     "predict() get; set prediction_loss_only=True, or use TRL's SFTTrainer"
                 )
-            return WeightedPaddedCollator(self.padded, self.options.loss_weighting)
+            return WeightedPaddedCollator(self.padded, self.run.options.loss_weighting)
         if self.packed.static_shapes is None:
             return self.packed.replaced(shares_prefixes=self._shares_in_evaluation)
-        if self.sampling.eval_packing:
-            return self._with_shapes(self.trainer.args.eval_batch_size)
+        if self.run.eval_packing:
+            shapes = self._shapes(self.run.args.eval_batch_size)
+            return self.packed.replaced(static_shapes=shapes)
         return self.packed.replaced(static_shapes=None)
 
     def for_probes(self) -> PackedCollator:
         """Return the collator of the isolation check: probes fill one bin or two."""
-        shaped = self.packed if self.packed.static_shapes is None else self._with_shapes(1)
-        return shaped.replaced(shares_prefixes=False)  # `PrefixSharing` has a check of its own
+        shapes = self.packed.static_shapes and self._shapes(1)
+        # `PrefixSharing` has a check of its own.
+        return self.packed.replaced(static_shapes=shapes, shares_prefixes=False)
 
     @property
     def makes_rows_unchanged(self) -> bool:
@@ -98,29 +93,26 @@ class RunCollators:
         shapes = self.packed.static_shapes
         return None if shapes is None else shapes.num_tokens
 
-    def hold_shapes(self) -> None:
-        """Give every training micro-batch one shape, if the config asks for it."""
-        if not self.options.static_shapes:
+    def hold_shapes(self, bins: int, sampler: PackedBatchSampler | None) -> None:
+        """Give every training micro-batch of `bins` bins one shape, if the config asks for it.
+
+        `sampler` knows their documents; None of a stream, and of rows that were packed before.
+        """
+        if not self.run.options.static_shapes:
             return
         of_epoch: dict[str, int] = {}
-        dataset = self.trainer.train_dataset
-        if isinstance(dataset, Dataset) and not is_packed(dataset):
-            documents = documents_of(dataset, self.trainer.compute_loss_func)
-            sampler = self.sampling.for_training(documents)
+        if sampler is not None:
             most = max(map(len, sampler.micro_batches()))
             of_epoch = {"most_documents": most, "longest": int(sampler.lengths.max())}
-        self.packed = self._with_shapes(self.sampling.batch_size, **of_epoch)
-        self.trainer.data_collator = self.packed
+        # In place, as the trainer and its data loader hold the collator.
+        self.packed.static_shapes = self._shapes(bins, **of_epoch)
         self.drop_shapes_of_padded_rows()
 
-    def _with_shapes(self, bins: int, **of_epoch: int) -> PackedCollator:
-        """Return the collator of micro-batches of `bins` bins, all of one shape."""
-        multiple = self.pad_to_multiple_of or 1
-        capacity = self.trainer.args.max_length
-        num_tokens = -(-capacity * bins // multiple) * multiple
-        of_epoch = {"longest": capacity} | of_epoch
-        shapes = StaticShapes.for_model(self.guard.base_model, num_tokens, **of_epoch)
-        return self.packed.replaced(static_shapes=shapes)
+    def _shapes(self, bins: int, **of_epoch: int) -> StaticShapes:
+        """Return the one shape of all micro-batches of `bins` bins."""
+        of_epoch = {"longest": self.run.args.max_length} | of_epoch
+        num_tokens = self.run.tokens_of_bins(bins)
+        return StaticShapes.for_model(self.guard.base_model, num_tokens, **of_epoch)
 
     def drop_shapes_of_padded_rows(self) -> None:
         """Hold no shape where the attention in use pads rows: their shapes follow the documents."""
@@ -129,5 +121,4 @@ class RunCollators:
                 f"static_shapes=True does nothing here: {type(self.guard.base_model).__name__} "
                 f"runs by {self.guard.attention}"
             )
-            # In place, because the data loader already holds the collator.
             self.packed.static_shapes = None

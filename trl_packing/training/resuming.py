@@ -5,81 +5,35 @@ had planned the whole run. Here they come from the record ``epoch.json`` in the 
 saves its position instead.
 """
 
-import json
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
-from trl import SFTTrainer
 
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.run.epoch_record import FILE, EpochRecord, marks_of
+from trl_packing.run.stream import StreamBatches
 from trl_packing.temporarily import temporarily
-from trl_packing.training.sampling import Sampling
-from trl_packing.training.stream_loader import StreamBatches
 
 logger = get_logger(__name__)
-
-FILE = "epoch.json"
-
-_NUM_TAILS = 1024  # documents whose last tokens are compared: enough to notice another order
-_TAIL_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class EpochRecord:
-    """The progress of an epoch when a checkpoint was written."""
-
-    global_step: int
-    epoch: int  # the next one where an epoch had just ended
-    steps: int  # of the epoch
-    settings: dict[str, Any]  # on which the plan of an epoch depends
-    documents: list[int]  # their number, and a checksum
-    trained: int  # checksum of those in the steps so far
-
-    def save(self, path: Path) -> None:
-        values = json.dumps(vars(self))
-        path.write_text(json.dumps([values, zlib.crc32(values.encode())]), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> "EpochRecord":
-        """Read what `save` has written; ValueError if it was changed."""
-        with suppress(ValueError):  # of JSON that is cut off
-            values, checksum = json.loads(path.read_text(encoding="utf-8"))
-            if zlib.crc32(values.encode()) == checksum:
-                return cls(**json.loads(values))
-        raise ValueError(
-            f"{path} is damaged; resume from another checkpoint, or delete the file and set "
-            "ignore_data_skip=True to restart the epoch"
-        )
-
-
-def _marks_of(documents: ArrowDocuments) -> list[int]:
-    """Return the number of documents, and a checksum of all lengths and of some last tokens."""
-    lengths = documents.lengths().astype(np.int64)
-    spread = np.linspace(0, len(lengths) - 1, min(len(lengths), _NUM_TAILS)).astype(np.int64)
-    chosen = documents.__getitems__(np.unique(spread))
-    # Not the first tokens: a chat template may write a date there.
-    ends = [document["input_ids"][-_TAIL_TOKENS:].astype(np.int64) for document in chosen]
-    return [len(lengths), zlib.crc32(np.concatenate([lengths, *ends]).tobytes())]
 
 
 class ResumedEpochs:
     """Knows which documents of the current epoch are trained, and where a resumed run continues."""
 
-    def __init__(self, trainer: SFTTrainer, sampling: Sampling):
-        self.trainer = trainer
-        self.sampling = sampling
+    def __init__(self, args: Any):
+        self.args = args
         self.stream: StreamBatches | None = None  # that the run trains
         self._checkpoint: Path | None = None  # to resume from
         self._record: EpochRecord | None = None  # in it
         self._sampler: Any = None  # of the training that runs, if it is ours
+        self._settings: dict[str, Any] = {}  # on which its epochs depend
         self._marks: Any = None  # of its documents
         self._position: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
         self._epoch = 0
@@ -100,19 +54,23 @@ class ResumedEpochs:
         self.stream = stream
         self._sampler = self._marks = self._position = None
 
-    def start(self, sampler: PackedBatchSampler, documents: ArrowDocuments) -> None:
+    def start(
+        self, sampler: PackedBatchSampler, documents: ArrowDocuments, settings: dict[str, Any]
+    ) -> None:
         """Start from the recorded position of `sampler`, which trains now.
+
+        `settings` are those on which its epochs depend.
 
         Raises:
             ValueError: the steps of the epoch would hold other documents now.
         """
         self.set_stream(None)
-        self._sampler = sampler
-        self._marks = _marks_of(documents)
+        self._sampler, self._settings = sampler, settings
+        self._marks = marks_of(documents)
         record = self._record
         if record is None:
             return
-        if not self.trainer.args.ignore_data_skip:
+        if not self.args.ignore_data_skip:
             if record.steps:
                 self._check_goes_on(record)
             self._position = (record.epoch, record.steps)
@@ -122,7 +80,7 @@ class ResumedEpochs:
     def _check_goes_on(self, record: EpochRecord) -> None:
         """Raise ValueError unless the first steps of the epoch hold the trained documents."""
         then = record.settings
-        now = self.sampling.settings()
+        now = self._settings
         changes = [
             f"{name}={value} instead of {then.get(name)}"
             for name, value in now.items()
@@ -143,7 +101,7 @@ class ResumedEpochs:
         )
 
     def _num_steps(self, num_micro_batches: int) -> int:
-        return -(-num_micro_batches // self.trainer.args.gradient_accumulation_steps)
+        return -(-num_micro_batches // self.args.gradient_accumulation_steps)
 
     def _trained_in(self, steps: int) -> int:
         """Return `trained` of a record after the first steps of the sampler's epoch."""
@@ -155,7 +113,7 @@ class ResumedEpochs:
         """Return `Trainer.set_initial_training_values` for a run that continues in an epoch."""
         if self._position is None or self._record is None:
             return found
-        args, step, (epoch, behind) = self.trainer.args, self._record.global_step, self._position
+        args, step, (epoch, behind) = self.args, self._record.global_step, self._position
         num_epochs, per_epoch, *others, max_steps = found
         if step != epoch * per_epoch + behind:  # else as `Trainer` counts
             if args.max_steps <= 0:
@@ -173,12 +131,12 @@ class ResumedEpochs:
         `Trainer` computes `epoch` and `skipped` from the number of steps. ValueError: the
         checkpoint was saved within an epoch of another order.
         """
-        accumulation = self.trainer.args.gradient_accumulation_steps
+        accumulation = self.args.gradient_accumulation_steps
         if self._position is not None:
             epoch, steps = self._position
             return epoch, steps * accumulation
         checkpoint = self._checkpoint
-        if checkpoint is None or self.trainer.args.ignore_data_skip:
+        if checkpoint is None or self.args.ignore_data_skip:
             return epoch, skipped
         of_stream = any(checkpoint.glob("stream_*.json"))
         was_planned = self._record is not None and self._record.steps
@@ -198,29 +156,29 @@ class ResumedEpochs:
             skipped = steps * accumulation
         return epoch, skipped
 
-    def begin_epoch(self, epoch: int, *, epochs_trained: int, skipped: int) -> None:
-        """Note the step at which an epoch began; the run skips `skipped` in its first one."""
+    def begin_epoch(self, epoch: int, step: int, *, epochs_trained: int, skipped: int) -> None:
+        """Note the `step` at which an epoch began; the run skips `skipped` in its first one."""
         self._epoch = epoch
-        self._first_step = self.trainer.state.global_step
-        if epochs_trained == epoch and not self.trainer.args.ignore_data_skip:
+        self._first_step = step
+        if epochs_trained == epoch and not self.args.ignore_data_skip:
             self._first_step -= self._num_steps(skipped)
 
-    def save(self, checkpoint: Path) -> None:
-        """Save which documents of the epoch are trained, or the position in a stream."""
+    def save(self, checkpoint: Path, step: int) -> None:
+        """Save which documents are trained at a `step` in the epoch, or the place in a stream."""
         if self.stream is not None:
             checkpoint.mkdir(parents=True, exist_ok=True)
             self.stream.save(self._stream_file(checkpoint))
-        if self._sampler is None or not self.trainer.args.should_save:
+        if self._sampler is None or not self.args.should_save:
             return
-        step, epoch = self.trainer.state.global_step, self._epoch
+        epoch = self._epoch
         steps = step - self._first_step
         if steps >= self._num_steps(len(self._sampler)):
             epoch = epoch + 1
             steps = 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
         trained = self._trained_in(steps)
-        settings = self.sampling.settings()
-        EpochRecord(step, epoch, steps, settings, self._marks, trained).save(checkpoint / FILE)
+        record = EpochRecord(step, epoch, steps, self._settings, self._marks, trained)
+        record.save(checkpoint / FILE)
 
     def _stream_file(self, checkpoint: Path) -> Path:
-        return checkpoint / f"stream_{self.trainer.args.process_index}.json"
+        return checkpoint / f"stream_{self.args.process_index}.json"

@@ -37,7 +37,7 @@ from trl_packing.pages.record import (
 )
 from trl_packing.pages.runs import run_page
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.report import RunReport
+from trl_packing.training.run_report import RunReport
 
 logger = get_logger(__name__)
 

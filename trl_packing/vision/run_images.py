@@ -133,10 +133,10 @@ class RunImages:
         if self._tower is not None:
             self._tower.measure(batches)
 
-    def tokenize(self, dataset: Any, rules: Rules, chat_template: str | None, name: str) -> Any:
+    def tokenize(self, dataset: Any, rules: Rules, name: str) -> Any:
         """Return the documents of a data set with images; any other data set as it is.
 
-        `chat_template` replaces the processor's. Raises ValueError naming a row that has faults.
+        Raises ValueError naming a row that has faults.
         """
         if isinstance(rules.processing_class, ProcessorMixin):
             check_no_other_media(dataset, name)
@@ -146,8 +146,9 @@ class RunImages:
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
+        template = rules.row_format.chat.override  # replaces the processor's
         documents, loads = documents_with_images(
-            dataset, rules, self.store, self._patch_size, chat_template, name
+            dataset, rules, self.store, self._patch_size, template, name
         )
         self._loads.update(zip(dataset[IMAGE_ROW], loads, strict=True))
         return documents

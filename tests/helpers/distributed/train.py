@@ -188,7 +188,7 @@ def run(scenario: Scenario) -> dict:
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
         "largest_targets": largest_targets,
         "metrics": metrics,
-        "shares": trainer._isolation.sharing.reason() is None,
+        "shares": trainer._before_training.sharing.reason() is None,
         "documents_read": trainer.packing_report.preparation.before.documents,
         "saved": saved(trainer, scenario.output_dir) if scenario.saves else {},
         "is_sharded": is_sharded,

@@ -2,12 +2,10 @@
 
 import pytest
 from helpers.prepared import call_for
+from helpers.runs import documents_of, plan_run, run_of_call
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model, vision_trainer
 
 from trl_packing.pages.plan import plan_page
-from trl_packing.tools.plan.plan import plan_run
-from trl_packing.tools.preview import PreviewedRun
-from trl_packing.training.columns import documents_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +23,7 @@ SETTINGS = {"max_length": 200, "per_device_train_batch_size": 1}
 
 def plan_of(model, processor, **options):
     call = call_for(image_dataset(24), None, processor, model, **SETTINGS | options)
-    return plan_run(PreviewedRun.from_call(call))
+    return plan_run(run_of_call(call))
 
 
 @pytest.mark.parametrize("options", [{"max_patches": 300}, {"documents_per_step": 6}])

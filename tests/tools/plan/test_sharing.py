@@ -6,17 +6,16 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset
+from helpers.runs import plan_run, run_of_settings
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.pages.plan import plan_page
-from trl_packing.tools.plan.plan import plan_run
-from trl_packing.tools.preview import PreviewedRun
 
 
 def previewed(rows, *settings):
     given = ["--max_length", "160", "--per_device_train_batch_size", "1", *settings]
-    return PreviewedRun.from_settings(Dataset.from_list(rows), tiny_tokenizer(chat=True), given)
+    return run_of_settings(Dataset.from_list(rows), tiny_tokenizer(chat=True), given)
 
 
 def answers():

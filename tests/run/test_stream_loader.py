@@ -16,8 +16,7 @@ from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.fitting import Overflow, fit_and_count
 from trl_packing.data.stream import fit_stream
 from trl_packing.packing.bins import STRATEGIES
-from trl_packing.training.stream_loader import StreamBatches
-from trl_packing.training.stream_reader import StreamSettings
+from trl_packing.run.stream import StreamBatches, StreamSettings
 
 # Two workers are tested on machines with one core too.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

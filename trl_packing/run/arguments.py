@@ -28,10 +28,9 @@ from trl_packing.data.files import records_of
 from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS
-from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.collator import PackedCollator
+from trl_packing.run.columns import columns_of, weight_columns
 from trl_packing.temporarily import temporarily
-from trl_packing.training.columns import columns_of, documents_of, weight_columns
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
@@ -102,13 +101,12 @@ def refuse_model_init(model_init: Any) -> None:
 
 
 @contextmanager
-def hide_packing(args: Any) -> Iterator[tuple[bool, bool]]:
-    """Keep TRL's constructor from packing inside the block; yields (packing, eval_packing)."""
+def hide_packing(args: Any) -> Iterator[None]:
+    """Keep TRL's constructor from packing inside the block."""
     hidden = {"packing": False, "padding_free": False, "eval_packing": None}
     hidden = {name: value for name, value in hidden.items() if hasattr(args, name)}
-    packing, eval_packing = getattr(args, "packing", False), getattr(args, "eval_packing", None)
     with temporarily(args, **hidden):
-        yield packing, packing if eval_packing is None else eval_packing
+        yield
 
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
@@ -133,19 +131,6 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
             if getattr(getattr(args, "accelerator_config", None), name, None):
                 said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
                 raise ValueError(f"{said}; leave {name} unset")
-
-
-def check_weights_and_sources(
-    train_dataset: Any, eval_datasets: list[Any], options: PackingOptions, compute_loss_func: Any
-) -> None:
-    """Raise ValueError for weights that no loss can use, and for sources that are not there."""
-    for dataset in [train_dataset, *eval_datasets] if compute_loss_func is not None else ():
-        check_weights_can_be_used(compute_loss_func, columns_of(dataset))
-    for dataset in eval_datasets:
-        if options.source_column is not None and dataset is not None:
-            Sources.of(dataset, options.source_column)  # refuses missing ones
-        if isinstance(dataset, Dataset):
-            documents_of(dataset, compute_loss_func)  # refuses damaged weights
 
 
 def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> None:

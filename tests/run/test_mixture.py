@@ -8,10 +8,10 @@ import torch
 from datasets import Dataset, DatasetDict
 from harness import make_trainer
 from helpers.distributed.train import Scenario, assert_continues, run
+from helpers.runs import documents_of
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.training.columns import documents_of
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 SETS = {"math": 40, "chat": 20}

@@ -9,16 +9,15 @@ No model is needed, so `trl-packing plan` draws the micro-batches of a run that 
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset
-from trl import SFTTrainer
 
-from trl_packing.attention.model_facts import layer_values, text_config
+from trl_packing.attention.model_facts import config_of
 from trl_packing.config import PackingOptions
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import SEQ_LENGTHS, TOKEN_COLUMNS
@@ -26,84 +25,117 @@ from trl_packing.packing.draw import numbers_of, order_seed, packing_seed, stage
 from trl_packing.packing.prefix_groups import PrefixGroups, group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import ImageLoads, PackedBatchSampler, attention_cost
-from trl_packing.training.mixture import Mixture, mixture_of
+from trl_packing.run.run import Run
+from trl_packing.run.sources import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
 _OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")
 _OF_OURS = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow")
 
 
+class PlannedEpochs(NamedTuple):
+    """The sampler of a training set, at an epoch that is planned, and what it was made of."""
+
+    sampler: PackedBatchSampler
+    mixture: Mixture | None
+    facts: dict[str, Any]
+
+
 @dataclass(eq=False)
 class Sampling:
-    """Makes the samplers of one run; `configure` takes the settings of a trainer."""
+    """Makes the samplers of one run.
 
-    args: Any
-    packing: bool = False  # training documents into bins
-    eval_packing: bool = False
-    batch_size: int = 1  # of a training micro-batch, as `auto_find_batch_size` left it
-    ranks: tuple[int, int] = (1, 0)  # number of data-parallel ranks, and this rank
-    hidden_size: int | None = None  # of the model, for the cost of attention; None leaves it out
-    torch_seed: int | None = None  # of torch's generator when training starts; None: `args.seed`
+    `planned` keeps the epochs of one training set until `for_training` hands them out, so that the
+    report, the shapes of rows and the data loader plan them once.
+    """
+
+    run: Run
+    batch_size: int  # of a training micro-batch, as `auto_find_batch_size` left it
+    hidden_size: int | None  # of the model, for the cost of attention; None leaves it out
     # Whether groups of documents with common prefixes are drawn, in training or evaluation.
-    draws_groups: Callable[[bool], bool] = lambda training: False
-    image_loads: Callable[[ArrowDocuments], ImageLoads | None] = lambda documents: None
-    mixture: Mixture | None = None  # of the training set that was sampled last
+    draws_groups: Callable[[bool], bool]
+    ranks: tuple[int, int] = (1, 0)  # number of data-parallel ranks, and this rank
+    torch_seed: int | None = None  # of torch's generator when training starts; None: `args.seed`
+    _planned: tuple[Any, PlannedEpochs] | None = None  # and what they were planned from
     _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
-    def configure(self, trainer: SFTTrainer) -> None:
-        """Take the settings, ranks and sizes that `trainer` has now."""
-        self.args = trainer.args
-        self.ranks = ranks_of(trainer)
-        self.batch_size = trainer._train_batch_size
-        if trainer.model is not None:
-            sizes = layer_values(text_config(trainer.model), "hidden_size")
-            self.hidden_size = max(sizes, default=None)
+    @classmethod
+    def before(cls, run: Run, ranks: int = 1) -> "Sampling":
+        """Return what draws on rank 0 of `ranks`, as far as is known without a model."""
+        # An image belongs to one document.
+        groups = run.options.prefix_sharing == "group" and not run.images.packs
+        size = run.args.per_device_train_batch_size
+        return cls(run, size, hidden_size_of(run), lambda training: groups, (ranks, 0))
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""
         other = copy.copy(self)
-        other.args = copy.copy(self.args)
-        for name, value in settings.items():
-            setattr(other.args, name, value)
-        other.packing = settings.get("packing", self.packing)
+        other.run = self.run.with_settings(**settings)
         other.batch_size = settings.get("per_device_train_batch_size", self.batch_size)
         other.ranks = self.ranks if ranks is None else (ranks, 0)
+        other._planned = None
         return other
+
+    @property
+    def args(self) -> Any:
+        """The settings of the run."""
+        return self.run.args
 
     @property
     def options(self) -> PackingOptions:
         """The settings of this package."""
-        return PackingOptions.of(self.args)
+        return self.run.options
 
     @property
     def static_tokens(self) -> int | None:
         """Tokens of every micro-batch with static shapes, padding included; None without."""
-        if not self.options.static_shapes:
-            return None
-        multiple = self.args.pad_to_multiple_of or 1
-        return -(-self.args.max_length * self.batch_size // multiple) * multiple
+        return self.run.tokens_of_bins(self.batch_size) if self.options.static_shapes else None
 
     def for_training(self, documents: ArrowDocuments) -> PackedBatchSampler:
-        """Return the sampler of a training set; packed rows cannot be regrouped (ValueError)."""
-        return self.sampler(documents.lengths(), **self.facts(documents))
+        """Return the sampler of a training set, at its first epoch and not known to anybody else.
 
-    def facts(self, documents: ArrowDocuments) -> dict[str, Any]:
-        """Return what `sampler` needs to know of a training set beside its lengths."""
-        self.mixture = mixture_of(documents, self.args)
-        curriculum = self.options.curriculum
-        return {
-            "rows": is_packed(documents),
-            "groups": self.groups(documents) if self.draws_groups(True) else None,
-            "draw": None if self.mixture is None else self.mixture.draw,
-            "numbers": None if curriculum is None else numbers_of(documents, curriculum),
-            "loads": self._limited_loads(documents),
-        }
+        Raises:
+            ValueError: packed rows would have to be regrouped.
+        """
+        sampler = self.planned(documents).sampler
+        self._planned = None  # another one is not moved to the epoch of this one
+        return sampler
+
+    def planned(self, documents: ArrowDocuments) -> PlannedEpochs:
+        """Return the epochs of a training set, planned anew if something has changed since.
+
+        Their sampler stays at the first epoch. Raises ValueError as `for_training`.
+        """
+        args, options, groups = self.args, self.options, self.draws_groups(True)
+        planned_from = (
+            documents.dataset,
+            self.settings(None),
+            (args.data_seed, args.max_steps, args.num_train_epochs, self._torch_seed),
+            (asdict(options), groups),
+        )
+        if self._planned is None or self._planned[0] != planned_from:
+            mixture = mixture_of(documents, args)
+            curriculum = options.curriculum
+            facts: dict[str, Any] = {
+                "rows": is_packed(documents),
+                "groups": self.groups(documents) if groups else None,
+                "draw": None if mixture is None else mixture.draw,
+                "numbers": None if curriculum is None else numbers_of(documents, curriculum),
+                "loads": self._limited_loads(documents),
+            }
+            sampler = self.sampler(documents.lengths(), **facts)
+            self._planned = planned_from, PlannedEpochs(sampler, mixture, facts)
+        return self._planned[1]
+
+    @property
+    def _torch_seed(self) -> int:
+        return self.args.seed if self.torch_seed is None else self.torch_seed
 
     def for_evaluation(self, documents: ArrowDocuments) -> PackedBatchSampler:
         """Return the sampler of an evaluation set."""
         rows = is_packed(documents)
         size = self.args.eval_batch_size
-        packs = self.eval_packing and not rows
+        packs = self.run.eval_packing and not rows
         return PackedBatchSampler(
             documents.lengths(),
             bins_per_batch=size,
@@ -138,8 +170,7 @@ class Sampling:
                 seed=seed,
             )
         if per_step is not None:  # the order of a padded run
-            torch_seed = args.seed if self.torch_seed is None else self.torch_seed
-            seed = order_seed(strategy, data_seed=args.data_seed, torch_seed=torch_seed)
+            seed = order_seed(strategy, data_seed=args.data_seed, torch_seed=self._torch_seed)
         sampler = partial(
             PackedBatchSampler,
             lengths,
@@ -159,8 +190,10 @@ class Sampling:
         if draw is None or draw.is_same_every_epoch or args.max_steps <= 0:
             return sampler(epochs=math.ceil(args.num_train_epochs))
         # Steps of the first epoch; the others have no fewer.
-        steps = -(-len(sampler()) // args.gradient_accumulation_steps)
-        return sampler(epochs=-(-args.max_steps // steps))
+        first = sampler()
+        steps = -(-len(first) // args.gradient_accumulation_steps)
+        epochs = -(-args.max_steps // steps)
+        return first if epochs == 1 else sampler(epochs=epochs)
 
     def _of_any_set(self) -> dict[str, Any]:
         """Return arguments of samplers that training and evaluation share."""
@@ -180,7 +213,7 @@ class Sampling:
                 f"documents_per_step={per_step} cannot regroup rows that were packed before; leave "
                 "it out, or pass the documents"
             )
-        if per_step is None and not self.packing and not rows:
+        if per_step is None and not self.run.packing and not rows:
             return self.batch_size * self.args.gradient_accumulation_steps * self.ranks[0]
         return per_step
 
@@ -209,7 +242,7 @@ class Sampling:
 
     def _limited_loads(self, documents: ArrowDocuments) -> ImageLoads | None:
         """Return the loads of the images of a data set, with the limit of bins."""
-        loads = self.image_loads(documents)
+        loads = self.run.images.loads(documents)
         most = self.options.max_patches
         if loads is None:
             return None
@@ -221,7 +254,7 @@ class Sampling:
             )
         return replace(loads, most_patches=most)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self, mixture: Mixture | None) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
         args, options = self.args, self.options
         return {
@@ -229,15 +262,23 @@ class Sampling:
             **{name: getattr(options, name) for name in _OF_OURS},
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
-            "packing": self.packing,
-            "mixture": None if self.mixture is None else self.mixture.settings(),
+            "packing": self.run.packing,
+            "mixture": None if mixture is None else mixture.settings(),
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "seed": packing_seed(args),
         }
 
 
-def ranks_of(trainer: SFTTrainer) -> tuple[int, int]:
+def hidden_size_of(run: Run) -> int | None:
+    """Return the hidden size of the text model of a run; None if it is unknown."""
+    if run.call.model is None:
+        return None
+    try:
+        return getattr(config_of(run.call.model, run.args).get_text_config(), "hidden_size", None)
+    except (OSError, ValueError):  # a folder with only a tokenizer
+        return None
+
+
+def ranks_of(args: Any, shared_by: int) -> tuple[int, int]:
     """Return the number of data-parallel ranks, and this rank."""
-    # Tensor-parallel ranks must see the same batch.
-    shared = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
-    return trainer.args.world_size // shared, trainer.args.process_index // shared
+    return args.world_size // shared_by, args.process_index // shared_by

@@ -1,42 +1,114 @@
 """`PackingReport`: the documents, bins and optimizer steps of an epoch, printed before the first.
 
-documents, sampler, settings  →  report_of  →  PackingReport, which `RunReport` keeps up to date
+documents, sampler, settings  →  report_of  →  PackingReport
 """
 
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from datasets import IterableDataset
-from transformers import TrainerCallback
-from trl import SFTTrainer
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.counts import Line, PreparationCounts, decimals, quantity, times
+from trl_packing.data.counts import (
+    Line,
+    PreparationCounts,
+    decimals,
+    quantity,
+    times,
+    times_fewer,
+)
 from trl_packing.data.printable import escape_hidden
-from trl_packing.data.stream import columns_kept
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.isolation.guard import Checked
 from trl_packing.packing.draw import column_of
 from trl_packing.packing.epoch import padded_batch_size
+from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.pages.page import REPORT, render, storable
-from trl_packing.training.collators import RunCollators
-from trl_packing.training.columns import columns_of, documents_of
-from trl_packing.training.mixture import SourceShare
-from trl_packing.training.prefix_sharing import PrefixSavings, PrefixSharing, prefix_savings
-from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.sampling import Sampling
+from trl_packing.run.sampling import Sampling
+from trl_packing.run.sources import Mixture, SourceShare
 
-_FLOAT32 = "float32, by default on this CPU (use_cpu=True, bf16=True trains in bf16)"
 _MOST_BATCHES = 20_000  # looked at for the one with most patches
 _STEPS_LOOKED_AT = 200  # for the largest micro-batch, in well under a second
+
+
+# Of the tokens and documents that are looked at: about a tenth of a second.
+_MOST_TOKENS, _MOST_DOCUMENTS, _FEWEST_BATCHES = 4_000_000, 50_000, 8
+
+# Shares of the tokens: for a check of the model, and for another setting to be named.
+_WORTH_SHARING, _WORTH_A_LINE = 0.005, 0.05
+
+
+@dataclass(frozen=True)
+class PrefixSavings:
+    """Tokens of micro-batches: those of their documents, and those computed where these share."""
+
+    sharing: str  # `prefix_sharing` of the run
+    tokens: int = 0  # of the documents looked at; 0 if none were
+    computed: int = 0  # of their rows with shared prefixes, without padding
+    is_whole: bool = False  # all micro-batches of the epoch were looked at
+    reason: str | None = None  # why the run does not share, though it was asked to
+    per_step: float | None = None  # mean number of groups in an optimizer step
+
+    @property
+    def saved(self) -> float:
+        """Return the share of the documents' tokens that is not computed."""
+        return 1 - self.computed / self.tokens if self.tokens else 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Return whether sharing is worth its check; unknown savings may be."""
+        return not self.tokens or self.saved >= _WORTH_SHARING
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether the run shares prefixes, of which something is known."""
+        return self.sharing != "off" and self.tokens > 0 and self.pays and not self.reason
+
+    def __str__(self) -> str:
+        """Return the line of the report; "" where there is nothing to say."""
+        if self.reason and (not self.tokens or (self.pays and self.sharing != "off")):
+            return f"not shared: {self.reason}"
+        if not self.tokens:
+            return ""
+        fewer = "" if self.is_whole else "about "
+        fewer += f"{times_fewer(self.tokens, self.computed)} tokens"
+        if self.sharing == "off":
+            is_much = self.saved >= _WORTH_A_LINE
+            return f"prefix_sharing='bin' would compute {fewer}" if is_much else ""
+        if not self.pays:
+            return "nothing to share: documents begin differently, or labels are other tokens"
+        prefixes = "" if self.per_step is None else f" · {self.per_step:,.1f} prefixes a step"
+        return f"{fewer} computed{prefixes}"
+
+
+def prefix_savings(
+    documents: ArrowDocuments, sampler: PackedBatchSampler, sharing: str
+) -> PrefixSavings:
+    """Return what `sharing`, of the run, saves in the sampler's epoch of `documents`."""
+    if sampler.rows:  # several documents each, which are not known here
+        return PrefixSavings(sharing)
+    total = len(sampler) * sampler.num_ranks  # micro-batches
+    tokens = int(sampler.lengths.sum())
+    most = min(_MOST_TOKENS * total // tokens, _MOST_DOCUMENTS * total // len(documents))
+    batches = sampler.micro_batches(max(most, _FEWEST_BATCHES))
+    looked_at = documents.__getitems__(np.concatenate(batches))
+    lengths = np.array([len(document["input_ids"]) for document in looked_at])
+    offsets = np.cumsum([0, *map(len, batches)])
+    index = PrefixIndex.of_loaded(looked_at)
+    return PrefixSavings(
+        sharing,
+        int(lengths.sum()),
+        int(index.computed_tokens(lengths, np.arange(len(lengths)), offsets).sum()),
+        is_whole=len(batches) == total,
+        per_step=sampler.groups_per_step(),
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,27 +345,29 @@ def report_of(
     sampler: Any = None,
     *,
     columns: Sequence[str] | None,
+    mixture: Mixture | None = None,
     preparation: PreparationCounts | None = None,
 ) -> PackingReport:
     """Return the report on the first epoch of a run.
 
     Args:
-        sampling: settings and ranks of the run, and the mixture of the training set.
+        sampling: settings and ranks of the run.
         documents: the training set; None for a stream, whose documents are counted as it is read.
         sampler: of one rank; of a user's, only the documents are counted.
         columns: of the training set, with its weights; None where a user's function is the loss.
+        mixture: of the training set.
         preparation: what was kept and lost when documents were prepared.
 
     Raises:
         ValueError: documents_per_step is set for a stream.
     """
-    args, options, mixture = sampling.args, sampling.options, sampling.mixture
+    args, options = sampling.args, sampling.options
     ranks = sampling.ranks[0]
     accumulation = args.gradient_accumulation_steps
     batch_size = sampling.batch_size
     is_planned = isinstance(sampler, PackedBatchSampler)
     size = float(batch_size)
-    by_bins = sampling.packing if documents is None else is_planned
+    by_bins = sampling.run.packing if documents is None else is_planned
     if is_planned and sampler.documents_per_step is not None:
         by_bins = False
         size = sampler.documents_per_step / (ranks * accumulation)
@@ -312,52 +386,65 @@ def report_of(
             named = f"documents_per_step={options.documents_per_step}"
             raise ValueError(f"{named} needs to know the documents of a stream; leave it out")
         return report
-    lengths = documents.lengths()
-    trained = documents.num_trained()
-    number = documents.num_documents
-    in_data = None
-    if is_planned and sampler.draw is not None:
-        drawn = sampler.draw.documents(0)
-        number = sampler.num_drawn
-        in_data = len(documents)
-        lengths, trained = lengths[drawn], trained[drawn]
-    report = replace(
-        report,
-        documents=number,
-        documents_in_data=in_data,
-        tokens=int(lengths.sum()),
-        trained_tokens=int(trained.sum()),
-    )
+    report = replace(report, **_of_documents(documents, sampler))
     if not is_planned:
         return report
+    return replace(report, **_of_epoch(report, sampling, documents, sampler, mixture))
+
+
+def _of_documents(documents: ArrowDocuments, sampler: Any) -> dict[str, Any]:
+    """Return the fields of a report on the documents that an epoch draws."""
+    lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
+    in_data = None
+    if isinstance(sampler, PackedBatchSampler) and sampler.draw is not None:
+        drawn = sampler.draw.documents(0)
+        lengths, trained, number = lengths[drawn], trained[drawn], len(drawn)
+        in_data = len(documents)
+    return {
+        "documents": number,
+        "documents_in_data": in_data,
+        "tokens": int(lengths.sum()),
+        "trained_tokens": int(trained.sum()),
+    }
+
+
+def _of_epoch(
+    report: PackingReport,
+    sampling: Sampling,
+    documents: ArrowDocuments,
+    sampler: PackedBatchSampler,
+    mixture: Mixture | None,
+) -> dict[str, Any]:
+    """Return the fields of a report on the micro-batches and steps of an epoch."""
+    args, options, ranks = sampling.args, sampling.options, sampling.ranks[0]
     plan = sampler.plan()
-    padded = padded_batch_size(batch_size, packing=sampling.packing)
-    steps = -(-len(sampler) // accumulation)
+    padded = padded_batch_size(sampling.batch_size, packing=sampling.run.packing)
+    steps = -(-len(sampler) // report.accumulation)
     room = sampler.tokens_per_batch
-    if not by_bins:
+    if plan is None:
         room = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
     # Below 1 they are shares of the run.
     steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
-    given = {name: int(number) for name, number in steps_of.items() if number and number >= 1}
     prefixes = None
     # Equal ids of images may stand for other images.
     if not (report.tokens_per_micro_batch or IMAGE_IDS in documents.columns):
         prefixes = prefix_savings(documents, sampler, options.prefix_sharing)
-    return replace(
-        report,
-        bins=sampler.num_bins,
-        micro_batches_per_epoch=len(sampler) * ranks,
-        steps_per_epoch=steps,
-        documents_per_step=number / (steps or 1),
-        padded_documents_per_step=None if sampler.rows else padded * accumulation * ranks,
-        given_in_steps=given,
-        room=room,
-        tokens_computed=None if sampler.groups is None or plan is None else int(plan.tokens.sum()),
-        sources=mixture.shares(documents) if mixture else (),
-        order=_order_in_words(options, sampler),
-        images=ImageCounts.of(sampler),
-        prefixes=prefixes,
-    )
+    return {
+        "bins": sampler.num_bins,
+        "micro_batches_per_epoch": len(sampler) * ranks,
+        "steps_per_epoch": steps,
+        "documents_per_step": (report.documents or 0) / (steps or 1),
+        "padded_documents_per_step": None if sampler.rows else padded * report.accumulation * ranks,
+        "given_in_steps": {name: int(n) for name, n in steps_of.items() if n and n >= 1},
+        "room": room,
+        "tokens_computed": None
+        if sampler.groups is None or plan is None
+        else int(plan.tokens.sum()),
+        "sources": mixture.shares(documents) if mixture else (),
+        "order": _order_in_words(options, sampler),
+        "images": ImageCounts.of(sampler),
+        "prefixes": prefixes,
+    }
 
 
 def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str:
@@ -367,79 +454,3 @@ def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str
     first = "largest" if str(options.curriculum).startswith("-") else "smallest"
     stages = quantity(len(np.unique(sampler.stages)), "stage")
     return f"by {column_of(str(options.curriculum))}, {first} first · {stages}, each random"
-
-
-@dataclass(eq=False)
-class RunReport(TrainerCallback):
-    """Keeps the report of a run up to date, and prints it."""
-
-    trainer: SFTTrainer
-    collators: RunCollators
-    preparation: dict[str, PreparationCounts]  # of each data set, by its name
-    sharing: PrefixSharing
-    epochs: ResumedEpochs
-    samples_bins: bool  # and not the documents of a user's sampler
-    before_first_step: Callable[[], None]  # called when the model is wrapped
-    batch_size: int = 0  # for which the epoch is planned
-
-    def __post_init__(self) -> None:
-        self.plan()
-
-    @property
-    def current(self) -> PackingReport:
-        """The report, with the attention, its check and the shapes in use."""
-        mode, sampling = self.sharing.mode, self.collators.sampling
-        reason = self.sharing.reason()
-        prefixes = self._planned.prefixes
-        if mode != "off":
-            prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
-        return replace(
-            self._planned,
-            attention=str(self.collators.guard.attention),
-            precision=_FLOAT32 if getattr(sampling.args, "_leaves_bf16_out", False) else None,
-            checked=self.collators.guard.checked,
-            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
-            prefixes=None if mode == "off" and reason else prefixes,
-        )
-
-    @property
-    def prefixes(self) -> Any:
-        """What the plan knows of the common prefixes of the training set; None without a plan."""
-        return self._planned.prefixes
-
-    def plan(self, sampler: Any = None) -> None:
-        """Plan the first epoch anew; with the sampler of a subclass once that can be called."""
-        user_loss, dataset = self.trainer.compute_loss_func, self.trainer.train_dataset
-        sampling = self.collators.sampling
-        documents = None
-        self.batch_size = sampling.batch_size
-        is_stream = isinstance(dataset, IterableDataset)
-        columns = columns_kept(dataset) if is_stream else columns_of(dataset)
-        if not is_stream:
-            documents = documents_of(dataset, user_loss)
-            self.collators.guard.limits.check(dataset, "train")
-            if sampler is None and self.samples_bins:
-                sampler = sampling.for_training(documents)
-        self._planned = report_of(
-            sampling,
-            documents,
-            sampler,
-            columns=None if user_loss else columns,
-            preparation=None if is_stream else self.preparation.get("train"),
-        )
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.before_first_step()
-        self._print(state)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Complete the report on a stream, which is counted as it is read."""
-        if self.epochs.stream is None:
-            return
-        counts = self.epochs.stream.counts_of_all_ranks()
-        self._planned = replace(self._planned, preparation=counts)
-        self._print(state)
-
-    def _print(self, state: Any) -> None:
-        if state.is_world_process_zero:
-            print(f"\n{self.current}", flush=True)  # below the progress bar

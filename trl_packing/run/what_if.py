@@ -26,9 +26,9 @@ from trl_packing.packing.bins import PackingPlan, find_strategy
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.tools.preview import PreviewedRun
-from trl_packing.training.report import PackingReport, report_of
-from trl_packing.training.sampling import Sampling
+from trl_packing.run.report import PackingReport, report_of
+from trl_packing.run.run import Run
+from trl_packing.run.sampling import Sampling
 
 MAX_LENGTHS = tuple(512 * 2**i for i in range(7))  # 512 … 32,768
 RANKS = (1, 2, 4, 8, 16, 64)
@@ -167,7 +167,7 @@ class RunPlan:
         sharing: none where documents share nothing.
     """
 
-    run: PreviewedRun
+    run: Run
     report: PackingReport
     documents: ArrowDocuments
     epoch: PlannedEpoch
@@ -192,24 +192,21 @@ class RunPlan:
         return np.concatenate([row[SEQ_LENGTHS] for row in self.documents])
 
 
-def plan_run(run: PreviewedRun, *, ranks: int = 1) -> RunPlan:
+def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
     """Return the plan of the first epoch of `run` on `ranks` data-parallel processes."""
-    sampling = run.sampling(ranks)
+    sampling = Sampling.before(run, ranks)
     whole = run.whole_documents()
-    prepared, counts = run.documents() if whole is None else fit_documents(whole, run.preparation)
-    documents = token_documents(prepared)
+    prepared, counts = run.documents() if whole is None else fit_documents(whole, run.rules)
+    report, documents = _first_epoch(sampling, prepared, counts)
+    sampler, _, facts = sampling.planned(documents)
     lengths = documents.lengths()
-    facts = sampling.facts(documents)
-    sampler = sampling.sampler(lengths, **facts)
-    columns = prepared.column_names
-    report = report_of(sampling, documents, sampler, columns=columns, preparation=counts)
     own = run.args.max_length
     what_if: Iterable[Variant] = ()
     # Documents that are cut elsewhere have other numbers, patches and common prefixes.
     others = facts["draw"], facts["groups"], facts["numbers"], sampling.options.max_patches
     if whole is not None and all(other is None for other in others):
         limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
-        what_if = other_max_lengths(whole, run.preparation, sampling, limits)
+        what_if = other_max_lengths(whole, run.rules, sampling, limits)
     return RunPlan(
         run=run,
         report=report,
@@ -319,14 +316,20 @@ def _ways_to_share(
     )
 
 
-def preview_epoch(run: PreviewedRun, *, ranks: int = 1) -> PackingReport:
+def preview_epoch(run: Run, *, ranks: int = 1) -> PackingReport:
     """Return the report that the trainer would print before an epoch on `ranks` processes."""
-    sampling = run.sampling(ranks)
-    prepared, counts = run.documents()
+    return _first_epoch(Sampling.before(run, ranks), *run.documents())[0]
+
+
+def _first_epoch(
+    sampling: Sampling, prepared: Dataset, counts: PreparationCounts | None
+) -> tuple[PackingReport, ArrowDocuments]:
+    """Return the report on an epoch of prepared documents, and what it reads of them."""
     documents = token_documents(prepared)
-    sampler = sampling.for_training(documents)
+    sampler, mixture, _ = sampling.planned(documents)
     columns = prepared.column_names
-    return report_of(sampling, documents, sampler, columns=columns, preparation=counts)
+    found = {"columns": columns, "mixture": mixture, "preparation": counts}
+    return report_of(sampling, documents, sampler, **found), documents
 
 
 def token_documents(prepared: Dataset) -> ArrowDocuments:

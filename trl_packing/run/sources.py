@@ -1,29 +1,69 @@
-"""The mixture of a run: the documents that an epoch draws of each source.
+"""Sources of a run: data sets that are trained together, and what an epoch draws of each.
 
-train_dataset={"math": …, "chat": …}   the sources are its names               (run_data.py)
+train_dataset={"math": …, "chat": …}   the sources are its names
 source_column="source"                 the sources are the values of a column
     │  mixture, mixture_unit
 documents an epoch of each source  →  places of an epoch                        (packing/draw.py)
 
-Several streams become one stream, whose documents are drawn by weight.
+A dictionary is prepared set by set, each by its own form:
+
+    {"math": rows with prompt, completion          →  documents  ┐
+     "chat": rows with messages}                   →  documents  ┴→  one data set, column SOURCE
+
+Rows of different forms have no common columns, but their documents have. Nothing is copied. Several
+streams become one stream, whose documents are drawn by weight.
 """
 
 import math
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from datasets import IterableDataset, interleave_datasets
+from datasets import (
+    ClassLabel,
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    IterableDatasetDict,
+    List,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+)
 
 from trl_packing.config import PackingOptions
+from trl_packing.data.bad_rows import check_is_one_set
+from trl_packing.data.counts import PreparationCounts
+from trl_packing.data.files import records_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
-from trl_packing.documents.labels import SOURCE
+from trl_packing.documents.labels import (
+    DOCUMENT_WEIGHT,
+    IMAGE_IDS,
+    IMAGE_ROW,
+    SEQ_LENGTHS,
+    SOURCE,
+    TOKEN_COLUMNS,
+    TOKEN_WEIGHTS,
+)
 from trl_packing.loss.sums import Sources
 from trl_packing.packing.draw import MixtureDraw, packing_seed
-from trl_packing.training.columns import columns_of, training_columns
+from trl_packing.run.arguments import reason_for_trl_path
+from trl_packing.run.columns import columns_of, training_columns
+
+# Columns of the documents of all sources, and the types in which no value of them changes.
+_TYPES = {
+    **dict.fromkeys(TOKEN_COLUMNS, List(Value("int64"))),
+    TOKEN_WEIGHTS: List(Value("float64")),
+    DOCUMENT_WEIGHT: Value("float64"),
+    IMAGE_IDS: List(Value("int32")),
+    IMAGE_ROW: Value("int64"),
+    SEQ_LENGTHS: List(Value("int64")),
+}
+_NO_ROW = -1  # of the images of documents that have none
 
 
 @dataclass(frozen=True)
@@ -175,3 +215,98 @@ def join_streams(
 
 def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
     return {SOURCE: source}
+
+
+def source_sets(
+    train_dataset: Any, args: Any = None, collator: Any = None
+) -> dict[str, Any] | None:
+    """Return the data sets of a training set that is a dictionary; None for one data set.
+
+    Raises:
+        TypeError: it is empty, or holds something else than named data sets of one kind.
+        ValueError: they cannot be trained together, or sources of one stream are to be mixed.
+    """
+    if not isinstance(train_dataset, dict):
+        if isinstance(train_dataset, IterableDataset) and PackingOptions.of(args).mixture:
+            raise ValueError(
+                "a mixture draws sources, which a stream tells only by being read; pass a "
+                "dictionary of streams"
+            )
+        return None
+    sets = [*train_dataset.values()]
+    is_named = all(isinstance(name, str) for name in train_dataset)
+    is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
+    are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
+    if are_splits or not (sets and is_named and is_one_kind):
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of one kind "
+            "by the names of sources; of splits, pass one"
+        )
+    for dataset in sets:
+        if reason := reason_for_trl_path(dataset, collator):
+            check_is_one_set(train_dataset, reason)
+    return dict(train_dataset)
+
+
+def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
+    """Return whether only completions of rows, or of documents, are trained, as TRL decides."""
+    if completion_only is not None:
+        return completion_only
+    if records := records_of(dataset):
+        return any(record.settings["completion_only_loss"] for record in records)
+    return {"prompt", "completion"} <= set(dataset.column_names or next(iter(dataset), {}))
+
+
+def prepare_sources(
+    sets: Mapping[str, Any],
+    prepare_rows: Callable[[Any, str], tuple[Any, PreparationCounts | None]],
+    args: Any,
+) -> tuple[Any, PreparationCounts | None]:
+    """Return the documents of all sources, and counts of what was kept and lost.
+
+    `prepare_rows` does the same for a data set and its name.
+    """
+    # Messages write "the 'web' dataset": the name of a source may be any word.
+    prepared = {name: prepare_rows(dataset, repr(name)) for name, dataset in sets.items()}
+    documents = {name: found for name, (found, _) in prepared.items()}
+    options = PackingOptions.of(args)
+    if any(isinstance(dataset, IterableDataset) for dataset in sets.values()):
+        return join_streams(documents, options, packing_seed(args)), None
+    joined = _join_documents(documents, options.named_columns())
+    known = {name: counts for name, (_, counts) in prepared.items() if counts is not None}
+    notes = tuple(f"{name}: {note}" for name, found in known.items() for note in found.notes)
+    counts = replace(sum(known.values(), PreparationCounts()), notes=notes)
+    return joined, counts if known else None
+
+
+def _join_documents(documents: Mapping[str, Dataset], named: Sequence[str]) -> Dataset:
+    """Return the documents of all sources, with the column SOURCE, and `named` if all have them."""
+    held = [{*dataset.column_names} for dataset in documents.values()]
+    if SEQ_LENGTHS in set.union(*held) - set.intersection(*held):
+        raise ValueError(
+            "rows of some sources of train_dataset were packed before (they have seq_lengths), and "
+            "others were not; pass documents everywhere"
+        )
+    columns = [column for column in _TYPES if column in set.union(*held)]
+    columns += [column for column in named if column in set.intersection(*held)]
+    parts = [_with_columns(dataset, columns) for dataset in documents.values()]
+    if any(part.features != parts[0].features for part in parts):
+        common = Features({c: _TYPES.get(c, parts[0].features[c]) for c in columns})
+        parts = [part.cast(common) for part in parts]
+    ids = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+    names = ClassLabel(names=[*documents])
+    return concatenate_datasets(parts).add_column(SOURCE, ids, feature=names)
+
+
+def _with_columns(dataset: Dataset, columns: list[str]) -> Dataset:
+    """Return `dataset` with these columns alone; missing weights are 1, missing images none."""
+    number = len(dataset)
+    missing = {*columns} - {*dataset.column_names}
+    if DOCUMENT_WEIGHT in missing:
+        dataset = dataset.add_column(DOCUMENT_WEIGHT, np.ones(number))
+    if TOKEN_WEIGHTS in missing:
+        dataset = dataset.map(lambda row: {TOKEN_WEIGHTS: [1.0] * len(row["input_ids"])})
+    if IMAGE_IDS in missing:
+        dataset = dataset.add_column(IMAGE_IDS, [()] * number, feature=_TYPES[IMAGE_IDS])
+        dataset = dataset.add_column(IMAGE_ROW, np.full(number, _NO_ROW))
+    return dataset.select_columns(columns).with_format(None)

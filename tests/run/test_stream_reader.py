@@ -8,7 +8,7 @@ from datasets.distributed import split_dataset_by_node
 from helpers.steps import assert_exactly_once
 from helpers.streams import CAPACITY, LENGTHS, names, sharded
 
-from trl_packing.training.stream_reader import PackedStream, StreamSettings, part_of_rank
+from trl_packing.run.stream import PackedStream, StreamSettings, part_of_rank
 
 
 def read(source, capacity=CAPACITY, *, window_bins=4, rank=0, **options):
