@@ -52,13 +52,12 @@ from trl_packing.run.arguments import (
     leave_packing,
     refuse_model_init,
 )
-from trl_packing.run.columns import columns_of
 from trl_packing.run.report import PackingReport
 from trl_packing.run.run import Run, TrainerCall
 from trl_packing.run.sampling import Sampling, ranks_of
-from trl_packing.run.sources import trains_completions
+from trl_packing.run.sources import columns_of, trains_completions
 from trl_packing.temporarily import temporarily
-from trl_packing.training.before_training import BeforeTraining, make_model_ready
+from trl_packing.training.before_training import BeforeTraining, RunReport, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
@@ -74,7 +73,6 @@ from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
 from trl_packing.training.run_data import RunData, check_evaluation_sets
 from trl_packing.training.run_recorder import RunRecorder
-from trl_packing.training.run_report import RunReport
 from trl_packing.training.user_loss import OtherModels
 from trl_packing.versions import warn_of_untested_versions
 

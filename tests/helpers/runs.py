@@ -3,9 +3,9 @@
 Tests come to them through this module alone.
 """
 
-from trl_packing.run.columns import documents_of
 from trl_packing.run.run import TrainerCall
 from trl_packing.run.sampling import Sampling
+from trl_packing.run.sources import documents_of
 from trl_packing.run.what_if import (
     computed_tokens,
     other_max_lengths,

@@ -13,8 +13,8 @@ from helpers.tiny import documents_of_lengths
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.run.epoch_record import FILE
 from trl_packing.training.checkpoints import MARK, checkpoint_to_resume, last_whole_checkpoint
+from trl_packing.training.resuming import FILE
 
 TESTS = Path(__file__).parents[1]
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.combinations import fast
 from helpers.distributed.train import Scenario, assert_continues, run, run_on_ranks
 
-from trl_packing.run.epoch_record import FILE
+from trl_packing.training.resuming import FILE
 
 LENGTHS = [3 + (i * 7) % 29 for i in range(60)]
 EPOCHS = 3

@@ -10,7 +10,7 @@ from harness import make_trainer
 from helpers.tiny import SPECIAL_TOKENS, documents_of_lengths
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.run.epoch_record import FILE
+from trl_packing.training.resuming import FILE
 
 NUMBER = 60
 LENGTHS = [3 + (i * 7) % 29 for i in range(NUMBER)]

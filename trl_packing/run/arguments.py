@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate import ParallelismConfig
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import GenerationConfig
 from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -29,7 +29,7 @@ from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.packing.collator import PackedCollator
-from trl_packing.run.columns import columns_of, weight_columns
+from trl_packing.run.sources import columns_of, weight_columns
 from trl_packing.temporarily import temporarily
 
 # Settings that do something on TRL's path too, or nothing without another one.
@@ -46,6 +46,37 @@ def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
         return "the data set has a transform (with_transform), so lengths are unknown"
     return None
+
+
+def source_sets(
+    train_dataset: Any, args: Any = None, collator: Any = None
+) -> dict[str, Any] | None:
+    """Return the data sets of a training set that is a dictionary; None for one data set.
+
+    Raises:
+        TypeError: it is empty, or holds something else than named data sets of one kind.
+        ValueError: they cannot be trained together, or sources of one stream are to be mixed.
+    """
+    if not isinstance(train_dataset, dict):
+        if isinstance(train_dataset, IterableDataset) and PackingOptions.of(args).mixture:
+            raise ValueError(
+                "a mixture draws sources, which a stream tells only by being read; pass a "
+                "dictionary of streams"
+            )
+        return None
+    sets = [*train_dataset.values()]
+    is_named = all(isinstance(name, str) for name in train_dataset)
+    is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
+    are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
+    if are_splits or not (sets and is_named and is_one_kind):
+        raise TypeError(
+            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of one kind "
+            "by the names of sources; of splits, pass one"
+        )
+    for dataset in sets:
+        if reason := reason_for_trl_path(dataset, collator):
+            check_is_one_set(train_dataset, reason)
+    return dict(train_dataset)
 
 
 def reason_to_keep_rows_apart(args: Any) -> str | None:

@@ -34,9 +34,9 @@ from trl_packing.run.arguments import (
     generation_config_of,
     reason_for_trl_path,
     reason_to_keep_rows_apart,
+    source_sets,
 )
-from trl_packing.run.columns import columns_of, documents_of
-from trl_packing.run.sources import prepare_sources, source_sets, trains_completions
+from trl_packing.run.sources import columns_of, documents_of, prepare_sources, trains_completions
 from trl_packing.vision.run_images import RunImages
 from trl_packing.vision.support import has_images
 

@@ -24,10 +24,8 @@ import numpy as np
 from datasets import (
     ClassLabel,
     Dataset,
-    DatasetDict,
     Features,
     IterableDataset,
-    IterableDatasetDict,
     List,
     Value,
     concatenate_datasets,
@@ -35,10 +33,9 @@ from datasets import (
 )
 
 from trl_packing.config import PackingOptions
-from trl_packing.data.bad_rows import check_is_one_set
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.files import records_of
-from trl_packing.data.stream import NOTHING_TO_TRAIN
+from trl_packing.data.stream import NOTHING_TO_TRAIN, columns_kept
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -46,13 +43,14 @@ from trl_packing.documents.labels import (
     IMAGE_ROW,
     SEQ_LENGTHS,
     SOURCE,
+    SOURCE_IDS,
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
+    WEIGHT_COLUMNS,
 )
-from trl_packing.loss.sums import Sources
+from trl_packing.documents.weights import check_token_weights, document_weights_from_rows
+from trl_packing.loss.sums import Sources, check_weights_can_be_used
 from trl_packing.packing.draw import MixtureDraw, packing_seed
-from trl_packing.run.arguments import reason_for_trl_path
-from trl_packing.run.columns import columns_of, training_columns
 
 # Columns of the documents of all sources, and the types in which no value of them changes.
 _TYPES = {
@@ -63,7 +61,51 @@ _TYPES = {
     IMAGE_ROW: Value("int64"),
     SEQ_LENGTHS: List(Value("int64")),
 }
+
+_ROW_COLUMNS = (*TOKEN_COLUMNS, TOKEN_WEIGHTS, IMAGE_IDS, SEQ_LENGTHS)
 _NO_ROW = -1  # of the images of documents that have none
+
+
+def documents_of(
+    dataset: Dataset, compute_loss_func: Any, sources: Sources | None = None
+) -> ArrowDocuments:
+    """Return the documents of prepared rows, read from Arrow without a copy.
+
+    `sources` are those of the rows whose losses are told apart. Raises ValueError for weights that
+    are damaged, or that `compute_loss_func`, a user's, does not know.
+    """
+    check_weights_can_be_used(compute_loss_func, dataset.column_names)
+    scalars = {}
+    if DOCUMENT_WEIGHT in dataset.column_names:
+        scalars[DOCUMENT_WEIGHT] = document_weights_from_rows(dataset, "prepared")
+    if IMAGE_ROW in dataset.column_names:
+        scalars[IMAGE_ROW] = np.asarray(dataset.with_format("numpy")[IMAGE_ROW][:])
+    if sources is not None:
+        scalars[SOURCE_IDS] = sources.ids
+    present = [name for name in _ROW_COLUMNS if name in dataset.column_names]
+    documents = ArrowDocuments(dataset, present, scalars)
+    if TOKEN_WEIGHTS in present:
+        check_token_weights(documents)
+    return documents
+
+
+def columns_of(dataset: Any) -> list[str]:
+    """Return the names of the columns; none unless it is a data set of `datasets`."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        return []
+    names = dataset.column_names or columns_kept(dataset)
+    return names or list(next(iter(dataset), {}))  # some streams know them only by being read
+
+
+def weight_columns(dataset: Any) -> list[str]:
+    """Return the columns of `dataset` that weigh its tokens or its documents."""
+    return [column for column in columns_of(dataset) if column in WEIGHT_COLUMNS]
+
+
+def training_columns(dataset: IterableDataset, *named: str) -> list[str]:
+    """Return the columns of a stream that training reads, and those of `named` that it has."""
+    present = columns_of(dataset)
+    return [name for name in (*_ROW_COLUMNS, DOCUMENT_WEIGHT, *named) if name in present]
 
 
 @dataclass(frozen=True)
@@ -215,37 +257,6 @@ def join_streams(
 
 def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
     return {SOURCE: source}
-
-
-def source_sets(
-    train_dataset: Any, args: Any = None, collator: Any = None
-) -> dict[str, Any] | None:
-    """Return the data sets of a training set that is a dictionary; None for one data set.
-
-    Raises:
-        TypeError: it is empty, or holds something else than named data sets of one kind.
-        ValueError: they cannot be trained together, or sources of one stream are to be mixed.
-    """
-    if not isinstance(train_dataset, dict):
-        if isinstance(train_dataset, IterableDataset) and PackingOptions.of(args).mixture:
-            raise ValueError(
-                "a mixture draws sources, which a stream tells only by being read; pass a "
-                "dictionary of streams"
-            )
-        return None
-    sets = [*train_dataset.values()]
-    is_named = all(isinstance(name, str) for name in train_dataset)
-    is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
-    are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
-    if are_splits or not (sets and is_named and is_one_kind):
-        raise TypeError(
-            "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of one kind "
-            "by the names of sources; of splits, pass one"
-        )
-    for dataset in sets:
-        if reason := reason_for_trl_path(dataset, collator):
-            check_is_one_set(train_dataset, reason)
-    return dict(train_dataset)
 
 
 def trains_completions(dataset: Any, completion_only: bool | None) -> bool:

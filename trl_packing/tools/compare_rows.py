@@ -19,8 +19,8 @@ from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
 from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.pages.show import show_document
-from trl_packing.run.columns import documents_of
 from trl_packing.run.run import Run
+from trl_packing.run.sources import documents_of
 from trl_packing.tools.preview import ROW, numbers_of, run_of_call, with_row_numbers
 from trl_packing.tools.training_command import TrainingCommand
 

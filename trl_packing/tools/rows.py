@@ -23,9 +23,9 @@ from trl_packing.packing.collator import PackedCollator
 from trl_packing.packing.prefix_tree import tree_of_row
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.pages.rows import PROPERTIES, PackedRow, RowDocument, segments_of
-from trl_packing.run.columns import documents_of
 from trl_packing.run.run import Run
 from trl_packing.run.sampling import Sampling
+from trl_packing.run.sources import documents_of
 from trl_packing.tools.preview import TracedDocuments, trace_documents
 from trl_packing.vision.documents import images_of
 

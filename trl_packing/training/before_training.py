@@ -10,7 +10,7 @@ the user's own, the model is checked when it is first called on a packed row (`s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,16 @@ from trl_packing.isolation.frozen_layers import check_frozen_layers
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.lm_head import add_trained_positions_head
 from trl_packing.loss.sums import Sources
-from trl_packing.run.columns import columns_of, documents_of
-from trl_packing.run.report import report_of
+from trl_packing.run.report import PackingReport, PrefixSavings, report_of
 from trl_packing.run.run import Run
 from trl_packing.run.sampling import Sampling
-from trl_packing.run.sources import Mixture, training_sources
+from trl_packing.run.sources import Mixture, columns_of, documents_of, training_sources
+from trl_packing.run.stream import StreamBatches
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
-from trl_packing.training.run_report import RunReport
+
+_FLOAT32 = "float32, by default on this CPU (use_cpu=True, bf16=True trains in bf16)"
 
 
 def make_model_ready(guard: IsolationGuard, args: Any) -> None:
@@ -52,6 +53,41 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
     guard.select_backend((args.device.type, dtype))
     add_trained_positions_head(guard.base_model)
     restore_implementation(guard.base_model)
+
+
+class RunReport:
+    """The report on the epoch that is planned, with what is known of the model by now."""
+
+    planned: PackingReport
+
+    def __init__(self, collators: RunCollators, sharing: PrefixSharing):
+        self.collators, self.sharing = collators, sharing
+
+    @property
+    def current(self) -> PackingReport:
+        """The report, with the attention, its check and the shapes in use."""
+        mode, guard = self.sharing.mode, self.collators.guard
+        reason = self.sharing.reason()
+        prefixes = self.planned.prefixes
+        if mode != "off":
+            prefixes = replace(prefixes or PrefixSavings(mode), reason=reason)
+        leaves_out = getattr(self.collators.run.args, "_leaves_bf16_out", False)
+        return replace(
+            self.planned,
+            attention=str(guard.attention),
+            precision=_FLOAT32 if leaves_out else None,
+            checked=guard.checked,
+            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+            prefixes=None if mode == "off" and reason else prefixes,
+        )
+
+    def print(self) -> None:
+        """Print the report below the progress bar."""
+        print(f"\n{self.current}", flush=True)
+
+    def complete(self, stream: StreamBatches) -> None:
+        """Report what a stream was found to hold, counted as it was read."""
+        self.planned = replace(self.planned, preparation=stream.counts_of_all_ranks())
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.run.columns import columns_of, documents_of, training_columns, weight_columns
+from trl_packing.run.sources import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.run.stream import StreamBatches, StreamSettings
 from trl_packing.training.before_training import BeforeTraining
 from trl_packing.training.metrics import ThroughputMeter

@@ -36,8 +36,8 @@ from trl_packing.pages.record import (
     installed_versions,
 )
 from trl_packing.pages.runs import run_page
+from trl_packing.training.before_training import RunReport
 from trl_packing.training.metrics import ThroughputMeter
-from trl_packing.training.run_report import RunReport
 
 logger = get_logger(__name__)
 
