@@ -187,7 +187,7 @@ def outcome(first: Feature, second: Feature, *, trains: bool = True) -> Outcome:
         return Outcome("✗", " ".join(str(error).split()))
     if trainer._trl_path:
         return Outcome("T")
-    asked = trains and trainer._options.prefix_sharing != "off"
+    asked = trains and trainer._run.options.prefix_sharing != "off"
     return Outcome("A" if asked and not _shares(trainer) else "✓")
 
 
