@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trl_packing.data.chat_template import ChatTemplate, Conversation
-from trl_packing.data.messages import REASONING_KEYS, Message, with_function
+from trl_packing.data.messages import REASONING_KEYS, Message, is_plain, with_function
 from trl_packing.data.printable import quote
 
 
@@ -58,8 +58,8 @@ def _rewritten(message: Message, write: Callable[[str, str], str]) -> Message:
 
 def parts_of(message: Message, number: int = 0) -> list[Part]:
     """Return the parts of a message that have words."""
-    content = message.get("content")
-    if len(message) == 2 and isinstance(content, str) and "think>" not in content:
+    if is_plain(message) and "think>" not in message["content"]:
+        content = message["content"]
         return [Part(number, "content", content)] if content.strip() else []
     parts: list[Part] = []
 

@@ -134,7 +134,7 @@ class Run:
     @property
     def sets(self) -> dict[str, Any]:
         """The data sets by the names of their sources."""
-        return self.dataset if isinstance(self.dataset, dict) else {"train": self.dataset}
+        return self.dataset if self.has_sources else {"train": self.dataset}
 
     @property
     def num_rows(self) -> int:

@@ -36,9 +36,7 @@ from trl_packing.documents.labels import (
     row_name,
 )
 from trl_packing.pages.show import show_document
-from trl_packing.run.arguments import (
-    training_template,
-)
+from trl_packing.run.arguments import training_template
 from trl_packing.run.run import Run, TrainerCall
 from trl_packing.run.sources import trains_completions
 from trl_packing.tools.training_command import (
