@@ -101,6 +101,9 @@ class PackingOptions:
         "What keeps documents apart: 'auto', 'flash_attention_2' (3, 4), 'varlen', 'documents' or "
         "'model'. A named one that is not exact raises an error.",
     )
+    sequence_parallel_size: int = setting(
+        1, "Ranks that share each row, for rows that are too long for one (docs/long.md)."
+    )
     isolation_check: str = setting(
         "error", "If a document affects another on this model; 'off': no check.", ISOLATION_CHECKS
     )
@@ -183,12 +186,14 @@ def _is_float32_better(args: Any) -> bool:
 
 # Smallest values; transformers does not check its own.
 _FROM_ONE = ["per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"]
-_FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches"]
+_FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches", "sequence_parallel_size"]
 _LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
 _BINS: dict[str, Any] = {"packing": (False,), "documents_per_step": None}
 _SHARING: dict[str, Any] = {"prefix_sharing": ("bin", "group")}
 _WRAPPED: dict[str, Any] = {"packing_strategy": ("wrapped",)}
 _ORDERS: dict[str, Any] = _WRAPPED | {"prefix_sharing": ("group",)}
+_NOT_DIVIDED: dict[str, Any] = {"neftune_noise_alpha": None, "torch_compile": (True,)}
+_NOT_DIVIDED |= {"attention": ("model", "mask", "by_document", "padded", "equal_lengths")}
 # A setting, or one value of it, and values of others beside which it is refused; None is any.
 _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("train_on", None): {"assistant_only_loss": (True,)},
@@ -199,6 +204,7 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("curriculum", None): _ORDERS | {"train_sampling_strategy": ("sequential", "group_by_length")},
     ("mixture", None): _ORDERS | {"train_sampling_strategy": ("sequential",), "curriculum": None},
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
+    ("sequence_parallel_size", None): _SHARING | _NOT_DIVIDED,
     ("overflow", "overlap"): _WRAPPED,
     # Its micro-batches hold the documents of a step, however small the batch size is.
     ("auto_find_batch_size", None): {"documents_per_step": None},
@@ -253,6 +259,8 @@ def _check_exclusions(args: Any, options: PackingOptions) -> None:
     values["train_sampling_strategy"] = str(values.get("train_sampling_strategy"))
     if not args.packing:
         values["packing_strategy"] = None
+    if options.sequence_parallel_size == 1:
+        values["sequence_parallel_size"] = None
     for (name, named), others in _EXCLUDED.items():
         one = values[name]
         if one in (None, False) or named not in (None, one):

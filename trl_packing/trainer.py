@@ -37,6 +37,7 @@ from trl_packing.attention.calls import (
 )
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import check_model, layer_values, text_config
+from trl_packing.attention.sequence_parallel import group_of_row
 from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, send
@@ -46,6 +47,7 @@ from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.pages.record import facts_of_data
 from trl_packing.run.arguments import (
+    check_ranks,
     check_set_afterwards,
     explain_missing_marks,
     hide_packing,
@@ -197,6 +199,7 @@ class PackedSFTTrainer(SFTTrainer):
             logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
             return
         self._prepare_by_trl(rest)
+        check_ranks(self.args, self._ranks_with_same_rows())
         self._between_steps.begin()
         evaluated = [*self._evaluation_sets().values()]
         balances = self.aux_loss_enabled
@@ -229,6 +232,8 @@ class PackedSFTTrainer(SFTTrainer):
         """Make the objects of a packed run, which need the model and the prepared data sets."""
         run, args = self._run, self.args
         keep_outputs_precise(self.accelerator)
+        if run.options.sequence_parallel_size > 1:
+            group_of_row(run.options.sequence_parallel_size)  # made by all ranks together
         # TRL divides by the tokens of one micro-batch for model classes that do not accept
         # `num_items_in_batch`, although its own loss takes the count: gemma3, Qwen-VL, ...
         self._takes_count: bool = self.model_accepts_loss_kwargs
@@ -239,6 +244,7 @@ class PackedSFTTrainer(SFTTrainer):
             attention=run.options.attention,
             isolation_check=run.options.isolation_check,
             packing_requested=run.packing or run.eval_packing or args.padding_free,
+            num_ranks=run.options.sequence_parallel_size,
         )
         make_model_ready(guard, args)
         collator = run.images.add_to(run.collator(self._tokenizer.pad_token_id), self)
@@ -425,10 +431,13 @@ class PackedSFTTrainer(SFTTrainer):
         )
 
     def _configure_sampling(self) -> None:
-        """Take the settings of now; tensor-parallel ranks must see the same batch."""
-        shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        """Take the settings of now; ranks that divide a row must see the same batch."""
+        shared = self._ranks_with_same_rows() * self._run.options.sequence_parallel_size
         self._sampling.batch_size = self._train_batch_size
         self._sampling.ranks = ranks_of(self.args, shared)
+
+    def _ranks_with_same_rows(self) -> int:
+        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -9,7 +9,9 @@
 Only faults that a trial misses are refused here; the isolation check finds the others on the model.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ class AttentionChoice:
         reason: why this backend was chosen, in a few words.
         native: the `attn_implementation` that the model came with.
         slower: the backends to try when this one fails the isolation check, from fast to slow.
+        num_ranks: over which rows are divided.
     """
 
     backend: str
@@ -71,6 +74,7 @@ class AttentionChoice:
     reason: str
     native: str | None = field(default=None, compare=False, repr=False)
     slower: tuple["AttentionChoice", ...] = field(default=(), compare=False, repr=False)
+    num_ranks: int = field(default=1, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{_TITLES.get(self.backend, self.backend)} ({self.reason})"
@@ -128,6 +132,33 @@ def resolve_attention(
         )
     reason = f"attention={attention!r}"
     return AttentionChoice(attention, _implementation(model, attention), reason, native)
+
+
+def divide_rows(
+    model: Any, choices: Sequence[AttentionChoice], num_ranks: int
+) -> list[AttentionChoice]:
+    """Return those of `choices` that take rows divided over `num_ranks`.
+
+    Raises:
+        ValueError: none does, or the heads of `model` cannot be divided.
+    """
+    name, setting = type(model).__name__, f"sequence_parallel_size={num_ranks}"
+    counts = layer_values(text_config(model), "num_attention_heads")
+    if undivided := [number for number in counts if number % num_ranks]:
+        raise ValueError(
+            f"{setting} does not divide the {undivided[0]} attention heads of {name}; set a "
+            f"divisor of {gcd(*counts)}"
+        )
+    kernels = [choice for choice in choices if choice.backend not in NATIVE_ATTENTION]
+    reason = f"it runs by {choices[0]}"
+    if recurrent.take_documents(model):
+        kernels, reason = [], "its recurrent layers carry a state along the row"
+    if not kernels:
+        raise ValueError(
+            f"{setting} needs attention over boundaries alone, and {name} cannot be divided: "
+            f"{reason}; set sequence_parallel_size=1"
+        )
+    return [replace(choice, num_ranks=num_ranks) for choice in kernels]
 
 
 def check_is_backend(attention: str) -> None:

@@ -300,9 +300,12 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
     call = for_kernels(call)
     if call.get("key_index") is not None:  # the collator has masked the labels of such a row
         return call
+    tokens = host_values(boundaries)[-1]
     for name, places in (("labels", boundaries[:-1]), ("shift_labels", boundaries[1:] - 1)):
         labels = call.get(name)
-        if torch.is_tensor(labels) and labels.dim() == 2 and cached_values(labels) is None:
+        if not torch.is_tensor(labels) or labels.shape[1:] != (tokens,):
+            continue  # those of a divided row were masked before
+        if cached_values(labels) is None:
             # One more column for the boundaries of empty documents, which are T.
             at = places.to(labels.device).long().clamp(min=0)
             call = call | {name: pad(labels, (0, 1)).index_fill(1, at, -100)[:, :-1]}
@@ -316,7 +319,8 @@ class PackedWay:
     They run by ``run(module, inner, arguments)``, where `inner` is the forward before it was
     wrapped; None runs all calls unchanged. They set `implementation`, which does not travel with
     copies. `attention` names a backend that needs no boundaries inside and takes no prefixes. The
-    `run` of a part of a model gets the boundaries of the packed call that runs, too.
+    `run` of a part of a model gets the boundaries of the packed call that runs, too. Rows may be
+    divided over `num_ranks`.
     """
 
     module: weakref.ref
@@ -325,6 +329,7 @@ class PackedWay:
     implementation: str | None = None
     attention: str | None = None
     is_part: bool = False
+    num_ranks: int = 1
 
 
 def wrap_packed_calls(
@@ -333,6 +338,7 @@ def wrap_packed_calls(
     implementation: str | None = None,
     attention: str | None = None,
     is_part: bool = False,
+    num_ranks: int = 1,
 ) -> None:
     """Run packed calls of `module` by `run`, below wrappers of others; arguments: `PackedWay`."""
     way = packed_way(module)
@@ -343,7 +349,7 @@ def wrap_packed_calls(
         way = PackedWay(weakref.ref(module), inner)
         module.forward = MethodType(_wrapped(module, way), module)
     way.run, way.implementation, way.attention = run, implementation, attention
-    way.is_part = is_part
+    way.is_part, way.num_ranks = is_part, num_ranks
 
 
 def packed_way(module: nn.Module) -> PackedWay | None:
@@ -403,7 +409,7 @@ def _run_call(
     if not torch.compiler.is_compiling():
         if before is None:
             _settle(way.module(), module)
-        _check_covers_row(kwargs)
+        _check_covers_row(kwargs, way.num_ranks)
     if way.implementation is not None and current_implementation(module) != way.implementation:
         set_implementation(module, way.implementation)
     if kwargs.get("key_index") is not None:
@@ -448,12 +454,12 @@ def _settle(module: nn.Module | None, called: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def _check_covers_row(arguments: dict[str, Any]) -> None:
+def _check_covers_row(arguments: dict[str, Any], num_ranks: int) -> None:
     """Raise ValueError unless boundaries end with the row: kernels compute nothing behind them."""
     given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     row = next((x for x in given if x is not None), None)
     last = host_values(arguments["cu_seq_lens_q"])[-1]
-    if row is not None and row.shape[1] != last:
+    if row is not None and last not in (row.shape[1], row.shape[1] * num_ranks):
         raise ValueError(
             f"cu_seq_lens_q ends at {last}, and the row has {row.shape[1]} tokens; nn.DataParallel "
             "splits it: start one process for each GPU, or set CUDA_VISIBLE_DEVICES to one"

@@ -35,6 +35,7 @@ from trl_packing.attention.model_facts import (
     set_implementation,
     unwrap_peft,
 )
+from trl_packing.attention.sequence_parallel import exchange_around, exchanging, kernel_inside
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
@@ -49,7 +50,8 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
     if choice.backend != recurrent.NAME:
         recurrent.run_parts_whole(base)
     has_states = bool(recurrent.take_documents(base)) or choice.backend == recurrent.NAME
-    set_implementation(base, choice.implementation or choice.native or native_implementation(base))
+    implementation = choice.implementation or choice.native or native_implementation(base)
+    set_implementation(base, implementation)
     if choice.backend in PADDED:
         whole = _model_to_pad(model, base)
         for padded in (backbone, whole) if whole else (backbone,):
@@ -60,9 +62,12 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         wrap_packed_calls(backbone, block_mask.run_with_mask, attention=block_mask.NAME)
     else:
         run = recurrent.run_again_as_packed if has_states else run_unchanged
-        wrap_packed_calls(backbone, run, choice.implementation)
+        wrap_packed_calls(backbone, run, choice.implementation, num_ranks=choice.num_ranks)
+        if choice.num_ranks > 1:
+            exchange_around(str(implementation))
     if backbone is not base:
-        wrap_packed_calls(base, run_known_arguments, choice.implementation)
+        run = run_known_arguments
+        wrap_packed_calls(base, run, choice.implementation, num_ranks=choice.num_ranks)
 
 
 def _model_to_pad(model: Any, base: Any) -> Any:
@@ -125,7 +130,8 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
     if not is_foreign or not (model.training if training is None else training):
         yield []
         return
-    function = ALL_ATTENTION_FUNCTIONS[name]
+    registered = ALL_ATTENTION_FUNCTIONS[name]
+    function = kernel_inside(registered)  # of a divided row, the trial sees the whole
     tried = set()
     faults = []
 
@@ -145,7 +151,9 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
                 faults.append(f"its backward raises {type(error).__name__}: {error}")
         return function(module, q, k, v, *args, **kw)
 
-    ALL_ATTENTION_FUNCTIONS[name] = attention  # in the instance; the registration stays
+    # In the instance; the registration stays.
+    divides = function is not registered
+    ALL_ATTENTION_FUNCTIONS[name] = exchanging(attention) if divides else attention
     try:
         yield faults
     finally:

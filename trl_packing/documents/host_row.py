@@ -26,13 +26,14 @@ class HostRow:
 
     Attributes:
         boundaries: as `cu_seqlens`, int64, of documents or, with shared prefixes, of segments.
-        is_trained: ``(T,)`` bool, True on targets.
+        is_trained: ``(T,)`` bool, True on targets; as long as the labels of a divided row.
         padding: tokens at the end that belong to no document.
         lengths: tokens of each document, ``(N,)`` int64.
         num_trained: trained tokens of all documents.
         max_length: tokens of the longest document, as passed to kernels.
         sources: the source of each document, ``(N,)`` int64; None if they are not told apart.
         num_images: images of the documents.
+        is_counted: Whether this rank counts the documents; one does of those that divide a row.
     """
 
     boundaries: np.ndarray
@@ -43,11 +44,12 @@ class HostRow:
     max_length: int
     sources: np.ndarray | None = None
     num_images: int = 0
+    is_counted: bool = True
 
     @property
     def num_tokens(self) -> int:
         """T, padding included."""
-        return len(self.is_trained)
+        return int(self.boundaries[-1])
 
 
 # Keys of a packed batch that hold its document boundaries.
@@ -118,8 +120,8 @@ def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     row = host_row(batch)  # by token id, EOS may be padding, and a shared prefix counts once
     if row is None:
         return batch
-    real = int(row.lengths.sum())
-    tokens = torch.empty(real + row.padding, device="meta")
+    real = int(row.lengths.sum()) if row.is_counted else 0
+    tokens = torch.empty(real + row.padding if row.is_counted else 0, device="meta")
     return {**batch, "input_ids": tokens, "attention_mask": torch.tensor(real)}
 
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trl_packing.attention.install import try_backward, use_native_attention
 from trl_packing.attention.model_facts import current_implementation, requires, unwrap_model
 from trl_packing.attention.ranks import is_sharded
+from trl_packing.attention.sequence_parallel import gather_row, share_of_rank
 from trl_packing.documents.host_row import for_kernels
 from trl_packing.documents.labels import IGNORE_INDEX, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.isolation.preserve import preserve_state, restore_state
@@ -252,7 +253,9 @@ def check_probes(
     eps = torch.finfo(next(inner.parameters()).dtype).eps
     with try_backward(inner, training=training) as faults, preserve_state(model, training):
         report, probe = worst(model, eps)
-        if report.verdict != "leaks" and report.difference and eps > _EPS and _can_be_copied(inner):
+        # Ranks that share a row must run as many forwards as each other.
+        is_blunt = report.verdict != "leaks" and report.difference and eps > _EPS
+        if is_blunt and collator.share[1] == 1 and _can_be_copied(inner):
             with suppress(Exception):  # kernels of half precision refuse it
                 report, probe = worst(_in_float32(model), _EPS)
                 report = replace(report, in_float32=True)
@@ -345,7 +348,7 @@ def _measure(
 
     def in_row(row: Row) -> Tensor:
         with restore_state(inner):
-            batch = collate_probe(inner, collate, row.documents)
+            batch = collate_probe(inner, collate.replaced(share=(0, 1)), row.documents)
             labels = batch.pop("labels")
             # From the end: prompt tuning prepends tokens, and padding may follow the documents.
             here = row.at[kept] - labels.shape[1]
@@ -353,7 +356,7 @@ def _measure(
                 return _logits_at(model, inner, batch, here)
             chosen = torch.full_like(labels, IGNORE_INDEX)
             chosen[:, here + 1] = labels[:, here + 1]
-            return _fused_scores(model, batch, chosen)
+            return _fused_scores(model, batch, chosen, *collate.share)
 
     layouts = _two_roundings(inner, alone)
     if probe.name == SHORT:
@@ -465,10 +468,21 @@ def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
-def _fused_scores(model: Any, batch: dict[str, Any], labels: Tensor) -> Tensor:
-    """Return log-probability and entropy of the trained `labels` by the fused head, ``(N, 2)``."""
-    output = model(**batch, labels=labels, fused_lm_head=True)
-    return torch.stack([output.log_probs, output.entropy], -1)[output.label_mask].float()
+def _fused_scores(
+    model: Any, batch: dict[str, Any], labels: Tensor, rank: int = 0, size: int = 1
+) -> Tensor:
+    """Return log-probability and entropy of the trained `labels` by the fused head, ``(N, 2)``.
+
+    The row is divided over `size` ranks, of which this one has the number `rank`.
+    """
+    batch = batch | {"labels": labels}
+    if size > 1:
+        batch = share_of_rank(batch, rank, size)
+    output = model(**batch, fused_lm_head=True)
+    scores, mask = torch.stack([output.log_probs, output.entropy], -1), output.label_mask
+    if size > 1:
+        scores, mask = gather_row(scores, size), gather_row(mask, size)
+    return scores[mask].float()
 
 
 def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:

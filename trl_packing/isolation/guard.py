@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
-from trl_packing.attention.backends import AttentionChoice, resolve_attention
+from trl_packing.attention.backends import AttentionChoice, divide_rows, resolve_attention
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
 from trl_packing.attention.ranks import all_reduce_max
@@ -67,6 +67,7 @@ class IsolationGuard:
         isolation_check: "error", "warn" or "off", as in `PackedSFTConfig`.
         packing_requested: if not, and no backend is exact, rows are padded, as in TRL.
         is_ours: `PackedSFTTrainer` runs the model: by TRL's fused LM head, ranks alike.
+        num_ranks: over which rows are divided.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class IsolationGuard:
         isolation_check: str,
         packing_requested: bool = True,
         is_ours: bool = True,
+        num_ranks: int = 1,
     ):
         self.model = model
         self.limits = limits_of(unwrap_peft(model))
@@ -92,6 +94,7 @@ class IsolationGuard:
         self._results: dict[bool, CheckResult] = {}  # of the backend in use, by training
         self._requested, self._isolation_check = attention, isolation_check
         self._packing_requested, self._is_ours = packing_requested, is_ours
+        self._num_ranks = num_ranks
         self._choices: list[AttentionChoice] = []  # the backend in use, then its fallbacks
         self._precision: Precision | None = None  # for which they were resolved
         self._collator: PackedCollator | None = None  # a copy of the one whose rows were checked
@@ -123,10 +126,13 @@ class IsolationGuard:
         return unwrap_peft(self.model)
 
     def select_backend(self, precision: Precision) -> None:
-        """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
+        """Install the fastest backend for `precision`; ValueError if the one asked for cannot be."""
         device, dtype = precision
         best = resolve_attention(self.base_model, self._requested, device=device, dtype=dtype)
-        self._use(install_first(self.model, [best, *best.slower]), precision)
+        choices = [best, *best.slower]
+        if self._num_ranks > 1:
+            choices = divide_rows(self.base_model, choices, self._num_ranks)
+        self._use(install_first(self.model, choices), precision)
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
         """Return token ids ``(T,)`` of representative documents; none if nothing is checked.
@@ -302,7 +308,8 @@ class IsolationGuard:
         named = self._requested != "auto"
         name = type(self.base_model).__name__
         fails = result.verdict in ("leaks", "refused")
-        if fails and not self._packing_requested and not named:
+        can_pad = self._num_ranks == 1 and not self._packing_requested
+        if fails and can_pad and not named:
             self._logger.warning(f"{result}: {_PADDED}")
             reason = "nothing is exact on this model"
             padded = AttentionChoice("padded", None, reason, left[0].native)
@@ -311,6 +318,8 @@ class IsolationGuard:
         remedy = f"no other backend is exact ({left[0].reason})"
         if named:
             remedy = f"set attention='auto' in place of {self._requested!r}"
+        elif self._num_ranks > 1:
+            remedy = f"sequence_parallel_size={self._num_ranks} takes no other backend; set it to 1"
         if isinstance(result, Refusal):
             packed = f"{name} cannot run packed documents: {result}; {remedy}"
             raise NotIsolated(packed if fails else str(result))

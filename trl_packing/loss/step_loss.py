@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
+from trl_packing.attention.sequence_parallel import num_shares
 from trl_packing.documents.host_row import for_kernels, send
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
@@ -95,16 +96,24 @@ class StepLoss:
         self._scale = self._num_tokens = None
 
     def check_was_computed(self, batch: Mapping[str, Any], trainer: str) -> None:
-        """Raise RuntimeError if a user's step has trained shared prefixes by a loss of its own.
+        """Raise RuntimeError if a user's own loss has trained shared prefixes or divided rows.
 
         `trainer` is the name of its class.
         """
         was_computed = self._was_computed
         self._was_computed = False
-        if not was_computed and "key_index" in batch:
+        if was_computed:
+            return
+        if "key_index" in batch:
             raise RuntimeError(
                 f"training_step of {trainer} counts the tokens of shared prefixes once; set "
                 "prefix_sharing='off', or take the loss from compute_loss"
+            )
+        boundaries = batch.get("cu_seq_lens_q")
+        if boundaries is not None and num_shares(batch["input_ids"].shape[1], boundaries) > 1:
+            raise RuntimeError(
+                f"{trainer} computes the loss of a rank's part of a row by itself; set "
+                "sequence_parallel_size=1, or take the loss from PackedSFTTrainer.compute_loss"
             )
 
     def compute(

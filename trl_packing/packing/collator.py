@@ -18,13 +18,14 @@ packed documents, and every token silently sees the documents before it
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from trl_packing.attention.model_facts import layer_values, rope_thresholds, text_config
+from trl_packing.attention.sequence_parallel import share_of_rank
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
 from trl_packing.documents.host_row import HostRow, PackedBatch
 from trl_packing.documents.labels import (
@@ -137,6 +138,8 @@ class PackedCollator:
         shares_prefixes: compute the tokens with which documents begin alike once (prefix_tree.py),
             on models that passed the check of such rows.
         images: adds the tensors of the images of documents (vision/batch.py); None without images.
+        share: (rank, ranks): The row is divided over so many ranks, of which this one gets its
+            tokens, and the boundaries of the row (attention/sequence_parallel.py).
 
     Examples:
         >>> collate = PackedCollator()
@@ -157,6 +160,7 @@ class PackedCollator:
     tensors_only: bool = False
     shares_prefixes: bool = False
     images: Any = None
+    share: tuple[int, int] = (0, 1)
 
     def replaced(self, **attributes: Any) -> "PackedCollator":
         """Return a copy with other attributes; a subclass may have its own constructor."""
@@ -222,6 +226,11 @@ class PackedCollator:
             named = {*batch} & {"input_ids", "labels", TOKEN_WEIGHTS}
             apart = {name: batch[name][0, : sum(real)].numpy() for name in named}
             batch, host = share_prefixes(apart, real, host.sources) or (batch, host)
+        rank, size = self.share
+        if size > 1:
+            batch = share_of_rank(batch, rank, size)
+            is_trained = batch["labels"][0].numpy() != IGNORE_INDEX
+            host = replace(host, is_trained=is_trained, is_counted=rank == 0)
         if not self.tensors_only:
             return PackedBatch(batch)
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}

@@ -92,8 +92,12 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         return None
     packs = getattr(args, "packing", False) and not getattr(args, "_packing_is_default", False)
     if packs or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False):
-        cuts = "not compatible with context parallelism or sequence parallelism"
-        raise ValueError(f"Packing is {cuts}; set packing=False and padding_free=False")
+        way_out = "set packing=False and padding_free=False"
+        if parallelism.sp_enabled:
+            size = parallelism.sp_size
+            way_out = f"set sequence_parallel_size={size} in its place, or {way_out}"
+        cuts = "not compatible with context parallelism or sequence parallelism of accelerate"
+        raise ValueError(f"Packing is {cuts}; {way_out}")
     return "context or sequence parallelism drops document boundaries"
 
 
@@ -149,7 +153,8 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
         check_options(args)
         Overflow.from_args(args, args.packing)
     options = PackingOptions.of(args)
-    for name in ("loss_weighting", "source_column"):  # they need the losses of tokens
+    # They need the losses of tokens.
+    for name in ("loss_weighting", "source_column", "sequence_parallel_size"):
         value = getattr(options, name)
         if compute_loss_func is not None and value != getattr(PackingOptions, name):
             raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
@@ -162,6 +167,24 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
             if getattr(getattr(args, "accelerator_config", None), name, None):
                 said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
                 raise ValueError(f"{said}; leave {name} unset")
+
+
+def check_ranks(args: Any, shared_by: int) -> None:
+    """Raise ValueError if the ranks of a run cannot be grouped by its `sequence_parallel_size`.
+
+    `shared_by` is the number of ranks that see the same rows by means of other libraries.
+    """
+    size = PackingOptions.of(args).sequence_parallel_size
+    if size > 1 and shared_by > 1:
+        raise ValueError(
+            f"sequence_parallel_size={size} and tensor parallelism over {shared_by} ranks exclude "
+            "each other; set one of them to 1"
+        )
+    if args.world_size % size:
+        raise ValueError(
+            f"sequence_parallel_size={size} does not divide the number of processes, "
+            f"{args.world_size}; start a multiple of {size} (torchrun --nproc_per_node {size})"
+        )
 
 
 def check_set_afterwards(collator: Any, ours: PackedCollator, dataset: Any) -> None:

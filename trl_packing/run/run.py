@@ -9,6 +9,7 @@ report_of            the first epoch in words
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -106,6 +107,11 @@ class Run:
         generation_config = None
         if reason is None:
             check_arguments(args, first, call.compute_loss_func)
+            size = PackingOptions.of(args).sequence_parallel_size
+            if size > 1 and images.packs:
+                raise ValueError(
+                    f"sequence_parallel_size={size} cannot divide rows with images; leave it out"
+                )
             generation_config = generation_config_of(call.model, args)
         packing = getattr(args, "packing", False)
         eval_packing = getattr(args, "eval_packing", None)
@@ -144,7 +150,9 @@ class Run:
     @property
     def pad_to_multiple_of(self) -> int | None:
         """The multiple to which rows are padded, also if a user's collator names it."""
-        return self.args.pad_to_multiple_of or getattr(self.labeler, "pad_to_multiple_of", None)
+        given = self.args.pad_to_multiple_of or getattr(self.labeler, "pad_to_multiple_of", None)
+        size = self.options.sequence_parallel_size
+        return given if size == 1 else math.lcm(given or 1, size)
 
     def tokens_of_bins(self, number: int) -> int:
         """Return the tokens of a micro-batch of full bins, padding included."""
@@ -295,8 +303,13 @@ class Run:
 
         With `balances_experts`, the loss holds the balance of a mixture of experts.
         """
-        args = self.args
+        args, size = self.args, self.options.sequence_parallel_size
         self.check_nothing_is_skipped([train, *evaluated])
+        if balances_experts and size > 1:
+            raise ValueError(
+                f"sequence_parallel_size={size} divides rows, of which the balance of experts is a "
+                "product of means; set router_aux_loss_coef=0.0"
+            )
         if balances_experts and (self.pad_to_multiple_of or self.options.static_shapes):
             raise ValueError(
                 "static_shapes=True or pad_to_multiple_of would let padding take part in the "

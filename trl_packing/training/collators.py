@@ -4,6 +4,7 @@ training, evaluation          one flat row of documents          PackedCollator
 evaluation that asks logits   a padded row for each document     TRL's, with weights
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -38,8 +39,8 @@ class RunCollators:
         """Return the collators of a run whose rows a user's collator makes, or a default one.
 
         Raises:
-            ValueError: the collator has another `loss_weighting` than the config, or shares
-                prefixes although the config does not.
+            ValueError: the collator has another `loss_weighting` than the config, shares prefixes
+                although the config does not, or makes rows that cannot be divided.
         """
         weighting = run.options.loss_weighting
         shares = given.shares_prefixes and run.options.prefix_sharing == "off"
@@ -50,7 +51,17 @@ class RunCollators:
             )
         # No prefixes are shared until `PrefixSharing` has decided.
         packed = given.replaced(loss_weighting=weighting, tensors_only=True, shares_prefixes=False)
-        return cls(run, guard, packed, padded)
+        made = cls(run, guard, packed, padded)
+        size = run.options.sequence_parallel_size
+        if size > 1:
+            if not made.makes_rows_unchanged:
+                raise ValueError(
+                    f"sequence_parallel_size={size} divides rows as PackedCollator makes them, and "
+                    f"{type(packed).__name__} changes them; leave one of the two out"
+                )
+            packed.pad_to_multiple_of = math.lcm(packed.pad_to_multiple_of or 1, size)
+            packed.share = (run.args.process_index % size, size)
+        return made
 
     def for_evaluation(self, *, padded: bool) -> Any:
         """Return the collator of an evaluation; `padded`: of one row for each document."""

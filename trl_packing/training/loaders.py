@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 
+from trl_packing.config import PackingOptions
 from trl_packing.documents.labels import SEQ_LENGTHS, SOURCE
 from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
@@ -31,6 +32,7 @@ ByTrl = Callable[[Any, Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
 _OF_BINS = ("static_shapes", "documents_per_step", "curriculum", "mixture")
+_OF_BINS += ("sequence_parallel_size",)
 
 
 def keep_batches_whole(accelerator: Accelerator) -> None:
@@ -103,7 +105,8 @@ class PackedLoaders:
         """Refuse settings of bins beside a user's sampler of documents, and say how it is used."""
         drawn = f"_get_train_sampler of {self.before.trainer_name} draws documents, not bins"
         for name in _OF_BINS:
-            if value := getattr(self.run.options, name):
+            value = getattr(self.run.options, name)
+            if value != getattr(PackingOptions, name):
                 raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
         if self.run.packing:
             logger.warning_once(
@@ -154,6 +157,11 @@ class PackedLoaders:
                 rows = documents_of(dataset, self.run.call.compute_loss_func, sources)
             if not padded and self.evaluates_bins:
                 sampler_of = self.sampling.for_evaluation
+            elif not padded and collator.share[1] > 1:
+                raise ValueError(
+                    f"sequence_parallel_size={collator.share[1]}, but _get_eval_sampler of "
+                    f"{self.before.trainer_name} gives ranks other documents; leave one of them out"
+                )
             dataloader = by_trl(rows, sampler_of, collator)
         self.sources[dataloader] = sources
         return dataloader

@@ -98,6 +98,8 @@ class ThroughputMeter:
         first = self.trained.width
         counts, of_sources = np.split(self._local[first:], [len(COUNTS)])  # views
         for row in filter(None, map(host_row, batches)):
+            if not row.is_counted:
+                continue
             lengths = row.lengths
             tokens = int(lengths.sum())
             computed = row.num_tokens

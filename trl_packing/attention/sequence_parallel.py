@@ -1,0 +1,171 @@
+"""Divides a packed row over N ranks, which exchange heads for tokens around attention (Ulysses).
+
+    row            a a a a a b b c c c .      padded by a masked document to a multiple of N
+    labels         shifted and masked in the row as a whole, before it is divided
+    rank 0, 1      a a a a a b | b c c c .    embeddings, projections, experts and the loss: T/N tokens
+
+    query          rank 0                        rank 1
+    before         tokens 0 to 5,  heads 0 1     tokens 6 to 11, heads 0 1
+    exchange         heads 0 stay, 1 go     ⇄      heads 1 stay, 0 go
+    attention      tokens 0 to 11, head 0        tokens 0 to 11, head 1
+    exchange, and back to                   ⇄
+    after          tokens 0 to 5,  heads 0 1     tokens 6 to 11, heads 0 1
+
+Attention sees the whole row with its boundaries, so every kernel over boundaries runs unchanged.
+Source: https://arxiv.org/abs/2309.14509 (DeepSpeed Ulysses).
+
+T tokens of the row, t = T / N tokens of a rank, H heads, h = H / N heads of a rank, D head_dim.
+"""
+
+import functools
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trl_packing.documents.host_row import host_values
+from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TOKEN_WEIGHTS
+
+# --- rows -------------------------------------------------------------------------------------
+
+# What each token has, and what its successor has, which it predicts.
+_OF_TOKENS = ("input_ids", "position_ids", "seq_idx")
+_OF_TARGETS = {"labels": IGNORE_INDEX, TOKEN_WEIGHTS: 1.0, SOURCE_IDS: -1}
+
+
+def share_of_rank(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Return the tokens ``(1, t)`` of a rank, and their t targets behind one that is masked.
+
+    The boundaries stay those of the row ``(1, T)``; T must be a multiple of `size`.
+
+    Examples:
+        >>> row = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
+        >>> [share_of_rank(row, rank, 2)["labels"].tolist() for rank in range(2)]
+        [[[-100, 1, 2]], [[-100, 3, -100]]]
+    """
+    length = batch["input_ids"].shape[1] // size
+    start = rank * length
+    share = dict(batch)
+    for name in batch.keys() & {*_OF_TOKENS}:
+        share[name] = batch[name][:, start : start + length].clone()
+    for name in batch.keys() & _OF_TARGETS.keys():
+        behind = pad(batch[name], (0, 1), value=_OF_TARGETS[name])  # the last predicts nothing
+        share[name] = behind[:, start : start + length + 1].clone()
+    share["labels"][:, 0] = IGNORE_INDEX  # of the last token of the rank before
+    return share
+
+
+def num_shares(tokens: int, cu_seqlens: Tensor) -> int:
+    """Return over how many ranks a row with these boundaries is divided, of which one has `tokens`.
+
+    1 if it is not divided.
+    """
+    return max(int(host_values(cu_seqlens)[-1]) // max(tokens, 1), 1)
+
+
+# --- ranks ------------------------------------------------------------------------------------
+
+
+def group_of_row(size: int) -> Any:
+    """Return the process group of the `size` ranks that share the rows of this rank.
+
+    All ranks make it at its first use, together.
+    """
+    return _group_of_row(size, dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=4)
+def _group_of_row(size: int, _world: Any) -> Any:
+    return dist.new_subgroups(group_size=size)[0]
+
+
+class _Exchange(torch.autograd.Function):
+    """Send part i of the first dimension to rank i; received parts are in the order of ranks.
+
+    Parts are equal, so the exchange of the gradients is the same.
+    """
+
+    @staticmethod
+    def forward(ctx, parts, group):
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Exchange.apply(grad.contiguous(), ctx.group), None
+
+
+def gather_row(share: Tensor, size: int) -> Tensor:
+    """Return the values ``(1, T, ...)`` of the row, of which each rank passes its ``(1, t, ...)``.
+
+    Without a gradient.
+    """
+    parts = [torch.empty_like(share) for _ in range(size)]
+    dist.all_gather(parts, share.contiguous(), group=group_of_row(size))
+    return torch.cat(parts, dim=1)
+
+
+# --- attention --------------------------------------------------------------------------------
+
+
+def exchange_around(implementation: str) -> None:
+    """Make transformers' attention function `implementation` take divided rows.
+
+    Calls on rows that are not divided, and those without boundaries, do not change.
+    """
+    function = ALL_ATTENTION_FUNCTIONS[implementation]
+    if kernel_inside(function) is function:
+        AttentionInterface.register(implementation, exchanging(function))
+
+
+def kernel_inside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the attention function that sees whole rows, of one that may exchange around it."""
+    return getattr(function, "of_whole_rows", function)
+
+
+def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function for divided rows, given one for whole rows."""
+
+    @functools.wraps(function)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        boundaries = kwargs.get("cu_seq_lens_q")
+        size = 1 if boundaries is None else num_shares(query.shape[2], boundaries)
+        if size == 1:
+            return function(module, query, key, value, *args, **kwargs)
+        group = group_of_row(size)
+        # Fewer key heads than ranks are repeated; each rank then has the one of its query heads.
+        times = size // gcd(key.shape[1], size)
+        query = _whole_row(query, group, size)
+        key = _whole_row(key.repeat_interleave(times, 1), group, size)
+        value = _whole_row(value.repeat_interleave(times, 1), group, size)
+        if kwargs.get("s_aux") is not None:  # a sink for each head
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(size)[dist.get_rank(group)]
+        output, weights = function(module, query, key, value, *args, **kwargs)
+        return _whole_heads(output, group, size), weights
+
+    attention.of_whole_rows = function  # type: ignore[attr-defined]
+    return attention
+
+
+def _whole_row(share: Tensor, group: Any, size: int) -> Tensor:
+    """Return ``(1, h, T, D)``, given ``(1, H, t, D)``."""
+    parts = share[0].unflatten(0, (size, -1))  # (N, h, t, D)
+    received = _Exchange.apply(parts.contiguous(), group)
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
+
+def _whole_heads(output: Tensor, group: Any, size: int) -> Tensor:
+    """Return ``(1, t, H, D)``, given ``(1, T, h, D)``."""
+    parts = output[0].unflatten(0, (size, -1))  # (N, t, h, D)
+    received = _Exchange.apply(parts.contiguous(), group)
+    return received.transpose(0, 1).flatten(1, 2)[None]
