@@ -2,7 +2,7 @@
 
     row            a a a a a b b c c c .      padded by a masked document to a multiple of N
     labels         shifted and masked in the row as a whole, before it is divided
-    rank 0, 1      a a a a a b | b c c c .    embeddings, projections, experts and the loss: T/N tokens
+    rank 0, 1      a a a a a b | b c c c .    embeddings, projections, experts, loss: T/N tokens
 
     query          rank 0                        rank 1
     before         tokens 0 to 5,  heads 0 1     tokens 6 to 11, heads 0 1
@@ -106,11 +106,10 @@ class _Exchange(torch.autograd.Function):
 def gather_row(share: Tensor, size: int) -> Tensor:
     """Return the values ``(1, T, ...)`` of the row, of which each rank passes its ``(1, t, ...)``.
 
-    Without a gradient.
+    A rank gets the gradients that its values have on all ranks.
     """
-    parts = [torch.empty_like(share) for _ in range(size)]
-    dist.all_gather(parts, share.contiguous(), group=group_of_row(size))
-    return torch.cat(parts, dim=1)
+    same_for_all = share.expand(size, *share.shape[1:]).contiguous()
+    return _Exchange.apply(same_for_all, group_of_row(size)).flatten(0, 1)[None]
 
 
 # --- attention --------------------------------------------------------------------------------

@@ -479,10 +479,11 @@ def _fused_scores(
     if size > 1:
         batch = share_of_rank(batch, rank, size)
     output = model(**batch, fused_lm_head=True)
-    scores, mask = torch.stack([output.log_probs, output.entropy], -1), output.label_mask
+    mask = output.label_mask
+    scores = torch.stack([output.log_probs, output.entropy, mask.to(output.log_probs)], -1)
     if size > 1:
-        scores, mask = gather_row(scores, size), gather_row(mask, size)
-    return scores[mask].float()
+        scores = gather_row(scores, size)
+    return scores[scores[..., 2] > 0][:, :2].float()
 
 
 def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:

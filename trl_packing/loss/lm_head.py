@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from trl_packing.attention.calls import complete_arguments, unbind_forward
+from trl_packing.attention.calls import complete_arguments, current_row, unbind_forward
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
-from trl_packing.documents.host_row import is_cpu, is_trained, to_device
+from trl_packing.attention.sequence_parallel import gather_row, num_shares
+from trl_packing.documents.host_row import host_row, is_cpu, is_trained, to_device
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.next_token import score_targets
 
@@ -55,7 +56,7 @@ def add_trained_positions_head(model: Any) -> None:
         backbone = self.base_model(*args, **kwargs)
         output = _score(backbone.last_hidden_state, head, labels, num_items, scale, softcap)
         if kwargs.get("output_router_logits"):
-            output.aux_loss = _aux_loss(backbone, config, kwargs.get("attention_mask"))
+            output.aux_loss = _aux_loss(backbone, config, kwargs)
             coefficient = getattr(config, "router_aux_loss_coef", 0.0)
             output.loss = output.loss + coefficient * output.aux_loss
         return output
@@ -74,6 +75,10 @@ def use_native_head(model: Any) -> None:
         native = inner(self, *args, **kwargs | {"use_cache": False})
         output = score_logits(native.logits, labels, num_items=num_items)
         output.aux_loss = getattr(native, "aux_loss", None)
+        boundaries = kwargs.get("cu_seq_lens_q")
+        is_divided = boundaries is not None and num_shares(labels.shape[1] - 1, boundaries) > 1
+        if is_divided and output.aux_loss is not None:
+            raise ValueError("its balance of experts would be that of a part of the row")
         return output
 
     # Scoring then runs the whole model, not only its backbone; `install_attention` reads this.
@@ -183,13 +188,20 @@ def _logit_scale(config: Any) -> float:
     return scaling if config.model_type == "hyperclovax" else 1.0 / scaling
 
 
-def _aux_loss(backbone: Any, config: Any, attention_mask: Tensor | None) -> Tensor:
-    """Return the load-balancing loss of the router logits of all layers."""
+def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
+    """Return the load-balancing loss of the router logits of all layers, of a row as a whole."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     num_experts, *_ = (count for count in counts if count is not None)
-    given = backbone.router_logits, num_experts, config.num_experts_per_tok, attention_mask
+    logits, boundaries = backbone.router_logits, call.get("cu_seq_lens_q")
+    tokens = backbone.last_hidden_state.shape[1]
+    size = 1 if boundaries is None else num_shares(tokens, boundaries)
+    if size > 1:
+        row = host_row(current_row() or {})
+        real = tokens * size - (0 if row is None else row.padding)
+        logits = tuple(gather_row(x.view(1, tokens, -1), size)[0, :real] for x in logits)
+    given = logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
     return load_balancing_loss_func(*given)
 
 

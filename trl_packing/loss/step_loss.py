@@ -34,6 +34,7 @@ from trl_packing.loss.sums import (
     check_weights_can_be_used,
     sums_dtype,
     target_weights,
+    tokens_of_batch,
     write_means,
 )
 
@@ -82,7 +83,7 @@ class StepLoss:
             return
         # The sums stay on the device: reading them would wait for the previous step.
         options: Any = {"device": device, "dtype": sums_dtype(torch.device(device))}
-        sums = torch.full((2,), sum(b["input_ids"].numel() for b in batches), **options)
+        sums = torch.full((2,), sum(map(tokens_of_batch, batches)), **options)
         if weighted:
             of_batches = map(target_weights, batches)
             weights = torch.stack([w.sum(dtype=sums_dtype(w.device)) for w in of_batches]).sum()
@@ -150,7 +151,7 @@ class StepLoss:
         if num_items is not None and self.args.average_tokens_across_devices:
             loss = loss * self._ranks
         if self.balance and training and outputs is None:
-            loss = loss + self._balance_of_experts(scored, labels.numel(), num_items)
+            loss = loss + self._balance_of_experts(scored, tokens_of_batch(batch), num_items)
         sums = self.trained if self.evaluated is None and training else self.evaluated
         if sums is not None:
             sums.add(batch, losses, scored)
@@ -201,7 +202,7 @@ class StepLoss:
             )
         return losses
 
-    def _balance_of_experts(self, scored: Any, tokens: int, num_items: Any) -> Tensor:
+    def _balance_of_experts(self, scored: Any, tokens: float, num_items: Any) -> Tensor:
         """Return the share of a micro-batch of `tokens` in the balance of experts.
 
         TRL takes the mean over micro-batches of any size, and DDP the mean over ranks. The balance

@@ -18,7 +18,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from trl_packing.attention.sequence_parallel import num_shares
 from trl_packing.documents.arrow import ArrowDocuments, is_packed, stored_rows
+from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     SEQ_LENGTHS,
@@ -85,6 +87,14 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
     is_trained = batch["labels"][..., 1:] != IGNORE_INDEX
     weights = batch.get(TOKEN_WEIGHTS)
     return is_trained.float() if weights is None else weights[..., 1:] * is_trained
+
+
+def tokens_of_batch(batch: Mapping[str, Any]) -> float:
+    """Return the tokens of a batch, padding included; of a divided row, 1/N of its documents'."""
+    held, boundaries, row = batch["input_ids"].numel(), batch.get("cu_seq_lens_q"), host_row(batch)
+    if row is None or boundaries is None or num_shares(held, boundaries) == 1:
+        return held
+    return (row.num_tokens - row.padding) / num_shares(held, boundaries)
 
 
 def sums_dtype(device: torch.device) -> torch.dtype:
@@ -190,7 +200,7 @@ class LossSums:
         times = times[..., 1:].to(losses.device)
         # A loss may be infinite, or NaN, where it counts nothing.
         losses = losses.detach().to(dtype).masked_fill(weights == 0, 0.0)
-        tokens = torch.full((), batch["labels"].numel(), dtype=dtype, device=losses.device)
+        tokens = torch.full((), tokens_of_batch(batch), dtype=dtype, device=losses.device)
         aux_loss = torch.zeros_like(tokens) if scored.aux_loss is None else scored.aux_loss.detach()
         found = {
             "entropy": (scored.entropy.detach().to(dtype) * times).sum(),

@@ -303,14 +303,11 @@ class Run:
 
         With `balances_experts`, the loss holds the balance of a mixture of experts.
         """
-        args, size = self.args, self.options.sequence_parallel_size
+        args = self.args
         self.check_nothing_is_skipped([train, *evaluated])
-        if balances_experts and size > 1:
-            raise ValueError(
-                f"sequence_parallel_size={size} divides rows, of which the balance of experts is a "
-                "product of means; set router_aux_loss_coef=0.0"
-            )
-        if balances_experts and (self.pad_to_multiple_of or self.options.static_shapes):
+        # The padding of a divided row takes no part in it.
+        pads = (self.pad_to_multiple_of or 1) > self.options.sequence_parallel_size
+        if balances_experts and (pads or self.options.static_shapes):
             raise ValueError(
                 "static_shapes=True or pad_to_multiple_of would let padding take part in the "
                 "balance of experts; leave them out, or set router_aux_loss_coef=0.0"
