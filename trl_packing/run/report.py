@@ -118,7 +118,7 @@ class PackingReport:
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
 
     Attributes:
-        ranks: data-parallel processes.
+        ranks: data-parallel processes, or groups of processes that share their rows.
         accumulation: micro-batches that a rank accumulates in an optimizer step.
         micro_batch: its size in words.
         capacity: most tokens of a bin.
@@ -135,6 +135,7 @@ class PackingReport:
         sources: of the training set, and how often the epoch draws them; empty if not known.
         documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
         order: of the documents of an epoch, in words; "" if they are drawn at random.
+        ranks_of_row: processes that share each row.
     """
 
     ranks: int
@@ -163,6 +164,7 @@ class PackingReport:
     documents_in_data: int | None = None
     order: str = ""
     images: "ImageCounts | None" = None
+    ranks_of_row: int = 1
 
     @property
     def utilization(self) -> float | None:
@@ -228,6 +230,8 @@ class PackingReport:
             rows = [Line("packed into", f"{bins} · {self.utilization:.2%} filled")]
         elif self.bins is not None:
             rows = [Line("packed into", f"{self.bins:,} rows")]
+        if self.ranks_of_row > 1:
+            rows.append(Line("divided", f"each row over {self.ranks_of_row} ranks"))
         if constant:
             rows.append(Line("shapes", f"every micro-batch has {constant:,} tokens"))
         return rows
@@ -240,10 +244,13 @@ class PackingReport:
         epoch = f"{quantity(steps, 'optimizer step')} · {quantity(batches, 'micro-batch')}"
         epoch += f" · up to {most:,} tokens a micro-batch" if most else ""
         documents = f"{self.documents_per_step:,.1f}".removesuffix(".0")
+        ranks = quantity(self.ranks, "rank")
+        if self.ranks_of_row > 1:
+            ranks = f"{quantity(self.ranks, 'group')} of {self.ranks_of_row} ranks"
         step = (
             f"{documents} document{'s' * (documents != '1')} · "
             f"{(self.trained_tokens or 0) / steps:,.0f} trained tokens · "
-            f"{quantity(self.ranks, 'rank')} × {self.accumulation} accumulated × {self.micro_batch}"
+            f"{ranks} × {self.accumulation} accumulated × {self.micro_batch}"
         )
         return [Line("an epoch", epoch), Line("a step", step)]
 
@@ -380,6 +387,7 @@ def report_of(
         loss=None if columns is None else in_words(options.loss_weighting, list(columns)),
         tokens_per_micro_batch=sampling.static_tokens,
         preparation=preparation or PreparationCounts(),
+        ranks_of_row=options.sequence_parallel_size,
     )
     if documents is None:
         if options.documents_per_step is not None:

@@ -17,6 +17,7 @@ class Scenario:
     """A run to train. `lengths` and `eval_lengths` are those of the documents.
 
     leaks_on_rank: where the first layer adds the mean of all tokens so far, of any document.
+    own_loss: a subclass takes the loss from the logits.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     weighted: documents have the `loss_weights` of `token_weights`.
     prefixes: every document begins as one of so many prompts of up to 64 tokens.
@@ -40,6 +41,7 @@ class Scenario:
     evaluates: str = "before"
     saves: bool = False
     leaks_on_rank: str | None = None
+    own_loss: bool = False
     ignores_loss_kwargs: bool = False
     weighted: bool = False
     prefixes: int = 0
@@ -125,6 +127,12 @@ def run(scenario: Scenario) -> dict:
             names = ("input_ids", "position_ids", "labels")
             kept.append({name: inputs[name].clone() for name in names})
             return super().training_step(model, inputs, *args, **kwargs)
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if not scenario.own_loss:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+            return model(**inputs).logits.square().mean()
 
         def get_train_dataloader(self):
             dataloader = super().get_train_dataloader()

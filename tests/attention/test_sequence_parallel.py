@@ -1,0 +1,160 @@
+"""Rows divided over gloo ranks train what one process trains, on rows that are whole.
+
+Tolerance, float32: losses of around 6 differ by 2e-7 of their value, parameters by 1.2e-7, after
+22 steps of SGD. The faults of `helpers.distributed.divided` move either by more than 1e-3.
+"""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from helpers.distributed.divided import FAULTS, run_divided_on_ranks
+from helpers.distributed.train import Scenario, assert_continues, run
+
+SGD = {"optim": "sgd", "learning_rate": 0.05, "isolation_check": "error"}
+# Documents of one token, and rows of 32, 31 and fewer tokens.
+LENGTHS = [1 + (i * 11) % 32 for i in range(41)]
+EVALUATED = {"eval_lengths": [5, 9, 30, 22], "evaluates": "after"}
+METRICS = {"entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "documents_per_step"}
+METRICS |= {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_correct", "eval_rows"}
+BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+MODELS = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
+SAME: dict[str, dict[str, Any]] = {name: {"model": name, **EVALUATED} for name in MODELS}
+SAME |= {
+    "the balance of experts": {"model": "qwen3_moe", "config": BALANCE},
+    "LoRA": {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}},
+    "no checkpoints": {"options": {"gradient_checkpointing": False}},
+    "reentrant checkpoints": {
+        "options": {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    },
+    "two bins, accumulated": {"batch_size": 2, "accumulation": 2, "epochs": 2},
+    "unpacked": {"packing": False, "saves": True, **EVALUATED},
+    "documents_per_step": {"options": {"documents_per_step": 5}},
+    "a stream": {"stream": True, "max_steps": 6, **EVALUATED},
+    "documents weighted": {"weighted": True, "options": {"loss_weighting": "document"}},
+    "dft": {"options": {"loss_type": "dft"}},
+    "smoothed": {"options": {"label_smoothing_factor": 0.1}},
+    "static shapes": {"options": {"static_shapes": True}},
+    # The first 2 tokens of a document are not trained: a rank without a target.
+    "short rows": {"lengths": [3, 2, 4, 1, 3], "packing": False},
+    "a padded evaluation": {"counts_correct": True, **EVALUATED},
+}
+
+
+def scenario(folder: Any, name: str, arguments: dict[str, Any], **others: Any) -> Scenario:
+    options = SGD | arguments.get("options", {})
+    made = {"lengths": LENGTHS, **arguments, **others, "options": options}
+    return Scenario(str(folder / name.replace(" ", "-")), **made)
+
+
+ADAMW = {"save_steps": 4, "options": {"optim": "adamw_torch", "learning_rate": 0.01}}
+# Two groups of two ranks; each as one rank that accumulates two micro-batches.
+GROUPS: dict[str, dict[str, Any]] = {
+    "groups": EVALUATED,
+    "groups, fsdp2": {"engine": "fsdp2", "saves": True, **EVALUATED},
+    "groups, zero3": {"engine": "zero3", **EVALUATED},
+    "groups, the last without documents": {"lengths": [32, 32, 32]},
+    "groups, a stream": {"stream": True, "max_steps": 4, "packing": False},
+}
+LEAK = {"leaks_on_rank": "1", "options": {"isolation_check": "error"}}
+# What each refuses, in words of the message.
+REFUSED = {
+    "a leak on one rank": (LEAK, "LEAK"),
+    "recurrent": ({"model": "lfm2"}, "recurrent layers"),
+    "a loss of the user": ({"own_loss": True}, "sequence_parallel_size=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    base = tmp_path_factory.mktemp("divided")
+    cases = {name: (scenario(base, name, case), 2, None) for name, case in SAME.items()}
+    for fault in FAULTS:
+        options = {"options": {"isolation_check": "off"}}
+        cases[fault] = (scenario(base, fault, options), 2, fault)
+    for name, (case, _) in REFUSED.items():
+        cases[name] = (scenario(base, name, case), 2, None)
+    return run_divided_on_ranks(cases, base / "results")
+
+
+def assert_same_training(rank: dict, alone: dict) -> None:
+    """The same losses, norms of gradients, parameters, counts and evaluation."""
+    torch.testing.assert_close(rank["losses"], alone["losses"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(rank["grad_norms"], alone["grad_norms"], rtol=2e-6, atol=0)
+    torch.testing.assert_close(rank["parameters"], alone["parameters"], rtol=0, atol=1e-6)
+    for entry, expected in zip(rank["history"], alone["history"], strict=True):
+        for name in expected.keys() & METRICS:
+            assert entry[name] == pytest.approx(expected[name], rel=1e-5), name
+    for name in ("train_tokens", "train_documents", "train_trained_tokens"):
+        assert rank["totals"][name] == alone["totals"][name]
+
+
+def alone(tmp_path: Any, name: str, arguments: dict[str, Any], **others: Any) -> dict:
+    torch.manual_seed(0)
+    return run(scenario(tmp_path, name, arguments, **others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_two_ranks_that_divide_rows_train_as_one(name, two_ranks, tmp_path):
+    expected = alone(tmp_path, name, SAME[name])
+    ranks = two_ranks[name]
+    for rank in ranks:
+        assert_same_training(rank, expected)
+        assert rank["attention"] == "documents"
+    for whole, *parts in zip(expected["inputs"], *(rank["inputs"] for rank in ranks), strict=True):
+        row = torch.cat([part["input_ids"] for part in parts], 1)
+        assert torch.equal(row[:, : whole["input_ids"].shape[1]], whole["input_ids"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_row_that_is_divided_wrongly_fails_the_same_comparison(fault, two_ranks, tmp_path):
+    expected = alone(tmp_path, "llama", {})
+    with pytest.raises(AssertionError):
+        assert_same_training(two_ranks[fault][0], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_ranks_refuse_what_cannot_be_divided(name, two_ranks):
+    for rank in two_ranks[name]:
+        assert REFUSED[name][1] in rank["error"]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory) -> dict[str, list[dict]]:
+    base = tmp_path_factory.mktemp("groups")
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    cases = {
+        name: (scenario(base, name, case), 2, None)
+        for name, case in GROUPS.items()
+        if has_deepspeed or case.get("engine") != "zero3"
+    }
+    cases["two key heads"] = (scenario(base, "two key heads", {"model": "gpt_oss"}), 4, None)
+    whole = scenario(base, "whole", ADAMW)
+    resumed = scenario(base, "resumed", ADAMW, resume=f"{whole.output_dir}/checkpoint-4")
+    cases |= {"whole": (whole, 2, None), "resumed": (resumed, 2, None)}
+    return run_divided_on_ranks(cases, base / "results", ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*GROUPS, "two key heads"])
+def test_groups_of_ranks_train_as_one_rank_with_their_number_accumulated(
+    name, four_ranks, tmp_path
+):
+    if name not in four_ranks:
+        pytest.skip("deepspeed is not installed: `make .venv/.all`")
+    case = {"model": "gpt_oss"} if name == "two key heads" else GROUPS[name] | {"accumulation": 2}
+    expected = alone(tmp_path, name, case | {"engine": None})
+    for rank in four_ranks[name]:
+        assert rank["is_sharded"]
+        assert_same_training(rank, expected)
+
+
+@pytest.mark.slow
+def test_a_resumed_group_ends_with_the_same_bits(four_ranks):
+    for whole, resumed in zip(four_ranks["whole"], four_ranks["resumed"], strict=True):
+        assert_continues(resumed, whole)

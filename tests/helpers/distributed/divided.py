@@ -1,0 +1,61 @@
+"""Runs whose rows are divided over ranks, and runs of the same that divide them wrongly."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+from helpers.distributed.ranks import on_ranks
+from helpers.distributed.train import Scenario, run
+
+
+@contextmanager
+def broken(fault: str | None) -> Iterator[None]:
+    """Divide rows inside the block as the name of a `fault` says; None divides them rightly."""
+    import torch
+
+    from trl_packing import PackedCollator, PackedSFTTrainer
+    from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
+    from trl_packing.documents.host_row import PackedBatch
+
+    count, collate = PackedSFTTrainer._get_num_items_in_batch, PackedCollator.__call__
+
+    def collated(self, documents):
+        batch = collate(self, documents)
+        tensors, host = dict(batch), batch.host
+        if fault == "boundaries of a part":
+            lengths = torch.from_numpy(lengths_from_numbers(batch["seq_idx"][0].numpy()))
+            found = boundaries_of_row(lengths)
+            tensors |= {name: found[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+            host = replace(host, boundaries=found["cu_seq_lens_q"].long().numpy())
+        if fault == "labels shifted in a part":
+            tensors["labels"][:, -1] = -100
+            host = replace(host, is_trained=tensors["labels"][0].numpy() != -100)
+        return PackedBatch(tensors, host)
+
+    def counted(self, *args):
+        return count(self, *args) * (2 if fault == "tokens counted twice" else 1)
+
+    with (
+        patch.object(PackedCollator, "__call__", collated if fault else collate),
+        patch.object(PackedSFTTrainer, "_get_num_items_in_batch", counted),
+    ):
+        yield
+
+
+FAULTS = ("boundaries of a part", "labels shifted in a part", "tokens counted twice")
+
+
+def run_divided(case: tuple[Scenario, int, str | None]) -> dict:
+    """Return what `run` does for a scenario, each row divided over so many ranks, or its error."""
+    scenario, size, fault = case
+    options = scenario.options | {"sequence_parallel_size": size}
+    with broken(fault):
+        try:
+            return run(replace(scenario, options=options))
+        except (ValueError, RuntimeError) as error:
+            return {"error": str(error)}
+
+
+run_divided_on_ranks = partial(on_ranks, run_divided)
