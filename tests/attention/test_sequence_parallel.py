@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from harness import make_trainer
 from helpers.distributed.divided import FAULTS, run_divided_on_ranks
 from helpers.distributed.train import Scenario, assert_continues, run
+from helpers.tiny import documents_of_lengths
+
+from trl_packing import PackedCollator
 
 SGD = {"optim": "sgd", "learning_rate": 0.05, "isolation_check": "error"}
 # Documents of one token, and rows of 32, 31 and fewer tokens.
@@ -18,9 +23,11 @@ LENGTHS = [1 + (i * 11) % 32 for i in range(41)]
 EVALUATED = {"eval_lengths": [5, 9, 30, 22], "evaluates": "after"}
 METRICS = {"entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "documents_per_step"}
 METRICS |= {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_correct", "eval_rows"}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 MODELS = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
+FLASH = "flash_attention_2"
 SAME: dict[str, dict[str, Any]] = {name: {"model": name, **EVALUATED} for name in MODELS}
 SAME |= {
     "the balance of experts": {"model": "qwen3_moe", "config": BALANCE},
@@ -40,6 +47,7 @@ SAME |= {
     # The first 2 tokens of a document are not trained: a rank without a target.
     "short rows": {"lengths": [3, 2, 4, 1, 3], "packing": False},
     "a padded evaluation": {"counts_correct": True, **EVALUATED},
+    FLASH: {"model": "mistral", "config": {"attn_implementation": "flash_attention_2"}},
 }
 
 
@@ -63,8 +71,56 @@ LEAK = {"leaks_on_rank": "1", "options": {"isolation_check": "error"}}
 REFUSED = {
     "a leak on one rank": (LEAK, "LEAK"),
     "recurrent": ({"model": "lfm2"}, "recurrent layers"),
+    "three heads": (
+        {"config": {"num_attention_heads": 3, "num_key_value_heads": 1}},
+        "3 attention",
+    ),
+    "no kernel": ({"model": "opt"}, "needs attention over boundaries alone"),
     "a loss of the user": ({"own_loss": True}, "sequence_parallel_size=1"),
 }
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sequence_parallel_size": 0}, "sequence_parallel_size=0 must be at least 1"),
+        ({}, "start a multiple of 2"),
+        ({"prefix_sharing": "bin"}, "prefix_sharing='bin' exclude each other"),
+        ({"attention": "mask"}, "attention='mask' exclude each other"),
+        ({"torch_compile": True}, "torch_compile=True exclude each other"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 exclude each other"),
+    ],
+)
+def test_settings_beside_which_rows_cannot_be_divided_are_refused(settings, words, tmp_path):
+    rows = documents_of_lengths([5, 6])
+    with pytest.raises(ValueError, match=words):
+        make_trainer(tmp_path, rows, **{"sequence_parallel_size": 2, **settings})
+
+
+def test_trl_path_and_losses_of_the_user_are_refused(tmp_path):
+    rows = Dataset.from_list(documents_of_lengths([5, 6])).with_transform(dict)
+    with pytest.raises(ValueError, match="sequence_parallel_size=2 does nothing on TRL's path"):
+        make_trainer(tmp_path, rows, sequence_parallel_size=2)
+    given = {"compute_loss_func": lambda outputs, labels, num_items_in_batch: 0}
+    with pytest.raises(ValueError, match="sequence_parallel_size=2 and compute_loss_func"):
+        make_trainer(tmp_path, documents_of_lengths([5]), arguments=given, sequence_parallel_size=2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_shares_of_a_row_are_its_tokens_and_targets(size):
+    documents = documents_of_lengths([1, 7, 2, 5], prompt=1)
+    whole = PackedCollator(pad_to_multiple_of=size)(documents)
+    shares = [
+        PackedCollator(pad_to_multiple_of=size, share=(rank, size))(documents)
+        for rank in range(size)
+    ]
+    for name in ("input_ids", "position_ids", "seq_idx"):
+        assert torch.equal(torch.cat([share[name] for share in shares], 1), whole[name])
+    targets = torch.cat([share["labels"][:, 1:] for share in shares], 1)
+    assert torch.equal(targets[:, :-1], whole["labels"][:, 1:])
+    assert sum(int((share["labels"] != -100).sum()) for share in shares) == 11
+    for share in shares:
+        assert torch.equal(share["cu_seq_lens_q"], whole["cu_seq_lens_q"])
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +155,12 @@ def alone(tmp_path: Any, name: str, arguments: dict[str, Any], **others: Any) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_two_ranks_that_divide_rows_train_as_one(name, two_ranks, tmp_path):
-    expected = alone(tmp_path, name, SAME[name])
+    case = SAME[name] | ({"config": {}} if name == FLASH else {})
+    expected = alone(tmp_path, name, case)
     ranks = two_ranks[name]
     for rank in ranks:
         assert_same_training(rank, expected)
-        assert rank["attention"] == "documents"
+        assert rank["attention"] == (FLASH if name == FLASH else "documents")
     for whole, *parts in zip(expected["inputs"], *(rank["inputs"] for rank in ranks), strict=True):
         row = torch.cat([part["input_ids"] for part in parts], 1)
         assert torch.equal(row[:, : whole["input_ids"].shape[1]], whole["input_ids"])

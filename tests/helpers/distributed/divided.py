@@ -6,6 +6,9 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
+import pytest
+
+from helpers import flash_attn_double
 from helpers.distributed.ranks import on_ranks
 from helpers.distributed.train import Scenario, run
 
@@ -48,10 +51,15 @@ FAULTS = ("boundaries of a part", "labels shifted in a part", "tokens counted tw
 
 
 def run_divided(case: tuple[Scenario, int, str | None]) -> dict:
-    """Return what `run` does for a scenario, each row divided over so many ranks, or its error."""
+    """Return what `run` does for a scenario, each row divided over so many ranks, or its error.
+
+    A model that is loaded with FlashAttention-2 gets a double of it.
+    """
     scenario, size, fault = case
     options = scenario.options | {"sequence_parallel_size": size}
-    with broken(fault):
+    with broken(fault), pytest.MonkeyPatch.context() as monkeypatch:
+        if "attn_implementation" in scenario.config:
+            flash_attn_double.install(monkeypatch)
         try:
             return run(replace(scenario, options=options))
         except (ValueError, RuntimeError) as error:
