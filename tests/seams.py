@@ -51,6 +51,7 @@ METHODS = {
 
 FUNCTIONS = {
     "accelerate.utils.broadcast_object_list": "object_list, from_process",
+    "accelerate.state.GradientState._set_sync_gradients": "self, sync_gradients",
     "transformers.Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "transformers.Trainer._get_output_dir": "self, trial",
     "transformers.Trainer._push_from_checkpoint": "self, checkpoint_folder",

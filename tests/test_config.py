@@ -50,7 +50,9 @@ VALUES = [  # settings, and words of the sentence
     ({"instruction_template": "Q"}, "has no effect without response_template"),
     ({"overflow": "overlap", "packing_strategy": "wrapped"}, "exclude each other; leave one"),
     ({"static_shapes": True, "packing": False}, "exclude each other; leave one"),
-    ({"auto_find_batch_size": True, "documents_per_step": 4}, "=True and documents_per_step=4 ex"),
+    ({"auto_find_batch_size": True, "documents_per_step": 4}, "=4; set max_tokens_per_micro_batch"),
+    ({"max_tokens_per_micro_batch": 0}, "^max_tokens_per_micro_batch=0 must be at least 1$"),
+    ({"max_tokens_per_micro_batch": 9, "prefix_sharing": "bin"}, "exclude each other; leave one"),
 ]
 
 

@@ -70,6 +70,9 @@ class PackingOptions:
     documents_per_step: int | None = setting(
         None, "Documents in an optimizer step, of all ranks. Default: of its bins, or as if padded."
     )
+    max_tokens_per_micro_batch: int | None = setting(
+        None, "Divide micro-batches with more tokens into several forwards of the same step."
+    )
     loss_weighting: str = setting(
         "token",
         "Weight of a token in a step: every token equal, every 'document' equal, or in between "
@@ -187,6 +190,7 @@ def _is_float32_better(args: Any) -> bool:
 # Smallest values; transformers does not check its own.
 _FROM_ONE = ["per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"]
 _FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches", "sequence_parallel_size"]
+_FROM_ONE += ["max_tokens_per_micro_batch"]
 _LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
 _BINS: dict[str, Any] = {"packing": (False,), "documents_per_step": None}
 _SHARING: dict[str, Any] = {"prefix_sharing": ("bin", "group")}
@@ -199,6 +203,7 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("train_on", None): {"assistant_only_loss": (True,)},
     ("response_template", None): {"train_on": None, "assistant_only_loss": (True,)},
     ("static_shapes", None): _BINS | _SHARING | {"attention": ("padded", "equal_lengths")},
+    ("max_tokens_per_micro_batch", None): _SHARING | {"static_shapes": (True,)},
     ("pad_to_multiple_of", None): _SHARING,
     ("max_patches", None): _BINS,
     ("curriculum", None): _ORDERS | {"train_sampling_strategy": ("sequential", "group_by_length")},
@@ -206,8 +211,6 @@ _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("prefix_sharing", "group"): _BINS | _WRAPPED,
     ("sequence_parallel_size", None): _SHARING | _NOT_DIVIDED,
     ("overflow", "overlap"): _WRAPPED,
-    # Its micro-batches hold the documents of a step, however small the batch size is.
-    ("auto_find_batch_size", None): {"documents_per_step": None},
 }
 
 
@@ -250,6 +253,12 @@ def check_options(args: Any) -> None:
         )
     _check_exclusions(args, options)
     _check_mixture(options.mixture)
+    number = options.documents_per_step
+    if args.auto_find_batch_size and number and options.max_tokens_per_micro_batch is None:
+        raise ValueError(
+            f"auto_find_batch_size=True changes nothing beside documents_per_step={number}; set "
+            "max_tokens_per_micro_batch, which it halves, or leave one of them out"
+        )
     if options.instruction_template is not None and options.response_template is None:
         raise ValueError("instruction_template has no effect without response_template")
 

@@ -63,6 +63,7 @@ from trl_packing.training.before_training import BeforeTraining, RunReport, make
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.collators import RunCollators
+from trl_packing.training.dividing import parts_of, without_sync
 from trl_packing.training.engines import (
     forget_evaluation_wrapper,
     gather_full_state_dict,
@@ -193,10 +194,7 @@ class PackedSFTTrainer(SFTTrainer):
         if reason:
             leave_packing(args, reason, train_dataset, eval_dataset, data_collator)
             super().__init__(model, args, data_collator, train_dataset, eval_dataset, **rest)
-            self._epochs = ResumedEpochs(self.args)
-            self._between_steps.begin()
-            self._record_run(LossSums())
-            logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
+            self._follow_trl(reason)
             return
         self._prepare_by_trl(rest)
         check_ranks(self.args, self._ranks_with_same_rows())
@@ -205,6 +203,13 @@ class PackedSFTTrainer(SFTTrainer):
         balances = self.aux_loss_enabled
         run.check_prepared(self.train_dataset, evaluated, balances_experts=balances)
         self._build_packed_run()
+
+    def _follow_trl(self, reason: str) -> None:
+        """Leave everything to TRL but resuming and the record of the run."""
+        self._epochs = ResumedEpochs(self.args)
+        self._between_steps.begin()
+        self._record_run(LossSums())
+        logger.warning(f"{reason}: taking TRL's path unchanged, without packing by us")
 
     def _prepare_by_trl(self, rest: dict[str, Any]) -> None:
         """Run TRL's constructor, which prepares the data sets by `_prepare_dataset`."""
@@ -279,13 +284,7 @@ class PackedSFTTrainer(SFTTrainer):
         settle_first(self.model, before.settle)
         if args.world_size == 1:
             keep_batches_whole(self.accelerator)
-        self._step_loss = StepLoss(
-            args,
-            self.accelerator,
-            tp_size=self.get_tp_size(),
-            smoothing=args.label_smoothing_factor if self.label_smoother else 0.0,
-            balance=self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
-        )
+        self._step_loss = self._make_step_loss()
         self._record_run(self._step_loss.trained, guard)
         self._loaders = PackedLoaders(
             before,
@@ -296,6 +295,15 @@ class PackedSFTTrainer(SFTTrainer):
         self._other_models = OtherModels(self.model)
         check_evaluation_sets(guard.limits, self._evaluation_sets())
         self.add_callback(before)
+
+    def _make_step_loss(self) -> StepLoss:
+        return StepLoss(
+            self.args,
+            self.accelerator,
+            tp_size=self.get_tp_size(),
+            smoothing=self.args.label_smoothing_factor if self.label_smoother else 0.0,
+            balance=self.router_aux_loss_coef if self.aux_loss_enabled else 0.0,
+        )
 
     @property
     def attention(self) -> AttentionChoice | None:
@@ -417,7 +425,7 @@ class PackedSFTTrainer(SFTTrainer):
                 is_tokenized = "input_ids" in columns_of(dataset) and not records_of(dataset)
                 if run.packing or not is_tokenized:
                     self.train_dataset = dataset = self._prepare_later(dataset, "train")
-            return loaders.train(by_trl, dataset, sampler_fn)
+            return loaders.train(by_trl, dataset, sampler_fn, self._max_tokens())
         name = dataloader_key or "test"
         if run.skips_preparation:  # TRL knows only its own collator
             run.check_nothing_is_skipped([dataset])
@@ -433,11 +441,27 @@ class PackedSFTTrainer(SFTTrainer):
     def _configure_sampling(self) -> None:
         """Take the settings of now; ranks that divide a row must see the same batch."""
         shared = self._ranks_with_same_rows() * self._run.options.sequence_parallel_size
-        self._sampling.batch_size = self._train_batch_size
+        size = self._train_batch_size
+        if self._max_tokens() is not None:  # the budget is lowered, and steps stay as they are
+            size = self.args.per_device_train_batch_size
+        self._sampling.batch_size = size
         self._sampling.ranks = ranks_of(self.args, shared)
 
     def _ranks_with_same_rows(self) -> int:
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+    def _max_tokens(self) -> int | None:
+        """Return the budget of a micro-batch, of which `auto_find_batch_size` has left a part."""
+        most = self._run.options.max_tokens_per_micro_batch
+        if most is None:
+            return None
+        if not self._loss_is_ours():
+            raise ValueError(
+                f"max_tokens_per_micro_batch={most} divides a micro-batch, and compute_loss of "
+                f"{type(self).__name__} may be the mean of each part; leave it out, or pass "
+                "compute_loss_func, which gets num_items_in_batch"
+            )
+        return max(most * self._train_batch_size // self.args.per_device_train_batch_size, 1)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -507,6 +531,8 @@ class PackedSFTTrainer(SFTTrainer):
         self._run.images.measure(batches)
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
         self._meter.count(batches, self._loaders.room)
+        if self._loaders.divided is not None:
+            self._loaders.divided.divide_alike(batches, device)
         return CurrentBatches(batches), num_items
 
     @packed_runs_only
@@ -520,12 +546,23 @@ class PackedSFTTrainer(SFTTrainer):
             divisor = 1 if is_scaled else self.current_gradient_accumulation_steps
             num_items_in_batch, hidden = None, (num_items_in_batch, divisor)
         is_own = not (self._is_ours("training_step") and self._loss_is_ours())
+        parts = parts_of(inputs)
+        if len(parts) > 1 and num_items_in_batch is None:
+            raise ValueError(
+                "max_tokens_per_micro_batch divides a micro-batch, and training_step of "
+                f"{type(self).__name__} gives no num_items_in_batch; pass it on, or leave it out"
+            )
+        losses = []
         with (
-            use_current_row(inputs),
             self._other_models.watch() if is_own and not self.args.torch_compile else nullcontext(),
             temporarily(self._step_loss, hidden_num_items=hidden),
         ):
-            return super().training_step(model, inputs, num_items_in_batch)
+            for number, part in enumerate(parts, start=1):
+                is_last = number == len(parts)
+                syncs = nullcontext() if is_last else without_sync(self.accelerator, model)
+                with use_current_row(part), syncs:
+                    losses.append(super().training_step(model, part, num_items_in_batch))
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:

@@ -30,6 +30,12 @@ SAME = {
     "balance of experts": {"model": "qwen3_moe", "config": BALANCE},
     "the gate, states": {"model": "falcon_mamba", "options": {"isolation_check": "error"}},
     "the gate, padded rows": {"options": {"isolation_check": "error", "attention": "padded"}},
+    "divided": {
+        "packing": False,
+        "batch_size": 3,
+        "accumulation": 2,
+        "options": {"max_tokens_per_micro_batch": 40},
+    },
     "LoRA": {"lora": LORA},
     "LoRA and a trained head": {"lora": LORA | {"modules_to_save": ["lm_head"]}},
     "a stream": {"stream": True, "max_steps": 4, "packing": False},

@@ -25,6 +25,13 @@ SAME_STEPS = {
     "unpacked": {"lengths": LENGTHS, "packing": False},
     # Three bins of one document: rank 1 has none in the second step.
     "a rank with an empty micro-batch": {"lengths": [32, 32, 32], "epochs": 3},
+    # Ranks of one and of three parts, with one more of a masked token.
+    "divided": {
+        "lengths": [30, 30, 30, *[3] * 9, 20, 20],
+        "packing": False,
+        "batch_size": 3,
+        "options": SGD | {"max_tokens_per_micro_batch": 32},
+    },
     # 30, 1, 29 and 2 trained tokens.
     "unequal trained tokens": {"lengths": [32, 3, 31, 4], "packing": False},
     # Packed, each rank fills bins from its own documents, so two ranks have other steps than one.

@@ -8,7 +8,7 @@ Reading a number from a device (`item`, `tolist`, a boolean index) makes the hos
 queued work; then the device is idle until the host has queued more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,19 @@ class PackedBatch(dict[str, Any]):
     """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row, if it has one.
 
     `host` goes along to other processes, pinned memory and the device; its numbers are cached under
-    the tensors there, so a plain dictionary of them has them too.
+    the tensors there, so a plain dictionary of them has them too. So do `parts`: rows of some of
+    its documents each, which run one after another; none if the row runs as a whole.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], host: HostRow | None = None):
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        host: HostRow | None = None,
+        parts: Sequence["PackedBatch"] = (),
+    ):
         super().__init__(tensors)
         self.host = host
+        self.parts = parts
         remember_row(self)
 
     def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
@@ -86,15 +93,19 @@ class PackedBatch(dict[str, Any]):
         moved = {n: send(v, device) if torch.is_tensor(v) else v for n, v in self.items()}
         for name in _READ_BY_HOST & self.keys():
             cache_values(moved[name], host_values(self[name]))
-        return PackedBatch(moved, self.host)
+        return PackedBatch(moved, self.host, [part.to(device) for part in self.parts])
 
     def pin_memory(self) -> "PackedBatch":
         """Return the batch in pinned memory; data loaders call this."""
         pinned = {n: v.pin_memory() if torch.is_tensor(v) else v for n, v in self.items()}
-        return PackedBatch(pinned, self.host)
+        return PackedBatch(pinned, self.host, [part.pin_memory() for part in self.parts])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedBatch, (dict(self), self.host)  # caches in the process that unpickles it
+        return PackedBatch, (
+            dict(self),
+            self.host,
+            self.parts,
+        )  # caches in the process that unpickles it
 
 
 def host_row(batch: Mapping[str, Any]) -> HostRow | None:

@@ -393,7 +393,8 @@ def _in_short(result: CheckResult) -> str:
         return f"refused ({str(result)[:80]})"
     verdict = "differs" if result.whatever_others else result.verdict
     by = f" by {brief(result.difference)}" if result.verdict == "leaks" else ""
-    return verdict + by + " with images" * result.has_images
+    images = " with images" if result.has_images else ""
+    return verdict + by + images
 
 
 _FROM_BEST = (*VERDICTS, "refused", NOT_FINITE)
@@ -446,4 +447,5 @@ class Checked:
         if self.is_padded:
             return f"{_PADDED}, for documents would LEAK into each other: {numbers}"
         word = self.evidence.words.removeprefix("documents are ")
-        return f"{word}: {numbers}" + f"; {self.reason}" * bool(self.reason)
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"{word}: {numbers}{reason}"

@@ -217,18 +217,32 @@ def _runs_flash(config: Any, parameter: torch.Tensor) -> bool:
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Draw:
     """Return a function that draws tokens for `model`, at most as many as it has positions."""
-    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    size = getattr(embeddings, "num_embeddings", None) or next(
-        (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2
-    )
+    every = np.arange(_vocabulary_size(model))
     # Vision-language models raise an error for an image token without an image.
-    fields = vars(getattr(model, "config", None) or nn.Identity())
-    named = [v for k, v in fields.items() if k.endswith(("token_id", "token_index"))]
-    special = [i for v in named for i in (v if isinstance(v, (list, tuple)) else [v])]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
-    size = min(size, getattr(head, "out_features", None) or size)
-    usable = np.setdiff1d(np.arange(size), [i for i in special if isinstance(i, int)])
-    usable = usable if len(usable) > 1 else np.arange(size)
+    usable = np.setdiff1d(every, _special_ids(getattr(model, "config", None)))
+    usable = usable if len(usable) > 1 else every
     most = learned_positions(model)
     return lambda length: rng.choice(usable, min(length, most or length)).astype(np.int64)
+
+
+def _vocabulary_size(model: Any) -> int:
+    """Return the number of tokens that a model both reads and predicts."""
+    embeddings = head = None
+    if hasattr(model, "get_input_embeddings"):
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    size = getattr(embeddings, "num_embeddings", None)
+    if size is None:
+        of_modules = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+        size = next(of_modules, 2)
+    # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
+    return min(size, getattr(head, "out_features", None) or size)
+
+
+def _special_ids(config: Any) -> list[int]:
+    """Return the tokens that a config gives a meaning of their own."""
+    found: list[int] = []
+    for name, value in vars(config or nn.Identity()).items():
+        if name.endswith(("token_id", "token_index")):
+            ids = value if isinstance(value, (list, tuple)) else [value]
+            found += [i for i in ids if isinstance(i, int)]
+    return found

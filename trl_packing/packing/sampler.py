@@ -249,14 +249,16 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if self.groups is not None:
             return self.groups.pack(self.capacity or 0, self.strategy, seed)
         if self.stages is not None:
-            indices, sizes = [], []  # bins of one stage, stage after stage
+            # Bins of one stage, stage after stage.
+            indices = []
+            sizes = []
             for stage in np.unique(self.stages).tolist():
                 members = np.flatnonzero(self.stages == stage)
                 bins = self._pack(members, seed and (*seed, stage))
                 indices.append(members[bins.indices])
                 sizes.append(np.diff(bins.offsets))
-            found = np.concatenate(indices), np.concatenate(sizes)
-            return plan_of(*found, self.lengths, bins.capacity)
+            documents_of = np.concatenate(indices)
+            return plan_of(documents_of, np.concatenate(sizes), self.lengths, bins.capacity)
         # Without a mixture, places are documents: no array of a million numbers is copied.
         documents = slice(None) if self.draw is None else self._documents(epoch)
         bins = self._pack(documents, seed)
@@ -265,8 +267,9 @@ class PackedBatchSampler(BatchRebalanceSampler):
             raise RuntimeError(f"epoch {epoch} has more bins than the epochs={self.epochs} planned")
         if len(bins) < most:  # an emptier epoch of a mixture
             parts = split_bins(bins, most)
-            found = np.concatenate(parts), np.array([*map(len, parts)])
-            return plan_of(*found, self.lengths[documents], bins.capacity)
+            of_parts = np.array([len(part) for part in parts])
+            lengths = self.lengths[documents]
+            return plan_of(np.concatenate(parts), of_parts, lengths, bins.capacity)
         return bins
 
     def _pack(self, documents: np.ndarray | slice, seed: Sequence[int] | None) -> PackingPlan:
@@ -284,25 +287,41 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def _steps_of_bins(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of this epoch, bin by bin, and the ends of micro-batches."""
-        bins, lengths = self._bins_of(self.epoch), self.at_places(self.lengths)
+        bins = self._bins_of(self.epoch)
+        full, left = self.arranged_bins(bins, self._costs(bins))
+        sizes = np.diff(bins.offsets)
+        places = bins.indices[ranges(bins.offsets[full.ravel()], sizes[full.ravel()])]
+        last, held = self._last_step([bins[i] for i in left])
+        in_full = sizes[full].sum(-1).ravel()
+        documents = np.concatenate([in_full, np.array(held, np.int64)])  # of each micro-batch
+        return np.concatenate([places, *last], dtype=np.int64), np.cumsum(documents)
+
+    def _costs(self, bins: PackingPlan) -> np.ndarray:
+        """Return what bins cost, in whole tokens, (bins,)."""
+        if self.rows:  # the lengths of documents inside are not known here
+            return bins.tokens
         if self.groups is None:
+            lengths = self.at_places(self.lengths)
             squares = np.square(lengths[bins.indices], dtype=np.int64)
         else:
             squares = self.groups.squares[bins.indices]
-        squares = np.add.reduceat(squares, bins.offsets[:-1])
-        # Whole tokens. The lengths of documents inside rows are not known here.
-        attention = (0.0 if self.rows else self.attention_cost) * squares
-        full, left = self.arranged_bins(bins, bins.tokens + attention.astype(np.int64))
-        # The last step has as few micro-batches as hold the bins left over, which are split if
-        # there are too few of them.
+        attention = self.attention_cost * np.add.reduceat(squares, bins.offsets[:-1])
+        return bins.tokens + attention.astype(np.int64)
+
+    def _last_step(self, left: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
+        """Return the bins of the last step, and the documents of each of its micro-batches.
+
+        These are as few as hold the bins `left` over, which are split if there are too few of them.
+        """
         number = -(-len(left) // (self.bins_per_batch * self.num_ranks)) * self.num_ranks
-        last = split_bins((bins[i] for i in left), number)
-        of_last = np.array([(len(last) + i) // number for i in reversed(range(number))], np.int64)
-        held = np.append(0, np.cumsum([0, *map(len, last)])[np.cumsum(of_last)])
-        sizes = np.diff(bins.offsets)
-        chosen = ranges(bins.offsets[full.ravel()], sizes[full.ravel()])
-        places = np.concatenate([bins.indices[chosen], *last], dtype=np.int64)
-        return places, np.cumsum(np.append(sizes[full].sum(-1).ravel(), np.diff(held)))
+        last = split_bins(left, number)
+        documents = []
+        start = 0
+        for batch in range(number):  # the last ones hold a bin more
+            stop = start + (len(last) + number - 1 - batch) // number
+            documents.append(sum(len(part) for part in last[start:stop]))
+            start = stop
+        return last, documents
 
     def arranged_bins(self, bins: PackingPlan, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the bins of full steps, (steps, slots, bins_per_batch), and the bins left over.
@@ -328,10 +347,18 @@ class PackedBatchSampler(BatchRebalanceSampler):
         if rng is None or not len(full):
             return full, left
         parts = []
-        for part in (order[start:stop] for start, stop in pairwise(cuts)):
-            of_bins = costs[part], bins.tokens[part], documents[part]
-            window = slots, self.bins_per_batch, self.balance_window
-            parts.append(part[balanced_order(*of_bins, *window, rng)])
+        for start, stop in pairwise(cuts):
+            part = order[start:stop]
+            balanced = balanced_order(
+                costs[part],
+                bins.tokens[part],
+                documents[part],
+                slots=slots,
+                bins_per_batch=self.bins_per_batch,
+                window=self.balance_window,
+                rng=rng,
+            )
+            parts.append(part[balanced])
         full = np.concatenate(parts)
         if self.draw is None:
             return full, left
@@ -339,8 +366,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         median = int(np.median(costs))
         ordinary = int(COSTLY_FROM * median)
         bin_of = np.repeat(np.arange(len(bins)), documents)
-        numbers = self.draw.source_ids, self.lengths
-        sources, lengths = (self.at_places(values)[bins.indices] for values in numbers)
+        sources = self.at_places(self.draw.source_ids)[bins.indices]
+        lengths = self.at_places(self.lengths)[bins.indices]
         order = exchange_between_steps(
             np.concatenate([full.ravel(), left]),
             size,

@@ -23,6 +23,7 @@ from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.run.sources import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.run.stream import StreamBatches, StreamSettings
 from trl_packing.training.before_training import BeforeTraining
+from trl_packing.training.dividing import DividedCollator
 from trl_packing.training.metrics import ThroughputMeter
 
 logger = get_logger(__name__)
@@ -52,6 +53,7 @@ class PackedLoaders:
         evaluates_bins: no method of a user samples evaluation sets.
         sources: of evaluation sets whose losses are told apart, by their loaders.
         room: tokens that fit into a micro-batch of bins; None where nothing is packed.
+        divided: makes the rows of training and their parts; None if every row runs as a whole.
     """
 
     before: BeforeTraining
@@ -60,6 +62,7 @@ class PackedLoaders:
     evaluates_bins: bool
     sources: WeakKeyDictionary[Any, Sources | None] = field(default_factory=WeakKeyDictionary)
     room: int | None = None
+    divided: DividedCollator | None = None
     _has_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -71,9 +74,17 @@ class PackedLoaders:
         """Whether micro-batches have weights: of the training set, or sums over documents."""
         return self._has_weights or self.collators.packed.shares_prefixes
 
-    def train(self, by_trl: ByTrl, dataset: Any, sampler_of: Any) -> DataLoader:
-        """Return the training data loader; arguments as for `evaluate`."""
-        before, packed, options = self.before, self.collators.packed, self.run.options
+    def train(
+        self, by_trl: ByTrl, dataset: Any, sampler_of: Any, max_tokens: int | None
+    ) -> DataLoader:
+        """Return the training data loader, of micro-batches in parts of at most `max_tokens`.
+
+        Other arguments are those of `evaluate`.
+        """
+        before, options = self.before, self.run.options
+        packed: Any = self.collators.packed
+        self.divided = None if max_tokens is None else DividedCollator(packed, max_tokens)
+        packed = self.divided or packed
         self._has_weights = options.loss_weighting != "token" or bool(weight_columns(dataset))
         self.room = None
         self.epochs.set_stream(None)
