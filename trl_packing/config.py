@@ -73,6 +73,9 @@ class PackingOptions:
     max_tokens_per_micro_batch: int | None = setting(
         None, "Divide micro-batches with more tokens into several forwards of the same step."
     )
+    max_tokens_in_memory: int | None = setting(
+        None, "The same, and longer documents run in chunks of so many tokens (docs/long.md)."
+    )
     loss_weighting: str = setting(
         "token",
         "Weight of a token in a step: every token equal, every 'document' equal, or in between "
@@ -190,7 +193,7 @@ def _is_float32_better(args: Any) -> bool:
 # Smallest values; transformers does not check its own.
 _FROM_ONE = ["per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"]
 _FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches", "sequence_parallel_size"]
-_FROM_ONE += ["max_tokens_per_micro_batch"]
+_FROM_ONE += ["max_tokens_per_micro_batch", "max_tokens_in_memory"]
 _LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
 _BINS: dict[str, Any] = {"packing": (False,), "documents_per_step": None}
 _SHARING: dict[str, Any] = {"prefix_sharing": ("bin", "group")}
@@ -198,12 +201,16 @@ _WRAPPED: dict[str, Any] = {"packing_strategy": ("wrapped",)}
 _ORDERS: dict[str, Any] = _WRAPPED | {"prefix_sharing": ("group",)}
 _NOT_DIVIDED: dict[str, Any] = {"neftune_noise_alpha": None, "torch_compile": (True,)}
 _NOT_DIVIDED |= {"attention": ("model", "mask", "by_document", "padded", "equal_lengths")}
+_UNDIVIDED: dict[str, Any] = _SHARING | {"static_shapes": (True,)}
 # A setting, or one value of it, and values of others beside which it is refused; None is any.
 _EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
     ("train_on", None): {"assistant_only_loss": (True,)},
     ("response_template", None): {"train_on": None, "assistant_only_loss": (True,)},
     ("static_shapes", None): _BINS | _SHARING | {"attention": ("padded", "equal_lengths")},
-    ("max_tokens_per_micro_batch", None): _SHARING | {"static_shapes": (True,)},
+    ("max_tokens_per_micro_batch", None): _UNDIVIDED,
+    ("max_tokens_in_memory", None): _UNDIVIDED
+    | _NOT_DIVIDED
+    | {"max_tokens_per_micro_batch": None, "sequence_parallel_size": None, "fp16": (True,)},
     ("pad_to_multiple_of", None): _SHARING,
     ("max_patches", None): _BINS,
     ("curriculum", None): _ORDERS | {"train_sampling_strategy": ("sequential", "group_by_length")},

@@ -36,7 +36,12 @@ from trl_packing.attention.calls import (
     use_current_row,
 )
 from trl_packing.attention.install import use_attention
-from trl_packing.attention.model_facts import check_model, layer_values, text_config
+from trl_packing.attention.model_facts import (
+    check_model,
+    layer_values,
+    text_config,
+    unwrap_model,
+)
 from trl_packing.attention.sequence_parallel import group_of_row
 from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
@@ -62,6 +67,7 @@ from trl_packing.temporarily import temporarily
 from trl_packing.training.before_training import BeforeTraining, RunReport, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
+from trl_packing.training.chunks import Chunks, check_chunks, is_longer
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.dividing import parts_of, without_sync
 from trl_packing.training.engines import (
@@ -452,14 +458,14 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _max_tokens(self) -> int | None:
         """Return the budget of a micro-batch, of which `auto_find_batch_size` has left a part."""
-        most = self._run.options.max_tokens_per_micro_batch
+        options = self._run.options
+        most = options.max_tokens_per_micro_batch or options.max_tokens_in_memory
         if most is None:
             return None
-        if not self._loss_is_ours():
+        if options.max_tokens_in_memory and not self._loss_is_ours():
             raise ValueError(
-                f"max_tokens_per_micro_batch={most} divides a micro-batch, and compute_loss of "
-                f"{type(self).__name__} may be the mean of each part; leave it out, or pass "
-                "compute_loss_func, which gets num_items_in_batch"
+                f"max_tokens_in_memory={most} computes the loss of chunks without compute_loss of "
+                f"{type(self).__name__}; leave one of them out"
             )
         return max(most * self._train_batch_size // self.args.per_device_train_batch_size, 1)
 
@@ -495,6 +501,14 @@ class PackedSFTTrainer(SFTTrainer):
     def _before_first_step(self) -> None:
         """Check the model, which is wrapped by now, on the documents that it trains."""
         self._before_training.before_first_step(self.model_wrapped, self.train_dataset)
+        most = self._run.options.max_tokens_in_memory
+        if most is not None:
+            if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.aux_loss_enabled:
+                raise RuntimeError(
+                    f"max_tokens_in_memory={most} needs whole parameters, and no balance of "
+                    "experts: use DDP in place of FSDP or DeepSpeed, and router_aux_loss_coef=0.0"
+                )
+            check_chunks(unwrap_model(self.model))
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -547,22 +561,38 @@ class PackedSFTTrainer(SFTTrainer):
             num_items_in_batch, hidden = None, (num_items_in_batch, divisor)
         is_own = not (self._is_ours("training_step") and self._loss_is_ours())
         parts = parts_of(inputs)
-        if len(parts) > 1 and num_items_in_batch is None:
-            raise ValueError(
-                "max_tokens_per_micro_batch divides a micro-batch, and training_step of "
-                f"{type(self).__name__} gives no num_items_in_batch; pass it on, or leave it out"
-            )
+        most = self._run.options.max_tokens_in_memory
         losses = []
         with (
             self._other_models.watch() if is_own and not self.args.torch_compile else nullcontext(),
-            temporarily(self._step_loss, hidden_num_items=hidden),
+            temporarily(self._step_loss, hidden_num_items=hidden, is_divided=len(parts) > 1),
         ):
             for number, part in enumerate(parts, start=1):
                 is_last = number == len(parts)
                 syncs = nullcontext() if is_last else without_sync(self.accelerator, model)
                 with use_current_row(part), syncs:
+                    if most is not None and is_longer(part, most):
+                        losses.append(self._train_in_chunks(model, part, num_items_in_batch, most))
+                        continue
                     losses.append(super().training_step(model, part, num_items_in_batch))
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _train_in_chunks(self, model: Any, inputs: Any, num_items: Any, most: int) -> Any:
+        """Train a document of more than `most` tokens, in place of Trainer's `training_step`."""
+        model.train()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+        prepared = self._prepare_inputs(inputs)
+        compute = partial(self._step_loss.compute, model, user_loss=None, training=True)
+        chunks = Chunks(
+            model,
+            most,
+            loss_of=lambda chunk: compute(chunk, False, num_items),
+            backward=self.accelerator.backward,
+            without_sync=partial(without_sync, self.accelerator, model),
+        )
+        with self.compute_loss_context_manager():
+            return chunks.train(prepared, int(inputs.host.lengths[0]))
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:

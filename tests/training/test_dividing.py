@@ -89,7 +89,7 @@ def test_a_batch_size_that_is_searched_lowers_the_budget_and_no_step(tmp_path):
         assert found[3].state.global_step == 5
 
 
-class OwnLoss(PackedSFTTrainer):
+class WithoutCount(PackedSFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs, return_outputs)
 
@@ -99,12 +99,30 @@ class OwnStep(PackedSFTTrainer):
         return super().training_step(model, inputs)
 
 
-@pytest.mark.parametrize(("cls", "method"), [(OwnLoss, "compute_loss"), (OwnStep, "training_step")])
-def test_losses_that_may_be_means_of_parts_are_refused(cls, method, tmp_path):
+class OwnLoss(PackedSFTTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return model(input_ids=inputs["input_ids"]).logits.mean()
+
+
+@pytest.mark.parametrize("cls", [WithoutCount, OwnStep, OwnLoss])
+def test_losses_that_may_be_means_of_parts_are_refused(cls, tmp_path):
     with pytest.raises(
-        ValueError, match=rf"max_tokens_per_micro_batch.*{method} of {cls.__name__}"
+        (ValueError, RuntimeError), match=r"max_tokens_per_micro_batch.*compute_loss"
     ):
         trained(tmp_path, cls, max_tokens_per_micro_batch=BUDGET)
+
+
+class Doubled(PackedSFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+def test_a_loss_that_passes_the_count_on_may_be_the_users(tmp_path):
+    whole = trained(tmp_path, Doubled)
+    parts = trained(tmp_path, Doubled, max_tokens_per_micro_batch=BUDGET)
+    torch.testing.assert_close(parts[:2], whole[:2], rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"max_tokens_in_memory=40 .* compute_loss of Doubled"):
+        trained(tmp_path, Doubled, max_tokens_in_memory=BUDGET)
 
 
 def test_a_loss_function_of_the_user_gets_the_tokens_of_the_step(tmp_path):

@@ -18,7 +18,7 @@ T tokens of the row, t = T / N tokens of a rank, H heads, h = H / N heads of a r
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
@@ -50,15 +50,19 @@ def share_of_rank(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]
         [[[-100, 1, 2]], [[-100, 3, -100]]]
     """
     length = batch["input_ids"].shape[1] // size
-    start = rank * length
-    share = dict(batch)
+    return batch | part_of_row(batch, rank * length, (rank + 1) * length)
+
+
+def part_of_row(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """Return what tokens ``[start, stop)`` of a row have, and their targets behind a masked one."""
+    part = {}
     for name in batch.keys() & {*_OF_TOKENS}:
-        share[name] = batch[name][:, start : start + length].clone()
+        part[name] = batch[name][:, start:stop].clone()
     for name in batch.keys() & _OF_TARGETS.keys():
         behind = pad(batch[name], (0, 1), value=_OF_TARGETS[name])  # the last predicts nothing
-        share[name] = behind[:, start : start + length + 1].clone()
-    share["labels"][:, 0] = IGNORE_INDEX  # of the last token of the rank before
-    return share
+        part[name] = behind[:, start : stop + 1].clone()
+    part["labels"][:, 0] = IGNORE_INDEX  # of the last token before
+    return part
 
 
 def num_shares(tokens: int, cu_seqlens: Tensor) -> int:

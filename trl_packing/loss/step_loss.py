@@ -61,6 +61,7 @@ class StepLoss:
     # From a user's `compute_loss`, as in TRL: trained tokens of the step, and the number by which
     # Trainer divides a loss that is computed without them.
     hidden_num_items: tuple[Any, int] | None = None
+    is_divided: bool = False  # the micro-batch runs in parts, whose losses are added
     _scale: Tensor | None = None  # of the weights of the step
     _num_tokens: Tensor | None = None  # of the step, padding included, float32
     _was_computed: bool = False  # the loss of the micro-batch that is trained
@@ -110,6 +111,11 @@ class StepLoss:
                 f"training_step of {trainer} counts the tokens of shared prefixes once; set "
                 "prefix_sharing='off', or take the loss from compute_loss"
             )
+        if getattr(batch, "parts", ()):
+            raise RuntimeError(
+                f"{trainer} computes the loss of a part of a micro-batch by itself; leave "
+                "max_tokens_per_micro_batch out, or take it from PackedSFTTrainer.compute_loss"
+            )
         boundaries = batch.get("cu_seq_lens_q")
         if boundaries is not None and num_shares(batch["input_ids"].shape[1], boundaries) > 1:
             raise RuntimeError(
@@ -133,10 +139,15 @@ class StepLoss:
         if num_items is None and self.hidden_num_items is not None and training:
             # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
             num_items, divisor = self.hidden_num_items
+        if num_items is None and self.is_divided and training:
+            raise ValueError(
+                "max_tokens_per_micro_batch adds the losses of parts, and this one would be a mean:"
+                " pass num_items_in_batch on to compute_loss and training_step, or leave it out"
+            )
         if not training and "attention_mask" in batch:  # padded rows
             self._mask_repeated_rows(batch)
         inputs = _for_model(for_kernels(batch))
-        inputs["use_cache"] = False
+        inputs.setdefault("use_cache", False)
         if self.balance:
             inputs["output_router_logits"] = True
         labels = inputs["labels"]

@@ -154,7 +154,8 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
         Overflow.from_args(args, args.packing)
     options = PackingOptions.of(args)
     # They need the losses of tokens.
-    for name in ("loss_weighting", "source_column", "sequence_parallel_size"):
+    names = ("loss_weighting", "source_column", "sequence_parallel_size", "max_tokens_in_memory")
+    for name in names:
         value = getattr(options, name)
         if compute_loss_func is not None and value != getattr(PackingOptions, name):
             raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")

@@ -1,0 +1,122 @@
+"""Documents in chunks train as whole ones, and the check finds models and faults that do not.
+
+Tolerance, float32: sums over tokens in another order.
+"""
+
+import pytest
+import torch
+from harness import make_trainer
+from helpers.distributed.chunks import train
+from helpers.distributed.ranks import on_ranks
+from helpers.tiny import documents_of_lengths, tiny_model
+from peft import LoraConfig
+from transformers import DynamicCache
+
+from trl_packing.training.chunks import Chunks, cache_name, check_chunks
+
+ROWS = documents_of_lengths([3, 50, 7, 90, 12, 31, 5, 64, 8, 2, 70, 9], prompt=2, seed=0)
+for row in ROWS:
+    row["loss_weights"] = [token % 7 / 4 for token in row["input_ids"]]
+SETTINGS = {"per_device_train_batch_size": 3, "max_length": 128, "max_steps": 3, "logging_steps": 1}
+SETTINGS |= {"learning_rate": 0.05, "optim": "sgd", "packing": False, "router_aux_loss_coef": 0.0}
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+CASES = {
+    "llama": {},
+    "llama, packed": {"packing": True, "gradient_checkpointing": True},
+    "llama, accumulated": {"gradient_accumulation_steps": 2, "loss_weighting": "document"},
+    "llama, LoRA": {"arguments": LORA},
+    "mistral": {"config": {"sliding_window": 9}},
+    "qwen3": {"optim": "adamw_torch", "learning_rate": 1e-3},
+    "gemma3_text": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
+    "qwen3_moe": {},
+}
+
+
+def trained(folder, name, config=None, **settings):
+    """Return the losses and the parameters of a run."""
+    torch.manual_seed(0)
+    model = tiny_model(name.split(",")[0], **(config or {}))
+    trainer = make_trainer(folder, ROWS, model, **SETTINGS | settings)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, dict(trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_in_chunks_train_as_whole_ones(name, tmp_path):
+    whole = trained(tmp_path, name, **CASES[name])
+    chunks = trained(tmp_path, name, **CASES[name], max_tokens_in_memory=20)
+    torch.testing.assert_close(chunks, whole, rtol=1e-5, atol=2e-6)
+
+
+def test_gradients_that_are_not_carried_are_found(tmp_path, monkeypatch):
+    whole = trained(tmp_path, "llama")
+    monkeypatch.setattr("trl_packing.training.chunks.DynamicCache", cut_off)
+    with pytest.raises(RuntimeError, match=r"gradients of Llama.* in chunks are off by \d+"):
+        trained(tmp_path, "llama", max_tokens_in_memory=20)
+    monkeypatch.setattr("trl_packing.trainer.check_chunks", lambda model: None)
+    other = trained(tmp_path, "llama", max_tokens_in_memory=20)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(other, whole, rtol=1e-5, atol=2e-6)
+
+
+def cut_off(past=()):
+    return DynamicCache([[keys.detach(), values.detach()] for keys, values in past] or None)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_mamba"])
+def test_models_with_states_are_refused(name):
+    with pytest.raises(RuntimeError, match="max_tokens_in_memory cannot train it; leave it out"):
+        check_chunks(tiny_model(name))
+
+
+def test_a_chunk_draws_the_same_dropout_twice():
+    model = tiny_model("llama", attention_dropout=0.3).train()
+    ids = torch.arange(3, 43)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(40)[None]}
+    seen = []
+
+    def loss_of(chunk):
+        cache = chunk[cache_name(model)]
+        chunk.pop("labels")
+        logits = model(**chunk).logits
+        seen.append([layer.keys.detach() for layer in cache.layers])
+        return logits.logsumexp(-1).mean()
+
+    states = torch.get_rng_state()
+    chunks = Chunks(model, 16, loss_of, torch.Tensor.backward, torch.enable_grad)
+    chunks.train(batch, 40)
+    torch.set_rng_state(states)
+    cache = DynamicCache()
+    with torch.no_grad():
+        for start in (0, 16):
+            tokens = ids[:, start : start + 16]
+            model(tokens, **{cache_name(model): cache, "use_cache": True})
+    last, middle, first = seen
+    for expected, one, other, third in zip(cache.layers, last, middle, first, strict=True):
+        assert torch.equal(expected.keys, one[..., :32, :])
+        assert torch.equal(expected.keys, other)
+        assert torch.equal(expected.keys[..., :16, :], third)
+
+
+def test_what_chunks_do_not_have_is_refused(tmp_path):
+    for settings, words in (
+        ({"max_tokens_per_micro_batch": 40}, "exclude each other"),
+        ({"neftune_noise_alpha": 5.0}, "exclude each other"),
+        ({"router_aux_loss_coef": 0.1, "name": "qwen3_moe"}, "router_aux_loss_coef=0.0"),
+    ):
+        settings = {"name": "llama", "max_tokens_in_memory": 20, **settings}
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            trained(tmp_path, **settings)
+
+
+def test_two_ranks_train_chunks_as_one_trains_whole_documents(tmp_path):
+    """One rank has documents in three chunks, the other has none."""
+    case = {"output_dir": str(tmp_path), "max_tokens_in_memory": 12}
+    ranks = on_ranks(train, {"chunks": case}, tmp_path / "results")["chunks"]
+    alone = train({"output_dir": str(tmp_path), "gradient_accumulation_steps": 2})
+    for rank in ranks:
+        torch.testing.assert_close(tuple(rank), alone, rtol=1e-5, atol=2e-6)

@@ -1,0 +1,206 @@
+"""Exact gradients of a document that is longer than what fits into memory, in chunks of its tokens.
+
+    forward     c0 → c1 → c2       without a graph: keys and values of each chunk are kept
+    backward    c2, c1, c0         each chunk runs again behind the keys and values before it, and
+                                   its own get the gradients that later chunks have left for them
+
+So memory holds the graph of one chunk, and keys and values of the document with their gradients.
+Every chunk but the last runs twice. Keys and values are those of transformers' `DynamicCache`.
+The chain rule over chunks is that of truncated backpropagation through time, without truncation.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from trl_packing.attention.calls import use_current_row
+from trl_packing.attention.install import use_native_attention
+from trl_packing.attention.model_facts import unwrap_model, unwrap_peft, without_checkpointing
+from trl_packing.attention.sequence_parallel import part_of_row
+from trl_packing.documents.host_row import host_row
+from trl_packing.isolation.preserve import preserve_state
+from trl_packing.isolation.probes import random_tokens
+from trl_packing.loss.next_token import next_token_loss
+
+KeysAndValues = list[tuple[Tensor, Tensor]]  # of each layer, ``(1, heads, T, dim)``
+
+_CHECKED, _CHUNK = 40, 16  # tokens of the document of the check, and of its chunks
+
+
+def is_longer(batch: Mapping[str, Any], num_tokens: int) -> bool:
+    """Whether a packed row is one document of more than `num_tokens` tokens."""
+    row = host_row(batch)
+    return row is not None and len(row.lengths) == 1 and int(row.lengths[0]) > num_tokens
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Trains documents in chunks of `num_tokens` tokens.
+
+    Attributes:
+        model: as a step calls it; it may be wrapped, not sharded.
+        loss_of: returns the share of a chunk in the loss of the step.
+        backward: of accelerate.
+        without_sync: a block in which gradients stay on this rank.
+    """
+
+    model: nn.Module
+    num_tokens: int
+    loss_of: Callable[[dict[str, Any]], Tensor]
+    backward: Callable[[Tensor], None]
+    without_sync: Callable[[], AbstractContextManager[None]]
+
+    def train(self, batch: Mapping[str, Any], length: int) -> Tensor:
+        """Add the gradients of a document to those of the model; return its share of the loss.
+
+        `batch` holds ``(1, T)`` tensors, of which the first `length` tokens are the document.
+        """
+        base = unwrap_peft(unwrap_model(self.model))
+        starts = range(0, length, self.num_tokens)
+        chunks = [part_of_row(batch, at, min(at + self.num_tokens, length)) for at in starts]
+        with use_current_row(None), use_native_attention(base), without_checkpointing(base):
+            kept, randomness = self._forward(base, chunks)
+            total, gradients = torch.zeros((), device=base.device), _zeros(kept)
+            for number in reversed(range(len(chunks))):
+                _restore_randomness(randomness[number])
+                if number:
+                    with self.without_sync():
+                        total += self._step(chunks[number], starts[number], kept, gradients)
+                else:
+                    total += self._step(chunks[0], 0, kept, gradients)
+            _restore_randomness(randomness[-1])
+        return total
+
+    def _forward(
+        self, base: Any, chunks: list[dict[str, Any]]
+    ) -> tuple[KeysAndValues, list[list[Tensor]]]:
+        """Return keys and values of all chunks but the last, and the randomness before each."""
+        cache = DynamicCache()
+        options = {cache_name(base): cache, "use_cache": True}
+        device = base.device
+        randomness = []
+        with torch.no_grad():
+            for chunk in chunks[:-1]:
+                randomness.append(_randomness(device))
+                tokens = {name: chunk[name] for name in ("input_ids", "position_ids")}
+                base.base_model(**tokens, **options)  # the backbone: no logits
+        randomness.append(_randomness(device))
+        return [(layer.keys, layer.values) for layer in cache.layers], randomness
+
+    def _step(
+        self, chunk: dict[str, Any], start: int, kept: KeysAndValues, gradients: KeysAndValues
+    ) -> Tensor:
+        """Run a chunk forward and backward; leave gradients of the keys and values before it."""
+        past: KeysAndValues = []
+        for keys, values in kept:
+            before = [x[..., :start, :].detach().requires_grad_() for x in (keys, values)]
+            past.append((before[0], before[1]))
+        cache = DynamicCache(past) if start else DynamicCache()
+        name = cache_name(unwrap_peft(unwrap_model(self.model)))
+        loss = self.loss_of(chunk | {name: cache, "use_cache": True})
+        total = loss
+        for layer, of_layer in zip(cache.layers, gradients, strict=True):
+            for values, gradient in zip((layer.keys, layer.values), of_layer, strict=True):
+                left = gradient[..., start : values.shape[-2], :]  # none for the last chunk
+                own = values[..., start : start + left.shape[-2], :]
+                total = total + (own.float() * left).sum()
+        self.backward(total)
+        for of_past, of_layer in zip(past, gradients, strict=True):
+            for values, gradient in zip(of_past, of_layer, strict=True):
+                if values.grad is not None:
+                    gradient[..., :start, :] += values.grad
+        return loss.detach()
+
+
+def cache_name(base: nn.Module) -> str:
+    """Return the name under which a model takes keys and values; transformers 5.24 changed it."""
+    names = inspect.signature(type(base).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
+
+
+def _zeros(kept: KeysAndValues) -> KeysAndValues:
+    """Return float32 zeros, to which the gradients of keys and values are added."""
+    made = []
+    for keys, values in kept:
+        zeros = [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
+        made.append((zeros[0], zeros[1]))
+    return made
+
+
+def _randomness(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that dropout draws from."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return states
+
+
+def _restore_randomness(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module().set_rng_state(states[1])
+
+
+def check_chunks(model: nn.Module) -> None:
+    """Raise RuntimeError unless chunks give the loss and the gradients of a document as a whole.
+
+    Args:
+        model: without wrappers of ranks. Its gradients are left as they were.
+    """
+    base = unwrap_peft(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in trained]
+    drawn = random_tokens(base, np.random.default_rng(0))(_CHECKED)
+    ids = torch.from_numpy(drawn)[None].to(base.device)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(len(drawn))[None]}
+    batch["position_ids"] = batch["position_ids"].to(base.device)
+
+    def loss_of(chunk: dict[str, Any]) -> Tensor:
+        labels = chunk.pop("labels")
+        logits = model(**chunk).logits
+        behind = torch.cat([logits, logits[:, -1:]], 1)[:, : labels.shape[1]]
+        return next_token_loss(behind, labels, num_items=len(drawn) - 1)
+
+    def gradients_by(train: Callable[[], Tensor]) -> tuple[float, Tensor]:
+        for parameter in trained:
+            parameter.grad = None
+        loss = float(train())
+        found = [p.grad.float().flatten() for p in trained if p.grad is not None]
+        return loss, torch.cat(found)
+
+    def whole() -> Tensor:
+        with use_native_attention(base):
+            loss = loss_of(dict(batch))
+            loss.backward()
+        return loss.detach()
+
+    chunks = Chunks(model, _CHUNK, loss_of, torch.Tensor.backward, nullcontext)
+
+    name = type(base).__name__
+    advice = "max_tokens_in_memory cannot train it; leave it out"
+    try:
+        with preserve_state(model, training=True):
+            loss, expected = gradients_by(whole)
+            other, found = gradients_by(lambda: chunks.train(batch, len(drawn)))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise RuntimeError(f"{name} does not run in chunks ({problem}): {advice}") from error
+    finally:
+        for parameter, gradient in zip(trained, before, strict=True):
+            parameter.grad = gradient
+    allowed = max(1e-3, 8 * torch.finfo(next(base.parameters()).dtype).eps)
+    off = float((found - expected).norm() / expected.norm())
+    if not max(off, abs(other - loss)) <= allowed:
+        raise RuntimeError(
+            f"gradients of {name} in chunks are off by {off:.1%}, rounding allows {allowed:.1%}: "
+            f"{advice}"
+        )
