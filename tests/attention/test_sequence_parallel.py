@@ -22,8 +22,9 @@ SGD = {"optim": "sgd", "learning_rate": 0.05, "isolation_check": "error"}
 LENGTHS = [1 + (i * 11) % 32 for i in range(41)]
 EVALUATED = {"eval_lengths": [5, 9, 30, 22], "evaluates": "after"}
 METRICS = {"entropy", "mean_token_accuracy", "num_tokens", "aux_loss", "documents_per_step"}
+METRICS |= {"loss_a", "num_tokens_b", "num_trained_tokens_a", "num_input_tokens_seen"}
 METRICS |= {"eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_correct", "eval_rows"}
-THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
+THREE_HEADS = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 MODELS = ("llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "gpt2")
@@ -36,7 +37,13 @@ SAME |= {
     "reentrant checkpoints": {
         "options": {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
     },
-    "two bins, accumulated": {"batch_size": 2, "accumulation": 2, "epochs": 2},
+    "two bins, accumulated": {
+        "batch_size": 2,
+        "accumulation": 2,
+        "epochs": 2,
+        "options": {"include_num_input_tokens_seen": "non_padding"},
+    },
+    "sources": {"sets": {"a": 20, "b": 21}},
     "unpacked": {"packing": False, "saves": True, **EVALUATED},
     "documents_per_step": {"options": {"documents_per_step": 5}},
     "a stream": {"stream": True, "max_steps": 6, **EVALUATED},
@@ -71,10 +78,7 @@ LEAK = {"leaks_on_rank": "1", "options": {"isolation_check": "error"}}
 REFUSED = {
     "a leak on one rank": (LEAK, "LEAK"),
     "recurrent": ({"model": "lfm2"}, "recurrent layers"),
-    "three heads": (
-        {"config": {"num_attention_heads": 3, "num_key_value_heads": 1}},
-        "3 attention",
-    ),
+    "three heads": ({"config": THREE_HEADS}, "3 attention heads"),
     "no kernel": ({"model": "opt"}, "needs attention over boundaries alone"),
     "a loss of the user": ({"own_loss": True}, "sequence_parallel_size=1"),
 }
