@@ -11,7 +11,8 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import make_trainer
-from helpers.distributed.divided import FAULTS, run_divided_on_ranks
+from helpers.distributed.divided import FAULTS, run_divided_on_ranks, saved_for_backward
+from helpers.distributed.ranks import on_ranks
 from helpers.distributed.train import Scenario, assert_continues, run
 from helpers.tiny import documents_of_lengths
 
@@ -79,7 +80,7 @@ REFUSED = {
     "a leak on one rank": (LEAK, "LEAK"),
     "recurrent": ({"model": "lfm2"}, "recurrent layers"),
     "three heads": ({"config": THREE_HEADS}, "3 attention heads"),
-    "no kernel": ({"model": "opt"}, "needs attention over boundaries alone"),
+    "no kernel": ({"model": "gpt2_dropout"}, "needs attention over boundaries alone"),
     "a loss of the user": ({"own_loss": True}, "sequence_parallel_size=1"),
 }
 
@@ -219,3 +220,11 @@ def test_groups_of_ranks_train_as_one_rank_with_their_number_accumulated(
 def test_a_resumed_group_ends_with_the_same_bits(four_ranks):
     for whole, resumed in zip(four_ranks["whole"], four_ranks["resumed"], strict=True):
         assert_continues(resumed, whole)
+
+
+@pytest.mark.slow
+def test_each_of_two_ranks_saves_half_of_a_row_for_the_backward(tmp_path):
+    whole = saved_for_backward((str(tmp_path / "whole"), 1))
+    cases = {"half": (str(tmp_path / "half"), 2)}
+    for half in on_ranks(saved_for_backward, cases, tmp_path / "results")["half"]:
+        assert 0.45 * whole < half < 0.6 * whole
