@@ -146,8 +146,8 @@ def divide_rows(
     counts = layer_values(text_config(model), "num_attention_heads")
     if undivided := [number for number in counts if number % num_ranks]:
         raise ValueError(
-            f"{setting} does not divide the {undivided[0]} attention heads of {name}; set a "
-            f"divisor of {gcd(*counts)}"
+            f"{setting} does not divide the {undivided[0]} attention heads of {name}; set it to "
+            f"a divisor of {gcd(*counts)}"
         )
     kernels = [choice for choice in choices if choice.backend not in NATIVE_ATTENTION]
     reason = f"it runs by {choices[0]}"

@@ -126,7 +126,7 @@ class IsolationGuard:
         return unwrap_peft(self.model)
 
     def select_backend(self, precision: Precision) -> None:
-        """Install the fastest backend for `precision`; ValueError if the one named cannot."""
+        """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
         device, dtype = precision
         best = resolve_attention(self.base_model, self._requested, device=device, dtype=dtype)
         choices = [best, *best.slower]

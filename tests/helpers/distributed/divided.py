@@ -7,6 +7,7 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
+from datasets import Dataset
 
 from helpers import flash_attn_double
 from helpers.distributed.ranks import on_ranks
@@ -103,3 +104,43 @@ def saved_for_backward(case: tuple[str, int]) -> int:
     for weight in model.parameters():
         sizes.pop(weight.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
+
+
+def words_of_refusals(folder: str) -> list[str]:
+    """Return what a run of two ranks says of classes of a user that divided rows cannot take."""
+    from harness import make_trainer
+    from torch.utils.data import SequentialSampler
+
+    from helpers.tiny import documents_of_lengths
+    from trl_packing import PackedCollator, PackedSFTTrainer
+
+    class Collator(PackedCollator):
+        def __call__(self, documents):
+            return super().__call__(documents)
+
+    class Sampled(PackedSFTTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return SequentialSampler(dataset)
+
+    class Evaluated(PackedSFTTrainer):
+        def _get_eval_sampler(self, dataset):
+            return SequentialSampler(dataset)
+
+    rows = documents_of_lengths([5, 6, 20, 9])
+    words = []
+    for size, given in (
+        (3, {}),
+        (2, {"collator": Collator()}),
+        (2, {"cls": Sampled}),
+        (2, {"cls": Evaluated, "evaluated": Dataset.from_list(rows)}),
+    ):
+        settings = {"max_length": 32, "sequence_parallel_size": size}
+
+        def start(given=given, settings=settings):
+            trainer = make_trainer(folder, rows, **given, **settings)
+            trainer.evaluate() if "evaluated" in given else trainer.train()
+
+        with pytest.raises(ValueError, match="sequence_parallel_size") as refused:
+            start()
+        words.append(str(refused.value))
+    return words
