@@ -109,6 +109,7 @@ def saved_for_backward(case: tuple[str, int]) -> int:
 def words_of_refusals(folder: str) -> list[str]:
     """Return what a run of two ranks says of classes of a user that divided rows cannot take."""
     from harness import make_trainer
+    from peft import PromptTuningConfig
     from torch.utils.data import SequentialSampler
 
     from helpers.tiny import documents_of_lengths
@@ -127,10 +128,12 @@ def words_of_refusals(folder: str) -> list[str]:
             return SequentialSampler(dataset)
 
     rows = documents_of_lengths([5, 6, 20, 9])
+    virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     words = []
     for size, given in (
         (3, {}),
         (2, {"collator": Collator()}),
+        (2, {"arguments": {"peft_config": virtual}}),
         (2, {"cls": Sampled}),
         (2, {"cls": Evaluated, "evaluated": Dataset.from_list(rows)}),
     ):
