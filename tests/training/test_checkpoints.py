@@ -149,10 +149,10 @@ def test_an_optimizer_that_torch_refuses_to_load_is_named_until_it_is_allowed(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "size"), [(1, 1), (2, 1), (2, 2)])
+def test_killed_ten_times_a_run_ends_with_the_same_weights(tmp_path, ranks, size):
     module = ["-m", "helpers.distributed.kills"]
-    command = [sys.executable, *module, str(tmp_path), str(ranks), "10", "4"]
+    command = [sys.executable, *module, str(tmp_path), str(ranks), "10", "4", str(size)]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     options = {"text": True, "check": False}
     done = subprocess.run(

@@ -88,6 +88,8 @@ def test_runs_that_only_trl_can_serve_take_its_path(reason, trainer_of):
 def test_what_trls_path_would_ignore_is_refused(trainer_of, monkeypatch):
     with pytest.raises(ValueError, match=r"max_patches=8 does nothing on TRL's path.*stream"):
         trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)
+    with pytest.raises(ValueError, match="sequence_parallel_size=2 cannot divide rows with images"):
+        trainer_of(sequence_parallel_size=2)
     monkeypatch.setattr(support, "FAMILIES", ())
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
     with pytest.raises(ValueError, match="loss_weight does nothing on TRL's path"):

@@ -34,6 +34,7 @@ from trl_packing.attention.model_facts import (
     layer_values,
     native_implementation,
     text_config,
+    unwrap_peft,
 )
 
 __all__ = ["AttentionChoice", "resolve_attention"]
@@ -137,22 +138,25 @@ def resolve_attention(
 def divide_rows(
     model: Any, choices: Sequence[AttentionChoice], num_ranks: int
 ) -> list[AttentionChoice]:
-    """Return those of `choices` that take rows divided over `num_ranks`.
+    """Return those of `choices` that take rows divided over `num_ranks`; PEFT may wrap `model`.
 
     Raises:
         ValueError: none does, or the heads of `model` cannot be divided.
     """
-    name, setting = type(model).__name__, f"sequence_parallel_size={num_ranks}"
-    counts = layer_values(text_config(model), "num_attention_heads")
+    base = unwrap_peft(model)
+    name, setting = type(base).__name__, f"sequence_parallel_size={num_ranks}"
+    counts = layer_values(text_config(base), "num_attention_heads")
     if undivided := [number for number in counts if number % num_ranks]:
         raise ValueError(
-            f"{setting} does not divide the {undivided[0]} attention heads of {name}; set a "
-            f"divisor of {gcd(*counts)}"
+            f"{setting} does not divide the {undivided[0]} attention heads of {name}; set it to "
+            f"a divisor of {gcd(*counts)}"
         )
     kernels = [choice for choice in choices if choice.backend not in NATIVE_ATTENTION]
     reason = f"it runs by {choices[0]}"
-    if recurrent.take_documents(model):
+    if recurrent.take_documents(base):
         kernels, reason = [], "its recurrent layers carry a state along the row"
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        kernels, reason = [], "virtual tokens stand in front of each row"
     if not kernels:
         raise ValueError(
             f"{setting} needs attention over boundaries alone, and {name} cannot be divided: "

@@ -42,14 +42,19 @@ _OF_TARGETS = {"labels": IGNORE_INDEX, TOKEN_WEIGHTS: 1.0, SOURCE_IDS: -1}
 def share_of_rank(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """Return the tokens ``(1, t)`` of a rank, and their t targets behind one that is masked.
 
-    The boundaries stay those of the row ``(1, T)``; T must be a multiple of `size`.
+    The boundaries stay those of the row ``(1, T)``; ValueError if T is no multiple of `size`.
 
     Examples:
         >>> row = {"input_ids": torch.arange(4)[None], "labels": torch.arange(4)[None]}
         >>> [share_of_rank(row, rank, 2)["labels"].tolist() for rank in range(2)]
         [[[-100, 1, 2]], [[-100, 3, -100]]]
     """
-    length = batch["input_ids"].shape[1] // size
+    length, rest = divmod(batch["input_ids"].shape[1], size)
+    if rest:
+        raise ValueError(
+            f"a row of {length * size + rest} tokens cannot be divided over {size} ranks; set "
+            f"pad_to_multiple_of={size}"
+        )
     return batch | part_of_row(batch, rank * length, (rank + 1) * length)
 
 

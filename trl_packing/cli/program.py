@@ -133,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect("--all", action="store_true", help="count what all rows would lose")
     other = "trl, or the .yaml file of another run, to compare all rows with"
     inspect("--against", metavar="WHAT", help=other)
-    plan("--ranks", type=int, default=1, metavar="N", help="data-parallel processes (default: 1)")
+    told = "data-parallel processes, or groups of sequence_parallel_size processes (default: 1)"
+    plan("--ranks", type=int, default=1, metavar="N", help=told)
     for add in (inspect, plan):
         rows = "rows to read of a stream (default: 1000)"
         add("--stream_rows", type=int, default=1000, metavar="N", help=rows)

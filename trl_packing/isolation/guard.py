@@ -126,12 +126,12 @@ class IsolationGuard:
         return unwrap_peft(self.model)
 
     def select_backend(self, precision: Precision) -> None:
-        """Install the fastest backend for `precision`; ValueError if the one named cannot."""
+        """Install the fastest backend for `precision`; ValueError if the one named cannot be."""
         device, dtype = precision
         best = resolve_attention(self.base_model, self._requested, device=device, dtype=dtype)
         choices = [best, *best.slower]
         if self._num_ranks > 1:
-            choices = divide_rows(self.base_model, choices, self._num_ranks)
+            choices = divide_rows(self.model, choices, self._num_ranks)
         self._use(install_first(self.model, choices), precision)
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:

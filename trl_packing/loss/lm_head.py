@@ -76,7 +76,8 @@ def use_native_head(model: Any) -> None:
         output = score_logits(native.logits, labels, num_items=num_items)
         output.aux_loss = getattr(native, "aux_loss", None)
         boundaries = kwargs.get("cu_seq_lens_q")
-        is_divided = boundaries is not None and num_shares(labels.shape[1] - 1, boundaries) > 1
+        tokens = native.logits.shape[1]
+        is_divided = boundaries is not None and num_shares(tokens, boundaries) > 1
         if is_divided and output.aux_loss is not None:
             raise ValueError("its balance of experts would be that of a part of the row")
         return output
@@ -199,7 +200,7 @@ def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
     size = 1 if boundaries is None else num_shares(tokens, boundaries)
     if size > 1:
         row = host_row(current_row() or {})
-        real = tokens * size - (0 if row is None else row.padding)
+        real = None if row is None else row.num_real
         logits = tuple(gather_row(x.view(1, tokens, -1), size)[0, :real] for x in logits)
     given = logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
     return load_balancing_loss_func(*given)

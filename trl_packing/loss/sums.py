@@ -91,10 +91,11 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
 
 def tokens_of_batch(batch: Mapping[str, Any]) -> float:
     """Return the tokens of a batch, padding included; of a divided row, 1/N of its documents'."""
-    held, boundaries, row = batch["input_ids"].numel(), batch.get("cu_seq_lens_q"), host_row(batch)
-    if row is None or boundaries is None or num_shares(held, boundaries) == 1:
-        return held
-    return (row.num_tokens - row.padding) / num_shares(held, boundaries)
+    row = host_row(batch)
+    size = 1 if row is None else num_shares(batch["input_ids"].shape[1], batch["cu_seq_lens_q"])
+    if row is None or size == 1:
+        return batch["labels"].numel()
+    return row.num_real / size
 
 
 def sums_dtype(device: torch.device) -> torch.dtype:

@@ -95,7 +95,7 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         way_out = "set packing=False and padding_free=False"
         if parallelism.sp_enabled:
             size = parallelism.sp_size
-            way_out = f"set sequence_parallel_size={size} in its place, or {way_out}"
+            way_out = f"leave sp_size out and set sequence_parallel_size={size}, or {way_out}"
         cuts = "not compatible with context parallelism or sequence parallelism of accelerate"
         raise ValueError(f"Packing is {cuts}; {way_out}")
     return "context or sequence parallelism drops document boundaries"

@@ -434,8 +434,9 @@ def _of_epoch(
     # Below 1 they are shares of the run.
     steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
     prefixes = None
-    # Equal ids of images may stand for other images.
-    if not (report.tokens_per_micro_batch or IMAGE_IDS in documents.columns):
+    # Equal ids of images may stand for other images. Static shapes and divided rows do not share.
+    shares = not report.tokens_per_micro_batch and report.ranks_of_row == 1
+    if shares and IMAGE_IDS not in documents.columns:
         prefixes = prefix_savings(documents, sampler, options.prefix_sharing)
     return {
         "bins": sampler.num_bins,

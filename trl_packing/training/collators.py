@@ -53,14 +53,14 @@ class RunCollators:
         packed = given.replaced(loss_weighting=weighting, tensors_only=True, shares_prefixes=False)
         made = cls(run, guard, packed, padded)
         size = run.options.sequence_parallel_size
+        packed.share = (run.args.process_index % size, size)
         if size > 1:
+            packed.pad_to_multiple_of = math.lcm(packed.pad_to_multiple_of or 1, size)
             if not made.makes_rows_unchanged:
                 raise ValueError(
                     f"sequence_parallel_size={size} divides rows as PackedCollator makes them, and "
                     f"{type(packed).__name__} changes them; leave one of the two out"
                 )
-            packed.pad_to_multiple_of = math.lcm(packed.pad_to_multiple_of or 1, size)
-            packed.share = (run.args.process_index % size, size)
         return made
 
     def for_evaluation(self, *, padded: bool) -> Any:

@@ -7,6 +7,7 @@ from functools import partial
 from unittest.mock import patch
 
 import pytest
+from datasets import Dataset
 
 from helpers import flash_attn_double
 from helpers.distributed.ranks import on_ranks
@@ -67,3 +68,82 @@ def run_divided(case: tuple[Scenario, int, str | None]) -> dict:
 
 
 run_divided_on_ranks = partial(on_ranks, run_divided)
+
+
+def saved_for_backward(case: tuple[str, int]) -> int:
+    """Return the bytes that a step saves for its backward on this rank, weights aside.
+
+    Its row of 2,048 tokens is divided over so many ranks.
+    """
+    import torch
+    from harness import make_trainer
+
+    from helpers.tiny import documents_of_lengths, tiny_model
+    from trl_packing import PackedSFTTrainer
+
+    folder, size = case
+    sizes: dict[int, int] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    class Measured(PackedSFTTrainer):
+        def training_step(self, *args, **kwargs):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return super().training_step(*args, **kwargs)
+
+    settings = {"max_length": 2048, "max_steps": 1, "gradient_checkpointing": False}
+    rows = documents_of_lengths([1500, 548])
+    model = tiny_model(max_position_embeddings=2048)
+    trainer = make_trainer(
+        folder, rows, model, cls=Measured, sequence_parallel_size=size, **settings
+    )
+    trainer.train()
+    for weight in model.parameters():
+        sizes.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def words_of_refusals(folder: str) -> list[str]:
+    """Return what a run of two ranks says of classes of a user that divided rows cannot take."""
+    from harness import make_trainer
+    from peft import PromptTuningConfig
+    from torch.utils.data import SequentialSampler
+
+    from helpers.tiny import documents_of_lengths
+    from trl_packing import PackedCollator, PackedSFTTrainer
+
+    class Collator(PackedCollator):
+        def __call__(self, documents):
+            return super().__call__(documents)
+
+    class Sampled(PackedSFTTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return SequentialSampler(dataset)
+
+    class Evaluated(PackedSFTTrainer):
+        def _get_eval_sampler(self, dataset):
+            return SequentialSampler(dataset)
+
+    rows = documents_of_lengths([5, 6, 20, 9])
+    virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    words = []
+    for size, given in (
+        (3, {}),
+        (2, {"collator": Collator()}),
+        (2, {"arguments": {"peft_config": virtual}}),
+        (2, {"cls": Sampled}),
+        (2, {"cls": Evaluated, "evaluated": Dataset.from_list(rows)}),
+    ):
+        settings = {"max_length": 32, "sequence_parallel_size": size}
+
+        def start(given=given, settings=settings):
+            trainer = make_trainer(folder, rows, **given, **settings)
+            trainer.evaluate() if "evaluated" in given else trainer.train()
+
+        with pytest.raises(ValueError, match="sequence_parallel_size") as refused:
+            start()
+        words.append(str(refused.value))
+    return words

@@ -1,6 +1,8 @@
 """Train, kill with SIGKILL again and again, resume each time, and compare with a run left alone.
 
-    cd tests && python -m helpers.distributed.kills folder ranks number_of_kills kills_inside_a_save
+    cd tests && python -m helpers.distributed.kills folder ranks kills kills_inside_a_save size
+
+Each row is divided over `size` ranks.
 
 Every attempt is forked from this process, which has imported everything, so that it starts at once.
 Prints one line of JSON: the kills, how many left a half-written checkpoint, and whether the final
@@ -148,6 +150,7 @@ def uninterrupted(folder: Path, ranks: int) -> dict:
 def main() -> None:
     folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
     kills, in_saves = int(sys.argv[3]), int(sys.argv[4])
+    SETTINGS["sequence_parallel_size"] = int(sys.argv[5])
     expected = uninterrupted(folder / "alone", ranks)
     random.seed(ranks)
     killed = folder / "killed"
