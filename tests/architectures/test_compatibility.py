@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.combinations import fast
+from helpers.command import run_command
 
 from architectures.compatibility import Verdict, judge_architecture
 from architectures.shared_step import judge_sharing
 from architectures.tiny_models import tiny_model
-from trl_packing.cli import main
 from trl_packing.packing import prefix_tree
 from trl_packing.training.prefix_sharing import PrefixSharing
 
@@ -120,11 +120,11 @@ def test_verify_judges_a_model_and_its_shared_prefixes(name, tmp_path, capsys):
     backend, _, shares = SOME[name]
     tiny_model(name).save_pretrained(tmp_path)
     words = ["verify", "--model", str(tmp_path), "--device", "cpu", "--gradients"]
-    assert main(words) == 0
+    assert run_command(words) == 0
     assert f"exact with attention={backend!r}" in capsys.readouterr().out
-    assert main([*words, "--attention", "model"]) == (name == "rwkv")
+    assert run_command([*words, "--attention", "model"]) == (name == "rwkv")
     capsys.readouterr()
-    assert main([*words, "--prefixes", "--json"]) == (0 if shares else 1)
+    assert run_command([*words, "--prefixes", "--json"]) == (0 if shares else 1)
     found = json.loads(capsys.readouterr().out)["prefixes"]
     assert found["verdict"] == ("isolated" if shares else "refused")
     assert not shares or found["gradient_difference"] < 1e-5

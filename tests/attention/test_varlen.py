@@ -8,13 +8,10 @@ import torch
 from architectures.tiny_models import tiny_model
 from helpers import varlen_double
 from helpers.dense import assert_equals_dense, boundaries, inputs
-from helpers.flash_attn_double import pretend_cuda
-from helpers.packed_models import alone, packed_batch
+from helpers.packed_models import alone, install, packed_batch
 from helpers.trees import random_tree
 
-from trl_packing import resolve_attention
 from trl_packing.attention import varlen
-from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.varlen import varlen_attention
 
@@ -68,15 +65,12 @@ PER_LAYER = {
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_layers_that_the_kernel_lacks_run_document_by_document(name, monkeypatch):
     model = tiny_model(name)
-    with monkeypatch.context() as patch:
-        pretend_cuda(patch)
-        choice = resolve_attention(model, "varlen", device="cuda", dtype=torch.bfloat16)
     batch = packed_batch([3, 21, 1, 9])
     batch["input_ids"] %= model.config.vocab_size
     expected = alone(model, batch)
     monkeypatch.setattr(varlen, "WIDEST", 32)
     calls = varlen_double.install(monkeypatch)
-    install_attention(model, choice)
+    install(model, "varlen", gpu=monkeypatch)
     upstream = torch.randn_like(expected)
     weights = list(model.parameters())
     gradients = torch.autograd.grad((expected * upstream).sum(), weights, allow_unused=True)

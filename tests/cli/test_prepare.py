@@ -3,17 +3,13 @@
 import json
 import re
 
-from trl_packing.recipes.recipe_data import SourceConfig, read
-
 import pytest
 import yaml
+from helpers.command import run_command
 from helpers.prepared import chats
-from helpers.runs import run_of_call
+from helpers.recipes import module
+from helpers.runs import call_of_command, records_of, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
-
-from trl_packing.cli import main
-from trl_packing.data.files import records_of
-from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
 COLUMNS = {"prompt_column": "question", "completion_column": "answer"}
@@ -35,7 +31,7 @@ def pairs(place):
     """Return a folder in which `out` holds prepared splits of the pairs."""
     words = [part for name, column in COLUMNS.items() for part in (f"--{name}", column)]
     words += ["--model", "model", "--test_split_size", "0.25"]
-    assert main(["prepare", "pairs.jsonl", "out", *words]) == 0
+    assert run_command(["prepare", "pairs.jsonl", "out", *words]) == 0
     return place
 
 
@@ -44,21 +40,17 @@ def write(name, rows):
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def call_of(*words):
-    return TrainingCommand.from_words([*words]).call
-
-
 def mixture_call(entries, **more):
     """Write a YAML file with these `datasets`, and return the call of its run."""
     settings = {"model_name_or_path": "model", "max_length": 64, "output_dir": "out"}
     with open("run.yaml", "w") as file:
         yaml.safe_dump({**settings, "datasets": entries, **more}, file)
-    return call_of("--config", "run.yaml")
+    return call_of_command("--config", "run.yaml")
 
 
 def says(capsys, *words, status=0):
     """Run a command and return what it says: an error is one line."""
-    assert main([*words]) == status
+    assert run_command([*words]) == status
     out, err = capsys.readouterr()
     assert status == 0 or err.splitlines()[-1:] == err.splitlines()
     return out if status == 0 else err
@@ -94,7 +86,7 @@ def test_mistakes_are_one_line(place, capsys, words, said):
     entry = {"path": "chats.jsonl", "weight": 1}
     mixture_call([entry, entry | {"source": "more"}])
     capsys.readouterr()
-    assert main(["prepare", *words]) == 2
+    assert run_command(["prepare", *words]) == 2
     assert re.search(said, capsys.readouterr().err.splitlines()[-1])
     assert not (place / "out").exists()
 
@@ -104,7 +96,7 @@ def test_mistakes_are_one_line(place, capsys, words, said):
 
 def test_the_recipe_trains_prepared_splits_and_refuses_others(pairs):
     words = ["--model", "model", "--data", "out"]
-    call = call_of(*words, "--prompt_column", "question", "--test_split_size", "0.25")
+    call = call_of_command(*words, "--prompt_column", "question", "--test_split_size", "0.25")
     assert (len(call.train_dataset), len(call.eval_dataset)) == (15, 5)
     assert call.train_dataset.column_names == ["input_ids", "labels"]
     for others, said in (
@@ -112,12 +104,13 @@ def test_the_recipe_trains_prepared_splits_and_refuses_others(pairs):
         ("--test_split_size 0.5", "test_split_size='0.25', and here test_split_size=0.5"),
     ):
         with pytest.raises(ValueError, match=said):
-            call_of(*words, *others.split())
+            call_of_command(*words, *others.split())
 
 
 def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pairs):
+    data = module("recipe_data")
     with pytest.raises(ValueError, match="out holds prepared data: leave prompt_column out"):
-        read(SourceConfig("out", prompt_column="question"), streaming=False)
+        data.read(data.SourceConfig("out", prompt_column="question"), streaming=False)
     with pytest.raises(ValueError, match=r"test_split_size=0\.2 cannot divide .* prepared data"):
         mixture_call([{"path": "out"}], test_split_size=0.2)
     rows = {"path": "pairs.jsonl", "fraction": 0.25, "source": "pairs", **COLUMNS}

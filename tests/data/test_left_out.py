@@ -22,6 +22,7 @@ from helpers.chat_templates import (
     with_template,
 )
 from helpers.prepared import call_for
+from helpers.runs import prepare_run
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing import load_prepared
@@ -29,7 +30,6 @@ from trl_packing.data import counts, row_format, tokenize_rows
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize_rows import documents_from_rows
-from trl_packing.tools.prepare import prepare_run
 
 NO_REASONING = "1 document with reasoning that the chat template leaves out"
 PARSED = "1 document with arguments of tool calls as JSON text: parsed"

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from harness import make_trainer
+from helpers.command import run_command
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing import load_prepared
-from trl_packing.cli import main
 
 
 def said(*flags):
@@ -146,5 +146,5 @@ def test_prepared_rows_are_those_of_the_run(tmp_path, name):
     data = json_lines(ROWS[name], tmp_path)
     out = tmp_path / "out"
     arguments = ["--model", str(tmp_path / "model"), "--max_length", "512"]
-    assert main(["prepare", data, str(out), *arguments]) == 0
+    assert run_command(["prepare", data, str(out), *arguments]) == 0
     assert documents(load_prepared(out), tmp_path) == documents(ROWS[name], tmp_path)

@@ -7,13 +7,11 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, concatenate_datasets
 from helpers.prepared import call_for, chats
-from helpers.runs import TrainerCall, run_of_call
+from helpers.runs import TrainerCall, prepare_run, records_of, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from transformers import TrainingArguments
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
-from trl_packing.data.files import is_prepared, records_of
-from trl_packing.tools.prepare import prepare_run
 
 
 def made(out, call, **options):
@@ -192,7 +190,8 @@ def test_a_damaged_folder_is_refused(tmp_path):
         load_prepared(tmp_path / "out")
     with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
         load_prepared(tmp_path)
-    assert not is_prepared(tmp_path / "none")
+    with pytest.raises(ValueError, match="none"):
+        load_prepared(tmp_path / "none")
     file = tmp_path / "out" / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"trl_packing_prepared": 1}))
     with pytest.raises(ValueError, match=r"in a form that this version cannot read; prepare"):

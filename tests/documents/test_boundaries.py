@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.documents.boundaries import (
+from trl_packing import (
     block_diagonal_mask,
     cu_seqlens_from_lengths,
     document_ids_from_lengths,

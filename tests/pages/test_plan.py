@@ -10,10 +10,12 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.browser import HOSTILE, open_page
 from helpers.combinations import combined
+from helpers.command import run_command
 from helpers.runs import (
     Sampling,
     computed_tokens,
     other_max_lengths,
+    plan_page,
     plan_run,
     preview_epoch,
     run_of_settings,
@@ -21,9 +23,6 @@ from helpers.runs import (
 )
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
-
-from trl_packing.cli import main
-from trl_packing.pages.plan import plan_page
 
 
 def texts(number=60, seed=0):
@@ -239,7 +238,7 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     tiny_dataset("conversational_language_modeling").to_json(tmp_path / "data.jsonl")
     words = ["plan", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
     page = tmp_path / "plan.html"
-    assert main([*words, "--max_length", "64", "--ranks", "2", "--html", str(page)]) == 0
+    assert run_command([*words, "--max_length", "64", "--ranks", "2", "--html", str(page)]) == 0
     said = capsys.readouterr()
     assert "documents    " in said.out
     assert f"wrote {page}" in said.err

@@ -2,15 +2,12 @@
 
 import json
 
-from trl_packing.recipes import sft_packed
-
 import pytest
 import yaml
 from datasets import concatenate_datasets
-from helpers.runs import run_of_call
+from helpers.recipes import module
+from helpers.runs import call_of_command, run_of_call
 from trl import DatasetMixtureConfig, get_dataset
-
-from trl_packing.tools.training_command import TrainingCommand
 
 # Files of data sets as people have them, by source.
 FILES = {
@@ -41,7 +38,7 @@ def config_of(tmp_path, own, **more) -> str:
     for name, rows in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "model_name_or_path": str(sft_packed.DEMO_FILES / "tokenizer"),
+        "model_name_or_path": str(module("sft_packed").DEMO_FILES / "tokenizer"),
         "datasets": [{"path": str(tmp_path / f"{name}.jsonl"), **own[name]} for name in own],
         "max_length": 128,
         "output_dir": str(tmp_path / "out"),
@@ -54,7 +51,7 @@ def config_of(tmp_path, own, **more) -> str:
 
 def call_of(config):
     """Return the arguments of the trainer that the recipe would build."""
-    return TrainingCommand.from_words(["--config", config]).call
+    return call_of_command("--config", config)
 
 
 @pytest.mark.parametrize("shares", [(None, None), (0.5, 0.5), (0.75, 0.25)])

@@ -7,17 +7,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
-from trl_packing.recipes.recipe_data import DataArguments, load_data
-
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from helpers.recipes import parse
+from helpers.recipes import FOLDER, module, parse
 from transformers import AutoModelForCausalLM
 
 from trl_packing import PackedSFTConfig, load_rows
 
+sft_packed, recipe_data = module("sft_packed"), module("recipe_data")
 ROWS = [{"question": f"What is {i}?", "answer": f"A number: {i}.", "n": i} for i in range(10)]
 NAMED = {"prompt_column": "question", "completion_column": "answer"}
 MESSAGES = [{"role": "user", "content": "Why?"}]
@@ -39,8 +37,8 @@ def load(name, *, chat_template=None, prompt_template=None, needs_test=False, **
     """Return the rows to train and those held out, of a run with these settings."""
     run = PackedSFTConfig("unused", prompt_template=prompt_template, use_cpu=True, bf16=False)
     tokenizer = SimpleNamespace(chat_template=chat_template)
-    arguments = DataArguments(dataset_name=name, **named)
-    return load_data(arguments, run, tokenizer, needs_test=needs_test)
+    arguments = recipe_data.DataArguments(dataset_name=name, **named)
+    return recipe_data.load_data(arguments, run, tokenizer, needs_test=needs_test)
 
 
 # --- what it reads ------------------------------------------------------------------------------
@@ -198,7 +196,7 @@ def test_the_committed_demo_is_what_its_script_writes(tmp_path):
         files = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder): path.read_bytes() for path in files}
 
-    make_demo_data.main(tmp_path)
+    module("make_demo_data").main(tmp_path)
     assert files_in(tmp_path) == files_in(FOLDER / "demo")
 
 

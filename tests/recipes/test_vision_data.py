@@ -3,8 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from trl_packing.recipes.recipe_data import load_data
-from trl_packing.recipes.vision import Arguments, in_folder
+from helpers.recipes import module
 
 from trl_packing import PackedSFTConfig
 
@@ -21,12 +20,14 @@ def test_sets_with_images_and_without_are_one_mixture(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(lines)
     paths = [{"path": str(tmp_path / f"{name}.jsonl")} for name in FILES]
     entries = [paths[0] | {"epochs": 2}, paths[1] | {"source": "talk"}]
+    vision = module("vision")
     run = PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
 
     def load(**named):
         processor = SimpleNamespace(chat_template="any")
-        rows, _ = load_data(Arguments(**named), run, processor, kept=("images", "image"))
-        return in_folder(rows, "photos")
+        arguments, kept = vision.Arguments(**named), ("images", "image")
+        rows, _ = module("recipe_data").load_data(arguments, run, processor, kept=kept)
+        return vision.in_folder(rows, "photos")
 
     rows = load(datasets=entries)
     assert run.mixture == {"pictures": {"epochs": 2}}

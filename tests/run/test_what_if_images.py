@@ -2,10 +2,8 @@
 
 import pytest
 from helpers.prepared import call_for
-from helpers.runs import documents_of, plan_run, run_of_call
+from helpers.runs import documents_of, plan_page, plan_run, run_of_call
 from helpers.vision import image_dataset, tiny_processor, tiny_vision_model, vision_trainer
-
-from trl_packing.pages.plan import plan_page
 
 
 @pytest.fixture(scope="module")

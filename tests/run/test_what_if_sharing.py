@@ -6,11 +6,10 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.runs import plan_run, run_of_settings
+from helpers.runs import plan_page, plan_run, run_of_settings
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing.packing.collator import PackedCollator
-from trl_packing.pages.plan import plan_page
+from trl_packing import PackedCollator
 
 
 def previewed(rows, *settings):

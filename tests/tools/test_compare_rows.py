@@ -5,13 +5,18 @@ import json
 import pytest
 from datasets import Dataset
 from harness import make_trainer
+from helpers.command import run_command
 from helpers.prepared import chats
-from helpers.runs import run_of_settings, with_row_numbers
+from helpers.runs import (
+    EQUAL,
+    Side,
+    compare,
+    documents_by_trl,
+    run_of_settings,
+    with_row_numbers,
+)
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
-
-from trl_packing.cli import main
-from trl_packing.tools.compare_rows import EQUAL, Side, compare, documents_by_trl
 
 
 def run_of(rows, *options, tokenizer=None):
@@ -96,17 +101,17 @@ def test_the_command_compares_with_trl_and_files(tmp_path, capsys):
     )
 
     def kinds(*words, status):
-        assert main([*words, "--json"]) == status
+        assert run_command([*words, "--json"]) == status
         found = json.loads(capsys.readouterr().out)
         return {kind: n for kind, n in found["counts"].items() if n}
 
     words = [*words, "--train_on", "assistant"]
     assert kinds(*words, "--against", str(config), status=1) == {EQUAL: 2, "labels differ": 4}
     assert kinds(*words[:-2], "--against", "trl", status=0) == {EQUAL: 6}
-    assert main([*words, "--against", "trl"]) == 1
+    assert run_command([*words, "--against", "trl"]) == 1
     lines = capsys.readouterr().out.split("\n")
     assert lines[0].split() == ["labels", "differ", "6", "rows"]
     assert lines[2:5] == ["row 0 · labels differ", "--- this run", "+++ TRL"]
     assert any(line.startswith("-⟦So 0. <|im_end|>") for line in lines)
-    assert main([*words, "--against", "none.yaml"]) == 2
+    assert run_command([*words, "--against", "none.yaml"]) == 2
     assert "neither trl nor a .yaml file" in capsys.readouterr().err

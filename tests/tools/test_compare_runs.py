@@ -5,9 +5,9 @@ import math
 
 import pytest
 from helpers.browser import HOSTILE, open_page
+from helpers.command import run_command
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_packing.cli import main
 from trl_packing.pages.record import FILE, NOTHING, RunRecord, Totals
 from trl_packing.pages.runs import compare_page
 from trl_packing.tools.compare_runs import compare, comparison_text, load_run
@@ -101,7 +101,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
     places = {"a": saved(tmp_path / "a", PACKED), "broken": str(tmp_path / "broken")}
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / FILE).write_text('{"format": 1, "name"')
-    assert main(["compare", *(argument.format(**places) for argument in arguments)]) == 2
+    assert run_command(["compare", *(argument.format(**places) for argument in arguments)]) == 2
     said = capsys.readouterr().err.strip()
     assert message in said
     assert len(said.splitlines()) == 1
@@ -110,7 +110,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
 def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
     broken = made("n", documents_per_step=20, losses=[1.0, 2.0, 3.0, math.nan])
     runs = [saved(tmp_path / "a", PACKED), saved(tmp_path / "n", broken)]
-    assert main(["compare", *runs, "--json"]) == 0
+    assert run_command(["compare", *runs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["figures"]["loss"] == [7.0, "NaN"]
 

@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from helpers.command import run_command
 
 from trl_packing.attention.backends import CHOICES
-from trl_packing.cli import main
 from trl_packing.isolation import guard
 from trl_packing.packing import prefix_tree
 from trl_packing.tools import doctor
@@ -107,7 +107,7 @@ def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials)
     assert "error: \\x1b[2J" in text
     assert "Training would fail" in text
     monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
-    assert main(["doctor", "--json"]) == 0
+    assert run_command(["doctor", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["trains"], shown["attention"]["chosen"]) == (True, "documents")
     assert re.fullmatch(r"\d+ threads?, .*", shown["machine"]["devices"][0])

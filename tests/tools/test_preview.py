@@ -8,12 +8,12 @@ from datasets import Dataset
 from harness import QUIET
 from helpers.attacks import ATTACKS, harmful
 from helpers.chat_templates import tokenizer_for
+from helpers.command import run_command
 from helpers.runs import preview_epoch, preview_losses, preview_rows, run_of_settings
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
+from transformers import AutoTokenizer
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer, show_document
-from trl_packing.cli import main
-from trl_packing.tools.training_command import config_from_settings, processing_class_of
 
 
 def inspect(dataset, tokenizer, settings=(), *, rows=None, prepares_all=False, model=None):
@@ -99,7 +99,7 @@ def trainer_of(folder, model, rows, options: dict) -> PackedSFTTrainer:
 
 
 def tokenizer_of(model):
-    return processing_class_of(str(model), config_from_settings([]))
+    return AutoTokenizer.from_pretrained(model)
 
 
 def trained_documents(trainer) -> list[str]:
@@ -212,7 +212,7 @@ def test_the_status_and_a_sentence_say_that_a_row_is_not_trained(tmp_path, capsy
     Dataset.from_list(rows).to_json(tmp_path / "data.jsonl")
     words = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
     for options, status in ((["--rows", "0"], 0), (["--rows", "0", "1"], 1), (["--all"], 2)):
-        assert main(["inspect", *words, "--train_on", "assistant", *options]) == status
+        assert run_command(["inspect", *words, "--train_on", "assistant", *options]) == status
         out, err = capsys.readouterr()
         assert not harmful(out + err)
         assert out.count("⟧") == out.count("⟦") == 1

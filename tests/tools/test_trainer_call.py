@@ -5,13 +5,12 @@ import json
 import sys
 
 import pytest
-from helpers.runs import run_of_call
+from helpers.command import run_command
+from helpers.runs import call_of_script, run_of_call
 from helpers.tiny import save_tiny_model, tiny_rows, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.cli import main
-from trl_packing.tools.training_command import call_of_script
 
 START = """
 import sys
@@ -95,7 +94,7 @@ LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.
     ],
 )
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
-    assert main(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
+    assert run_command(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("trl-packing: ")
     assert sentence in last
@@ -103,7 +102,7 @@ def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tm
 
 def test_the_output_of_a_script_is_no_part_of_the_result(model, tmp_path, capsys):
     file = script(tmp_path, "print('loading')\n" + SCRIPTS["positional"])
-    assert main(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
+    assert run_command(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["documents"] == 6
     assert "loading" in err
@@ -120,14 +119,14 @@ def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
         "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=stream).train()"
     )
     words = [script(tmp_path, text), model, str(tmp_path / "out")]
-    assert main(["inspect", *words, "--rows", "2"]) == 0
+    assert run_command(["inspect", *words, "--rows", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("row 2 · ")
     assert "a stream: only its first 3 rows" in err
     assert "read 7" not in (tmp_path / "read").read_text()
-    assert main(["plan", *words, "--stream_rows", "8"]) == 0
+    assert run_command(["plan", *words, "--stream_rows", "8"]) == 0
     out, _ = capsys.readouterr()
     assert out.startswith("The first 8 rows of a stream, as if they were all:")
     assert "documents    8 ·" in out
-    assert main(["plan", *words, "--stream_rows", "0"]) == 2
+    assert run_command(["plan", *words, "--stream_rows", "0"]) == 2
     assert "--stream_rows 0 must be at least 1" in capsys.readouterr()[1]

@@ -12,7 +12,6 @@ from helpers.runs import preview_epoch, run_of_settings
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 
 from trl_packing import PackedBatchSampler, PackedSFTTrainer
-from trl_packing.data.counts import PreparationCounts
 
 
 def trainer_for(folder, rows, **settings):
@@ -175,7 +174,8 @@ HOSTILE = "</td><script>alert(1)</script> \x1b[2J\u202e <img src=x onerror=alert
 
 def test_the_report_fits_its_terminal_and_hostile_text_does_nothing(monkeypatch, tmp_path):
     report = trainer_for(tmp_path, 9).packing_report
-    report = replace(report, preparation=PreparationCounts(notes=("a note " * 30, HOSTILE)))
+    noted = replace(report.preparation, notes=("a note " * 30, HOSTILE))
+    report = replace(report, preparation=noted)
     for columns, most in ((72, 72), (9, 50), (240, 100)):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = str(report).splitlines()
