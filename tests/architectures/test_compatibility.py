@@ -4,18 +4,15 @@
 """
 
 import json
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from helpers.combinations import fast
 from helpers.command import run_command
+from helpers.shared_prefixes import share_unchecked, siblings_see_each_other, spoil_trees
 
 from architectures.compatibility import Verdict, judge_architecture
 from architectures.shared_step import judge_sharing
 from architectures.tiny_models import tiny_model
-from trl_packing.packing import prefix_tree
-from trl_packing.training.prefix_sharing import PrefixSharing
 
 # architecture: the backend that must be exact, the result of TRL's packing, whether it shares
 # prefixes; the others say why not, and train the documents apart.
@@ -65,21 +62,12 @@ def test_an_architecture_shares_prefixes_exactly_or_says_why_not(name):
 
 def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(monkeypatch):
     """The negative control of the column: a fault in the rows is a silent difference."""
-    make = prefix_tree.build_prefix_tree
-
-    def chain(*args, **options):
-        tree = make(*args, **options)
-        ends = tree.cu_seqlens[1:].astype(np.int64)
-        index = np.concatenate([np.arange(end) for end in ends])
-        ends = np.cumsum([0, *ends]).astype(np.int32)
-        return replace(tree, cu_seqlens_k=ends, key_index=index)
-
-    monkeypatch.setattr(prefix_tree, "build_prefix_tree", chain)
+    spoil_trees(monkeypatch, siblings_see_each_other)
     model = tiny_model("llama")
     refused = judge_sharing(model)
     assert refused.outcome == "apart"
     assert "LEAK" in refused.reason
-    monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
+    share_unchecked(monkeypatch)
     unchecked = judge_sharing(model)
     assert unchecked.outcome == "differs"
     assert unchecked.error > 100 * unchecked.tolerance
@@ -100,15 +88,15 @@ def test_shared_keys_are_shared_with_gradient_checkpointing_too():
     assert (verdict.outcome, verdict.backend) == ("exact", "documents")
 
 
-@pytest.mark.parametrize(
-    ("name", "attention", "words"),
-    [
-        ("dots3_note_text", "documents", "index_topk=8 needs the mask"),
-        # The ranking is wrong for some contents only, so a check on a few documents may miss it.
-        ("minimax_m3_vl_text", "padded", "index_topk_blocks=2 ranks blocks of the whole row"),
-        ("rwkv", "model", "LEAK"),
-    ],
-)
+NOT_EXACT = [
+    ("dots3_note_text", "documents", "index_topk=8 needs the mask"),
+    # The ranking is wrong for some contents only, so a check on a few documents may miss it.
+    ("minimax_m3_vl_text", "padded", "index_topk_blocks=2 ranks blocks of the whole row"),
+    ("rwkv", "model", "LEAK"),
+]
+
+
+@pytest.mark.parametrize(("name", "attention", "words"), NOT_EXACT)
 def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
     verdict = judge_architecture(name, attention=attention)
     assert verdict.outcome == "refused"

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from helpers.dense import (
-    LENGTHS,
-    TOLERANCE,
-    assert_equals_dense,
-    boundaries,
-    inputs,
-)
+from helpers.dense import LENGTHS, TOLERANCE, assert_equals_dense, boundaries, inputs
 from helpers.trees import Tree
 
 from trl_packing.attention import document_sdpa as tiles

@@ -20,11 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import trl_packing.isolation.guard
 from trl_packing import resolve_attention
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.install import (
-    install_attention,
-    restore_implementation,
-    use_attention,
-)
+from trl_packing.attention.install import install_attention, restore_implementation, use_attention
 
 DOCUMENTS = documents_of_lengths([3, 20, 1, 9, 31, 12, 5, 17, 2, 26], prompt=2)
 MODELS = {"llama": None, "mistral": WINDOW}

@@ -143,11 +143,7 @@ INSTALLED = {
     "lfm2": ["causal_conv1d_fn"],
     "qwen3_5_text": ["causal_conv1d_fn", "chunk_gated_delta_rule"],
     "kimi_linear": ["causal_conv1d_fn", "chunk_kda"],
-    "bamba": [
-        "causal_conv1d_fn",
-        "mamba_chunk_scan_combined",
-        "mamba_split_conv1d_scan_combined",
-    ],
+    "bamba": ["causal_conv1d_fn", "mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"],
 }
 # The convolution in PyTorch runs by document beside the kernel of another package.
 PARTLY = ("qwen3_5_text", ["chunk_gated_delta_rule"])

@@ -72,16 +72,16 @@ def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
     assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([*RUN], "name the data and the folder to write first"),
-        (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
-        (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
-        (["out", *RUN], "name the model and the data"),
-        (["out", "--config", "run.yaml"], "the data sets of a mixture are prepared one by one"),
-    ],
-)
+MISTAKES = [
+    ([*RUN], "name the data and the folder to write first"),
+    (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
+    (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
+    (["out", *RUN], "name the model and the data"),
+    (["out", "--config", "run.yaml"], "the data sets of a mixture are prepared one by one"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_mistakes_are_one_line(place, capsys, words, said):
     entry = {"path": "chats.jsonl", "weight": 1}
     mixture_call([entry, entry | {"source": "more"}])

@@ -40,17 +40,17 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
     assert said == [f"loaded [] by {words}" for words in commands], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("paln", "invalid choice: 'paln'"),
-        ("compare a b --jsno", "compare has no option --jsno"),
-        ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
-        ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
-        ("plan --config", "--config takes one YAML file"),
-        ("\x1b[2Jplan", "\\x1b[2Jplan"),
-    ],
-)
+TYPING_ERRORS = [
+    ("paln", "invalid choice: 'paln'"),
+    ("compare a b --jsno", "compare has no option --jsno"),
+    ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
+    ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
+    ("plan --config", "--config takes one YAML file"),
+    ("\x1b[2Jplan", "\\x1b[2Jplan"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), TYPING_ERRORS)
 def test_a_typing_error_is_one_line_with_status_2(words, sentence, capsys):
     try:
         status = run_command(words.split())

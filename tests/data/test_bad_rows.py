@@ -183,31 +183,31 @@ def test_half_a_character_names_its_row(tmp_path):
 # --- streams --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("usual", "other", "sentence"),
-    [
-        (TOKENS, LABELLED, "has the column 'labels', unlike its first row"),
-        (MASKED, TOKENS, "has no 'completion_mask', unlike"),
-        ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
-        (LABELLED, {**LABELLED, "labels": [1, 2]}, "of the stream has 3 input_ids but 2 entries"),
-    ],
-)
+OTHER_ROWS = [
+    (TOKENS, LABELLED, "has the column 'labels', unlike its first row"),
+    (MASKED, TOKENS, "has no 'completion_mask', unlike"),
+    ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
+    (LABELLED, {**LABELLED, "labels": [1, 2]}, "of the stream has 3 input_ids but 2 entries"),
+]
+
+
+@pytest.mark.parametrize(("usual", "other", "sentence"), OTHER_ROWS)
 def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
     rows = [other if i == 31 else usual for i in range(40)]
     with pytest.raises(ValueError, match=f"(row|document) 31 .*{sentence}"):
         trainer_for(tmp_path, stream_of(rows), max_steps=20).train()
 
 
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        (PACKED, "train stream were packed before"),
-        ({**TOKENS, "input_ids": [5, 6, 2**63]}, "rows 0 to 3: .* beyond 64 bits"),
-        ({**LABELLED, "input_ids": [5, 6, -(2**63) - 1]}, "rows 0 to 3: .* beyond 64 bits"),
-        ({**WEIGHTED, "loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing"),
-        ({"text": "a", "loss_weights": [1.0]}, "'loss_weight', .*tokenized rows"),
-    ],
-)
+UNTRAINABLE = [
+    (PACKED, "train stream were packed before"),
+    ({**TOKENS, "input_ids": [5, 6, 2**63]}, "rows 0 to 3: .* beyond 64 bits"),
+    ({**LABELLED, "input_ids": [5, 6, -(2**63) - 1]}, "rows 0 to 3: .* beyond 64 bits"),
+    ({**WEIGHTED, "loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing"),
+    ({"text": "a", "loss_weights": [1.0]}, "'loss_weight', .*tokenized rows"),
+]
+
+
+@pytest.mark.parametrize(("row", "sentence"), UNTRAINABLE)
 def test_a_stream_that_cannot_be_trained_is_refused(tmp_path, row, sentence):
     with pytest.raises(ValueError, match=sentence):
         trainer_for(tmp_path, stream_of([row] * 4)).train()
@@ -225,13 +225,13 @@ def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows):
 # --- flags of messages ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "settings", "name"),
-    [
-        ({"weight": 0.5}, {}, "'weight' of messages"),
-        ({}, {"train_on": "assistant"}, "train_on"),
-    ],
-)
+IGNORED_BY_TRL = [
+    ({"weight": 0.5}, {}, "'weight' of messages"),
+    ({}, {"train_on": "assistant"}, "train_on"),
+]
+
+
+@pytest.mark.parametrize(("flags", "settings", "name"), IGNORED_BY_TRL)
 def test_what_trl_would_ignore_is_refused(tmp_path, flags, settings, name):
     own = tiny_tokenizer(chat=True)
     own.__class__ = type(

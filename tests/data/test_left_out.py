@@ -173,14 +173,14 @@ def test_a_message_whose_words_do_not_reach_the_text_is_refused(name, messages, 
         prepared(chat, [messages], **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "options"),
-    [
-        ("qwen2_5_training", THOUGHTS, MARKS),
-        ("qwen3", [*THOUGHTS, *SENTENCES], {"train_on": None}),  # reasoning of an earlier turn
-        ("llama3_1", BESIDE, {"train_on": None}),
-    ],
-)
+COUNTED = [
+    ("qwen2_5_training", THOUGHTS, MARKS),
+    ("qwen3", [*THOUGHTS, *SENTENCES], {"train_on": None}),  # reasoning of an earlier turn
+    ("llama3_1", BESIDE, {"train_on": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "options"), COUNTED)
 def test_parts_that_trl_trains_without_are_counted(name, messages, options):
     rules = RowFormat(ChatTemplate(tokenizer_for(name)), "</s>", **options)
     [document] = rules.documents({"messages": messages}, "messages")
@@ -207,19 +207,19 @@ def test_words_that_a_template_writes_otherwise_are_not_lost(name, messages, opt
 # --- columns beside the conversation --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "column"),
-    [
-        ({"messages": SENTENCES, "system": "Be brief."}, {}, "system"),
-        ({"query": "a", "response": "b", "history": [["c", "d"]]}, {"prompt_template": "qa"}, "hi"),
-        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, {}, "tools"),
-        ({"messages": SENTENCES, "system": ""}, {}, None),
-        ({"messages": SENTENCES, "tools": [CALL]}, {}, None),
-        ({"query": "a", "response": "b", "system": "c"},
-         {"prompt_template": "{system} {query}"}, None),
-        ({"text": "a", "system": "Be brief."}, {}, None),
-    ],
-)  # fmt: skip
+PARTS_BESIDE = [
+    ({"messages": SENTENCES, "system": "Be brief."}, {}, "system"),
+    ({"query": "a", "response": "b", "history": [["c", "d"]]}, {"prompt_template": "qa"}, "hi"),
+    ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, {}, "tools"),
+    ({"messages": SENTENCES, "system": ""}, {}, None),
+    ({"messages": SENTENCES, "tools": [CALL]}, {}, None),
+    ({"query": "a", "response": "b", "system": "c"},
+     {"prompt_template": "{system} {query}"}, None),
+    ({"text": "a", "system": "Be brief."}, {}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "column"), PARTS_BESIDE)
 def test_columns_with_parts_of_a_conversation_are_named(tmp_path, caplog, row, options, column):
     streams = [lambda: [row] * 4, lambda: IterableDataset.from_generator(lambda: iter([row] * 4))]
     for make in streams:

@@ -111,10 +111,7 @@ def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, lack
     assert not lacks or f"renders no {lacks};" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_hinted"),
-    [({}, True), ({"train_on": "all"}, False)],
-)
+@pytest.mark.parametrize(("settings", "is_hinted"), [({}, True), ({"train_on": "all"}, False)])
 def test_messages_that_are_trained_whole_get_a_hint_in_the_report(tmp_path, settings, is_hinted):
     trainer = trainer_for(tmp_path, tiny_dataset("conversational_language_modeling"), **settings)
     assert ("train_on='assistant'" in str(trainer.packing_report)) == is_hinted
@@ -143,15 +140,15 @@ def test_rows_that_were_padded_are_refused_by_their_number(tmp_path, streamed):
             trained([[1, 1, 1, 1], mask, [1, 1, 1, 1]])
 
 
-@pytest.mark.parametrize(
-    ("join", "column", "is_first"),
-    [
-        (interleave_datasets, "id", False),
-        (interleave_datasets, "source", True),
-        (concatenate_datasets, "tools", False),
-        (concatenate_datasets, "id", True),
-    ],
-)
+JOINED = [
+    (interleave_datasets, "id", False),
+    (interleave_datasets, "source", True),
+    (concatenate_datasets, "tools", False),
+    (concatenate_datasets, "id", True),
+]
+
+
+@pytest.mark.parametrize(("join", "column", "is_first"), JOINED)
 def test_joined_streams_of_which_one_has_a_column_more_lose_nothing(
     tmp_path, join, column, is_first
 ):

@@ -45,15 +45,15 @@ def arrow(dataset) -> ArrowDocuments:
     return ArrowDocuments(dataset, TOKEN_COLUMNS)
 
 
-@pytest.mark.parametrize(
-    ("template", "names"),
-    [
-        (CHATML, ["<|im_end|>"]),
-        (CHATML.replace("'<|im_end|>'", "' <|other|><|im_end|>'"), ["<|other|>"]),
-        ("{{ raise_exception('no') }}", []),
-        ("{{ messages[0]['content'] }}<|im_end|>", []),  # not the answer's end
-    ],
-)
+ENDS = [
+    (CHATML, ["<|im_end|>"]),
+    (CHATML.replace("'<|im_end|>'", "' <|other|><|im_end|>'"), ["<|other|>"]),
+    ("{{ raise_exception('no') }}", []),
+    ("{{ messages[0]['content'] }}<|im_end|>", []),  # not the answer's end
+]
+
+
+@pytest.mark.parametrize(("template", "names"), ENDS)
 def test_the_end_of_a_turn_is_read_from_the_template(template, names):
     tokenizer = tiny_tokenizer()
     expected = {EOS, *map(tokenizer.convert_tokens_to_ids, names)}

@@ -132,26 +132,26 @@ def test_documents_are_those_of_trl(tmp_path, form, caplog):
     assert ours != theirs
 
 
-@pytest.mark.parametrize(
-    ("form", "template", "settings"),
-    [
-        *combined(
-            ["messages", "prompt messages", "prompt messages in turns"],
-            ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"],
-            [{}],
-        ),
-        *combined(
-            [form for form in CONVERSATIONS if form != "from, value"],
-            ["qwen3", "qwen2_5", "lfm2_2_5"],
-            [{"assistant_only_loss": True}],
-        ),
-        *combined(
-            ["prompt and space", "prompt messages", "messages"],
-            ["qwen2_5"],
-            [{"completion_only_loss": True}, {"completion_only_loss": False}],
-        ),
-    ],
-)
+LIKE_TRL = [
+    *combined(
+        ["messages", "prompt messages", "prompt messages in turns"],
+        ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"],
+        [{}],
+    ),
+    *combined(
+        [form for form in CONVERSATIONS if form != "from, value"],
+        ["qwen3", "qwen2_5", "lfm2_2_5"],
+        [{"assistant_only_loss": True}],
+    ),
+    *combined(
+        ["prompt and space", "prompt messages", "messages"],
+        ["qwen2_5"],
+        [{"completion_only_loss": True}, {"completion_only_loss": False}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "template", "settings"), LIKE_TRL)
 def test_other_templates_and_settings_give_the_documents_of_trl(tmp_path, form, template, settings):
     chat = tokenizer(template)
     ours = documents(data_set(form), chat, tmp_path, **settings)
@@ -280,25 +280,21 @@ def test_a_tokenizer_of_mistral_common_gives_the_documents_of_trl(tmp_path, capl
     assert "mistral_format=False)), or rows of input_ids" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("form", "settings", "words"),
-    [
-        ("prompt messages", {}, "cannot be prepared: Expected last role Assistant"),
-        ("prompt messages", {"stream": True}, "cannot be prepared: Expected last role Assistant"),
-        ("messages", {"train_on": "assistant"}, "train_on cannot be used on the train dataset"),
-        (
-            "messages",
-            {"assistant_only_loss": True},
-            "needs a chat template, .* has none",
-        ),
-        ("messages", {"chat_template_path": "c.jinja"}, "tokenizer reads no chat template"),
-        (
-            "prompt messages",
-            {"chat_template_path": "c.jinja", "assistant_only_loss": True},
-            "tokenizer reads no chat template",
-        ),
-    ],
-)
+MISTRAL_REFUSES = [
+    ("prompt messages", {}, "cannot be prepared: Expected last role Assistant"),
+    ("prompt messages", {"stream": True}, "cannot be prepared: Expected last role Assistant"),
+    ("messages", {"train_on": "assistant"}, "train_on cannot be used on the train dataset"),
+    ("messages", {"assistant_only_loss": True}, "needs a chat template, .* has none"),
+    ("messages", {"chat_template_path": "c.jinja"}, "tokenizer reads no chat template"),
+    (
+        "prompt messages",
+        {"chat_template_path": "c.jinja", "assistant_only_loss": True},
+        "tokenizer reads no chat template",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "settings", "words"), MISTRAL_REFUSES)
 def test_a_tokenizer_of_mistral_common_is_refused_with_the_one_that_can(
     tmp_path, monkeypatch, form, settings, words
 ):

@@ -21,7 +21,9 @@ from PIL import Image
 from helpers.one_step import ONE_STEP
 from helpers.tiny import tiny_tokenizer
 from trl_packing.temporarily import temporarily
+from trl_packing.vision import support
 from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.support import FAMILIES as FAMILIES
 
 
 def tiny_processor(name: str) -> Any:
@@ -93,3 +95,8 @@ def images_of_others() -> Iterator[None]:
 
     with temporarily(ImageBatches, tensors=swapped):
         yield
+
+
+def pack_no_images(monkeypatch: Any) -> None:
+    """Send all runs with images to TRL's path."""
+    monkeypatch.setattr(support, "FAMILIES", ())

@@ -178,16 +178,17 @@ def test_two_ranks_evaluate_every_document_once(name, two_ranks):
 # --- the sources of a set -------------------------------------------------------------------------
 
 
+NO_SOURCES = [
+    (None, "source_column='source'.*no such column: it has .*leave source_column out"),
+    ([[1]] * 8, "holds list.*, not texts"),
+    (["web", *[None] * 7], r"row 1 of an evaluation set .*null"),
+    (range(1001), "1,001 different values"),
+    ("stream", "a stream tells them only by being read"),
+]
+
+
 @pytest.mark.parametrize(
-    ("sources", "problem"),
-    [
-        (None, "source_column='source'.*no such column: it has .*leave source_column out"),
-        ([[1]] * 8, "holds list.*, not texts"),
-        (["web", *[None] * 7], r"row 1 of an evaluation set .*null"),
-        (range(1001), "1,001 different values"),
-        ("stream", "a stream tells them only by being read"),
-    ],
-    ids=["missing", "lists", "null", "ids", "stream"],
+    ("sources", "problem"), NO_SOURCES, ids=["missing", "lists", "null", "ids", "stream"]
 )
 def test_columns_that_name_no_sources_are_refused(sources, problem, tmp_path):
     if sources in (None, "stream"):

@@ -176,13 +176,13 @@ def test_ranks_without_documents_have_empty_micro_batches(options):
     assert ranks == [[[0]], [[]], [[]], [[]]]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"capacity": 8, "num_ranks": 2, "rank": 2}, "rank=2 is not one of 2 ranks"),
-        ({"documents_per_step": 4, "drop_last": True}, "drop_last=True drops all 3 documents"),
-    ],
-)
+BAD_ARGUMENTS = [
+    ({"capacity": 8, "num_ranks": 2, "rank": 2}, "rank=2 is not one of 2 ranks"),
+    ({"documents_per_step": 4, "drop_last": True}, "drop_last=True drops all 3 documents"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD_ARGUMENTS)
 def test_bad_arguments_are_named(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         PackedBatchSampler([5, 3, 2], **options)

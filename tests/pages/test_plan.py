@@ -105,15 +105,15 @@ def test_a_max_length_that_the_run_refuses_has_no_row():
     assert [row.max_length for row in error.what_if] == [1024, 2048, 4096, 8192, 16384, 32768]
 
 
-@pytest.mark.parametrize(
-    ("batch", "options"),
-    [
-        (1, {}),
-        (4, {"pad_to_multiple_of": 8}),
-        (3, {"dataloader_drop_last": True, "data_seed": 7}),
-        (4, {"train_sampling_strategy": "group_by_length"}),
-    ],
-)
+PADDED = [
+    (1, {}),
+    (4, {"pad_to_multiple_of": 8}),
+    (3, {"dataloader_drop_last": True, "data_seed": 7}),
+    (4, {"train_sampling_strategy": "group_by_length"}),
+]
+
+
+@pytest.mark.parametrize(("batch", "options"), PADDED)
 def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     dataset = texts(50)
     options = {"per_device_train_batch_size": batch, "max_length": 100, **options}

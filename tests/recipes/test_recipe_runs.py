@@ -58,15 +58,16 @@ def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Te
     return load_file(folder / name)
 
 
+TRAINED = [
+    ("full_0.1b", (), None),
+    ("lora_0.1b", (), "lora_B"),
+    ("lora_0.1b", ("--use_dora", "true"), "magnitude"),
+    ("lora_0.1b", ("--load_in_4bit", "true"), "lora_B"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "further", "trained"),
-    [
-        ("full_0.1b", (), None),
-        ("lora_0.1b", (), "lora_B"),
-        ("lora_0.1b", ("--use_dora", "true"), "magnitude"),
-        ("lora_0.1b", ("--load_in_4bit", "true"), "lora_B"),
-    ],
-    ids=["full", "lora", "dora", "qlora"],
+    ("name", "further", "trained"), TRAINED, ids=["full", "lora", "dora", "qlora"]
 )
 def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_path, capsys):
     if "--load_in_4bit" in further:

@@ -83,16 +83,16 @@ def test_each_entry_names_its_own_columns_and_shares(tmp_path):
     assert {n: list(r) for n, r in streams.items()} == {n: list(r) for n, r in sets.items()}
 
 
-@pytest.mark.parametrize(
-    ("source", "named", "sentence"),
-    [
-        ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
-        ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
-        ("more", {"fractoin": 1}, "entry 2: unknown key 'fractoin'; its keys are .*fraction"),
-        ("more", {"path": None}, "entry 2: no path; its keys are .*path"),
-        ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),
-    ],
-)
+MISTAKES = [
+    ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
+    ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
+    ("more", {"fractoin": 1}, "entry 2: unknown key 'fractoin'; its keys are .*fraction"),
+    ("more", {"path": None}, "entry 2: no path; its keys are .*path"),
+    ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),
+]
+
+
+@pytest.mark.parametrize(("source", "named", "sentence"), MISTAKES)
 def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, named, sentence):
     config = config_of(tmp_path, {"trl": {}, source: named})
     with pytest.raises(ValueError, match=sentence) as refusal:
@@ -100,13 +100,13 @@ def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, n
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        ({"eval_strategy": "steps"}, "evaluation needs a test_split_size"),
-        ({"mixture": {"trl": {"epochs": 2}}}, "say the same; give one"),
-    ],
-)
+MISPLACED = [
+    ({"eval_strategy": "steps"}, "evaluation needs a test_split_size"),
+    ({"mixture": {"trl": {"epochs": 2}}}, "say the same; give one"),
+]
+
+
+@pytest.mark.parametrize(("more", "sentence"), MISPLACED)
 def test_settings_that_belong_into_entries_are_refused(tmp_path, more, sentence):
     config = config_of(tmp_path, {"trl": {"epochs": 1}, "more": {}}, **more)
     with pytest.raises(ValueError, match=sentence):

@@ -219,13 +219,13 @@ def test_without_a_position_of_each_rank_all_refuse(tmp_path):
     on_ranks(2, resume)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, "saved with a stream of seed=0, and now it is 1"),
-        ({"shards": 4}, "num_shards=3, and now it is 4"),
-    ],
-)
+OTHER_SETTINGS = [
+    ({"seed": 1}, "saved with a stream of seed=0, and now it is 1"),
+    ({"shards": 4}, "num_shards=3, and now it is 4"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OTHER_SETTINGS)
 def test_a_position_of_other_settings_is_refused(change, message, tmp_path):
     Run(tmp_path, sharded(LENGTHS, 3)).steps(0)
     source = sharded(LENGTHS, change.pop("shards", 3))

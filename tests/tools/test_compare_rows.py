@@ -7,14 +7,7 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.command import run_command
 from helpers.prepared import chats
-from helpers.runs import (
-    EQUAL,
-    Side,
-    compare,
-    documents_by_trl,
-    run_of_settings,
-    with_row_numbers,
-)
+from helpers.runs import EQUAL, Side, compare, documents_by_trl, run_of_settings, with_row_numbers
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
 
@@ -40,15 +33,15 @@ def changed(rows, row, column, at, value):
     return Dataset.from_list(lists)
 
 
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [
-        (chats(12), ["--assistant_only_loss", "true", "--shuffle_dataset", "true"]),
-        (chats(12), ["--eos_token", "<|other|>", "--max_length", "30"]),
-        (Dataset.from_dict({"prompt": ["Why? ", "Who?"], "completion": ["So.", ""]}), []),
-        (tokenized([[7, 8, 9], [-100, 8], [-100, -100]]), []),
-    ],
-)
+SAME_AS_TRL = [
+    (chats(12), ["--assistant_only_loss", "true", "--shuffle_dataset", "true"]),
+    (chats(12), ["--eos_token", "<|other|>", "--max_length", "30"]),
+    (Dataset.from_dict({"prompt": ["Why? ", "Who?"], "completion": ["So.", ""]}), []),
+    (tokenized([[7, 8, 9], [-100, 8], [-100, -100]]), []),
+]
+
+
+@pytest.mark.parametrize(("rows", "options"), SAME_AS_TRL)
 def test_settings_that_trl_has_prepare_the_same(rows, options):
     tokenizer = tiny_tokenizer(chat="generation")
     run = run_of(rows, "--max_length", "64", *options, tokenizer=tokenizer)

@@ -88,15 +88,15 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
     assert len(load_run(str(tmp_path / "theirs/checkpoint-5")).points("loss")) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{a}"], "has nothing to be compared with; name two runs"),
-        (["{a}", "{a}/none"], "holds no run (run.json or trainer_state.json); name the output_dir"),
-        (["{a}", "{broken}"], "cannot be read as a run"),
-        (["{a}", "{a}", "--html", "{a}/no/c.html"], "in a folder that exists"),
-    ],
-)
+MISTAKES = [
+    (["{a}"], "has nothing to be compared with; name two runs"),
+    (["{a}", "{a}/none"], "holds no run (run.json or trainer_state.json); name the output_dir"),
+    (["{a}", "{broken}"], "cannot be read as a run"),
+    (["{a}", "{a}", "--html", "{a}/no/c.html"], "in a folder that exists"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
     places = {"a": saved(tmp_path / "a", PACKED), "broken": str(tmp_path / "broken")}
     (tmp_path / "broken").mkdir()

@@ -181,15 +181,15 @@ def test_the_first_row_decides_as_in_training(tmp_path, chat_model):
     assert "row 1 · not trained: " in second
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (["--chat_template_path", "nowhere.jinja"], "nowhere.jinja"),
-        (["--assistant_only_loss", "true"], "assistant_only_loss=True needs conversations"),
-        (["--nonsense", "1"], "--nonsense"),
-        (["--dataset_kwargs", '{"skip_prepare_dataset": true}'], "have no input_ids"),
-    ],
-)
+REFUSED = [
+    (["--chat_template_path", "nowhere.jinja"], "nowhere.jinja"),
+    (["--assistant_only_loss", "true"], "assistant_only_loss=True needs conversations"),
+    (["--nonsense", "1"], "--nonsense"),
+    (["--dataset_kwargs", '{"skip_prepare_dataset": true}'], "have no input_ids"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sentence"), REFUSED)
 def test_a_setting_that_cannot_be_is_refused_in_the_preview_too(settings, sentence):
     rows = Dataset.from_list([{"text": "So."}])
     for preview in (

@@ -34,14 +34,14 @@ def columns(document):
     return {name: list(document[name]) for name in COLUMNS}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"train_on": "assistant", "max_length": 64},
-        {"completion_only_loss": False, "overflow": "split", "max_length": 60},
-        {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},
-    ],
-)
+PREVIEWED = [
+    {"train_on": "assistant", "max_length": 64},
+    {"completion_only_loss": False, "overflow": "split", "max_length": 60},
+    {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},
+]
+
+
+@pytest.mark.parametrize("options", PREVIEWED)
 def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_path):
     trainer = vision_trainer(model, processor, tmp_path, **options)
     trained = [columns(document) for document in trainer.train_dataset]

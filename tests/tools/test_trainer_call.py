@@ -76,23 +76,23 @@ def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
 LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.loss\n\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("pass", "train.py builds no PackedSFTTrainer"),
-        (
-            "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
-            "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
-        ),
-        ("PackedSFTTrainer(model, PackedSFTConfig(out))", "args and a train_dataset"),
-        ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
-        (
-            f"{LOSS}texts = texts.add_column('loss_weight', [0.5] * 6)\n"
-            "PackedSFTTrainer(model, PackedSFTConfig(out), None, texts, compute_loss_func=loss)",
-            "loss_weight",
-        ),
-    ],
-)
+REFUSED = [
+    ("pass", "train.py builds no PackedSFTTrainer"),
+    (
+        "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
+        "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
+    ),
+    ("PackedSFTTrainer(model, PackedSFTConfig(out))", "args and a train_dataset"),
+    ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
+    (
+        f"{LOSS}texts = texts.add_column('loss_weight', [0.5] * 6)\n"
+        "PackedSFTTrainer(model, PackedSFTConfig(out), None, texts, compute_loss_func=loss)",
+        "loss_weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), REFUSED)
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
     assert run_command(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
     last = capsys.readouterr().err.splitlines()[-1]

@@ -14,7 +14,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.training.checkpoints import MARK, checkpoint_to_resume, last_whole_checkpoint
-from trl_packing.training.resuming import FILE
 
 TESTS = Path(__file__).parents[1]
 
@@ -52,7 +51,7 @@ def test_a_checkpoint_is_marked_while_it_is_written_and_uploaded_when_it_is_whol
 
 def test_a_record_with_other_numbers_is_refused(tmp_path):
     trainer_for(tmp_path).train()
-    path = tmp_path / "checkpoint-4" / FILE
+    path = tmp_path / "checkpoint-4" / "epoch.json"
     text = path.read_text()
     for changed in (text.replace('"steps\\": 4', '"steps\\": 3'), text[:-9], text[:-9] + "]"):
         assert changed != text

@@ -238,15 +238,16 @@ class OwnSampler(PackedSFTTrainer):
 PACKED = [{"input_ids": [7] * 30, "labels": [7] * 30, "seq_lengths": [20, 10]}] * 4
 
 
+REFUSED = [
+    ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 and prefix_sharing='group' exclude"),
+    ({"rows": PACKED}, "cannot regroup rows that were packed before"),
+    ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
+    ({"cls": OwnStep}, "training_step of OwnStep .*set prefix_sharing='off'"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 and prefix_sharing='group' exclude"),
-        ({"rows": PACKED}, "cannot regroup rows that were packed before"),
-        ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
-        ({"cls": OwnStep}, "training_step of OwnStep .*set prefix_sharing='off'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_settings_that_cannot_be_combined_are_refused(options, message, tmp_path):
     with pytest.raises((ValueError, RuntimeError), match=message):

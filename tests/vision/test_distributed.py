@@ -42,9 +42,7 @@ RUNS: dict[str, dict[str, dict]] = {
         "LoRA": {"lora": LORA},
     },
     "zero2": {"plain": {"options": NO_DECAY}},
-    "zero3": {
-        "checked": {"options": NO_DECAY | CHECKED},
-    },
+    "zero3": {"checked": {"options": NO_DECAY | CHECKED}},
 }
 SAVED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 4}
 RESUMED = ("DDP", "fsdp2")

@@ -8,10 +8,8 @@ import pytest
 from datasets import Dataset
 from helpers.runs import TrainerCall, documents_of, preview_epoch, run_of_call
 from helpers.tiny import documents_of_lengths
-from helpers.vision import image_dataset
+from helpers.vision import image_dataset, pack_no_images
 from vision.test_exact import batches_of, packed, sized
-
-from trl_packing.vision import support
 
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
 
@@ -93,7 +91,7 @@ def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, monkeypat
     refusal = "only packed runs train a dictionary of data sets, but "
     with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
         trainer_of(sets(), packing_strategy="wrapped")
-    monkeypatch.setattr(support, "FAMILIES", ())
+    pack_no_images(monkeypatch)
     with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
         trainer_of(sets())
 
