@@ -12,6 +12,7 @@ pattern is not in its function exactly once.
 import ast
 import importlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -164,15 +165,8 @@ class Replace(ast.NodeTransformer):
         if not matches(self.old, node, letters):
             return self.generic_visit(node)
         self.count += 1
-        return Fill(letters).visit(parsed(self.new))
-
-
-class Fill(ast.NodeTransformer):
-    def __init__(self, letters: dict[str, Any]):
-        self.letters = letters
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return self.letters.get(node.id, node)
+        texts = {letter: f"({ast.unparse(found)})" for letter, found in letters.items()}
+        return parsed(re.sub(r"\b[A-Z]\b", lambda letter: texts[letter[0]], self.new))
 
 
 def is_named(node: ast.AST, name: str) -> bool:

@@ -210,9 +210,7 @@ def assert_ours_is_exact(name, call, folder):
 
 
 @pytest.mark.parametrize("assert_call_is_exact", [assert_ours_is_exact, assert_step_is_exact])
-def test_the_comparisons_see_documents_that_see_each_other(
-    assert_call_is_exact, tmp_path, monkeypatch
-):
+def test_the_comparisons_see_a_leak(assert_call_is_exact, tmp_path, monkeypatch):
     for module in ("attention.calls", "plain_trainer.enable"):
         monkeypatch.setattr(f"trl_packing.{module}.complete_call", lambda model, call: call)
     with pytest.raises(AssertionError):

@@ -2,21 +2,19 @@
 
 import pytest
 import torch
-from helpers.dense import LENGTHS, TOLERANCE, assert_equals_dense, boundaries, inputs
+from helpers.dense import (
+    KERNEL_OPTIONS,
+    LENGTHS,
+    TOLERANCE,
+    assert_equals_dense,
+    boundaries,
+    inputs,
+)
 from helpers.trees import Tree
 
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention.document_sdpa import document_attention
 
-SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
-OPTIONS = {
-    "plain": {},
-    "window of one": {"window": 1},
-    "window longer than documents": {"window": 64},
-    "softcap, window": {"softcap": 2.0, "window": 4},
-    "sinks": {"sinks": SINKS},
-    "softcap, sinks, window": {"softcap": 2.0, "sinks": SINKS, "window": 7},
-}
 SHAPES = {
     "one key head a query head": {"kv_heads": 4},
     "multi-query": {"kv_heads": 1},
@@ -26,7 +24,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("way", ["one tile", "tiles of 4", "bf16", "scores on other devices"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", KERNEL_OPTIONS.values(), ids=KERNEL_OPTIONS)
 def test_document_attention_equals_dense_attention(options, way, monkeypatch):
     tensors = inputs()
     tolerance = TOLERANCE

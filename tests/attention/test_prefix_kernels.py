@@ -79,9 +79,7 @@ def run_on_flash_attention(name, version, folder, monkeypatch, *, backward="", *
     ("name", "version", "checkpointing"),
     [("llama", 2, True), ("mistral", 3, False), ("gemma2", 2, False)],
 )
-def test_a_run_on_flash_attention_shares_prefixes(
-    name, version, checkpointing, tmp_path, monkeypatch
-):
+def test_a_run_on_flash_attention_shares(name, version, checkpointing, tmp_path, monkeypatch):
     found, double = run_on_flash_attention(
         name, version, tmp_path, monkeypatch, gradient_checkpointing=checkpointing
     )

@@ -8,7 +8,7 @@ import yaml
 from helpers.command import run_command
 from helpers.prepared import chats
 from helpers.recipes import module
-from helpers.runs import call_of_command, records_of, run_of_call
+from helpers.runs import call_of_command, flags_of, records_of, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 
 RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
@@ -29,8 +29,7 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def pairs(place):
     """Return a folder in which `out` holds prepared splits of the pairs."""
-    words = [part for name, column in COLUMNS.items() for part in (f"--{name}", column)]
-    words += ["--model", "model", "--test_split_size", "0.25"]
+    words = [*flags_of(COLUMNS), "--model", "model", "--test_split_size", "0.25"]
     assert run_command(["prepare", "pairs.jsonl", "out", *words]) == 0
     return place
 

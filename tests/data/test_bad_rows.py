@@ -131,7 +131,6 @@ ONE_SENTENCE = [
     ({**chat(said("a")), "tools": "[not json"}, {}, "'tools' must be a list"),
     (chat(user("again")), {"template": "gemma"}, "cannot render it.* roles must alternate"),
     (chat(said("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
-    ({"text": "a"}, {"train_on": "all", "response_template": "#"}, "exclude each other"),
     (LABELLED, {"response_template": "#"}, "has 'labels' and response_template='#' is set"),
     ({"text": "a"}, {"train_on": "assistant"}, "train_on='assistant' is about messages, but"),
     ({"query": "a", "output": "b", "answer": "c"}, ALPACA, r"\['output', 'answer'\]; rename it"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import QUIET
+from helpers.drop_in import trained_losses
 from helpers.merging import merging_tokenizer
 from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
@@ -77,11 +78,6 @@ SETTINGS = {
 }
 
 
-def losses(trainer) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def texts() -> list[str]:
     return [
         f"### Question: {row['instruction']}\n ### Answer: {row['output']}<eos>" for row in ROWS
@@ -106,7 +102,7 @@ def losses_in_transformers(folder, collate) -> list[float]:
     dataset = Dataset.from_dict({"input_ids": tiny_tokenizer()(texts())["input_ids"]})
     arguments = TrainingArguments(str(folder), **SETTINGS)
     model = tiny_model("llama")
-    return losses(Trainer(model, arguments, train_dataset=dataset, data_collator=collate))
+    return trained_losses(Trainer(model, arguments, train_dataset=dataset, data_collator=collate))
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +150,9 @@ def test_the_sfttrainer_sample_of_the_post_trains_as_the_padded_run_did(tmp_path
     assert type(trainer.data_collator) is PackedCollator
     steps = [batch["cu_seq_lens_q"].numel() - 1 for batch in trainer.get_train_dataloader()]
     assert steps == [8, 8, 8, 8]  # documents of an optimizer step: those of the padded run
-    torch.testing.assert_close(losses(trainer), old_losses, **CLOSE)
+    torch.testing.assert_close(trained_losses(trainer), old_losses, **CLOSE)
     # The control: prompts trained as well make another loss.
-    others = losses(trainer_of(tmp_path, collator_of("### Question:")))
+    others = trained_losses(trainer_of(tmp_path, collator_of("### Question:")))
     assert all(abs(one - old) > 1e-2 for one, old in zip(others, old_losses, strict=True))
 
 
@@ -170,7 +166,7 @@ def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_contex
         assert last == tokenizer.eos_token_id
         assert row["output"].endswith(tokenizer.decode(trained).strip())
         assert len(tokenizer.decode(trained)) >= len(row["output"]) - 4
-    assert len(losses(trainer)) == 4
+    assert len(trained_losses(trainer)) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,7 +3,6 @@
 Templates are those that TRL ships. A row that loses words is refused by its number, or counted.
 """
 
-import logging
 from itertools import product
 
 import pytest
@@ -130,11 +129,10 @@ def test_the_report_counts_parsed_arguments_and_lost_reasoning(tmp_path, caplog,
     thoughts = [turn("user", "Hi"), reasoned("Hello", "a greeting", "reasoning_content")]
     rows = [{"messages": m} for m in ([turn("user", "Hi"), calling("{}")], thoughts, SENTENCES)]
     given_rows = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
-    with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(
-            tmp_path, given_rows, tokenizer=tokenizer, max_length=256, max_steps=1, train_on="all"
-        )
-        trainer.train()
+    trainer = make_trainer(
+        tmp_path, given_rows, tokenizer=tokenizer, max_length=256, max_steps=1, train_on="all"
+    )
+    trainer.train()
     for words in (PARSED, NO_REASONING):
         assert caplog.text.count(words) == 1
         assert words in " ".join(str(trainer.packing_report).split())
@@ -224,10 +222,7 @@ def test_columns_with_parts_of_a_conversation_are_named(tmp_path, caplog, row, o
     streams = [lambda: [row] * 4, lambda: IterableDataset.from_generator(lambda: iter([row] * 4))]
     for make in streams:
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            make_trainer(
-                tmp_path, make(), tokenizer=tiny_tokenizer(chat=True), max_steps=1, **options
-            )
+        make_trainer(tmp_path, make(), tokenizer=tiny_tokenizer(chat=True), max_steps=1, **options)
         assert ("look like parts of the conversation" in caplog.text) == (column is not None)
         assert column is None or f"has '{column}" in caplog.text
 

@@ -1,7 +1,5 @@
 """The whole way of the data, from a user's rows to the trainer's documents and its report."""
 
-import logging
-
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from harness import alone, assert_exact, make_trainer, run
@@ -75,9 +73,7 @@ def test_weights_of_messages_train_as_documents_with_weights_alone(tmp_path, giv
 
 
 @pytest.mark.parametrize("tokenized", [False, True])
-def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
-    tmp_path, caplog, tokenized
-):
+def test_a_response_template_trains_what_follows_or_is_counted(tmp_path, caplog, tokenized):
     tokenizer = tiny_tokenizer()
 
     def rows_of(*texts):
@@ -85,8 +81,7 @@ def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
         return ids if tokenized else [{"text": text} for text in texts]
 
     rows = rows_of(*[f"Why?\n{ANSWER} So.<eos>"] * 3, "nothing<eos>")
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_for(tmp_path, rows, tokenizer=tokenizer, response_template=ANSWER)
+    trainer = trainer_for(tmp_path, rows, tokenizer=tokenizer, response_template=ANSWER)
     sentence = f"1 of 4 documents (25.0%) have no response_template '{ANSWER}'"
     assert sentence in caplog.text
     assert sentence in str(trainer.packing_report)
@@ -104,8 +99,7 @@ def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, lack
         tokenizer.chat_template = plain
     elif lacks == "tools":
         tokenizer.chat_template = source_of("deepseekv3")
-    with caplog.at_level(logging.WARNING):
-        trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
+    trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
     warns = "has tools, but the chat template renders no" in caplog.text
     assert warns == (lacks is not None)
     assert not lacks or f"renders no {lacks};" in caplog.text
@@ -149,9 +143,7 @@ JOINED = [
 
 
 @pytest.mark.parametrize(("join", "column", "is_first"), JOINED)
-def test_joined_streams_of_which_one_has_a_column_more_lose_nothing(
-    tmp_path, join, column, is_first
-):
+def test_joined_streams_lose_nothing_if_one_has_a_column_more(tmp_path, join, column, is_first):
     if column == "tools":
         more = tiny_rows("tools")
         rows = [{"messages": row["messages"]} for row in more]

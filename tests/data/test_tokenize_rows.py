@@ -1,7 +1,6 @@
 """Documents are what TRL prepares, token by token; other settings do what they say."""
 
 import json
-import logging
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -121,8 +120,7 @@ def test_documents_are_those_of_trl(tmp_path, form, caplog):
     rows, chat = data_set(form), tokenizer("qwen3")
     theirs = by_trl(rows, chat, tmp_path)
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        ours = documents(rows, chat, tmp_path)
+    ours = documents(rows, chat, tmp_path)
     assert ours == theirs
     assert documents(rows.to_iterable_dataset(num_shards=2), chat, tmp_path, max_steps=1) == theirs
     # A prompt that tokens reach out of is said.
@@ -225,9 +223,7 @@ class OwnTemplate(PreTrainedTokenizerFast):
 
 @pytest.mark.filterwarnings("ignore:This sequence already has")
 @pytest.mark.parametrize("form", ["text", "more messages"])
-def test_slow_tokenizers_and_those_that_render_by_themselves_give_the_documents_of_trl(
-    tmp_path, form
-):
+def test_tokenizers_that_are_slow_or_render_by_themselves_take_the_code_of_trl(tmp_path, form):
     """These take the code of TRL."""
     chat, plain = tokenizer("qwen2_5"), tokenizer("qwen2_5")
     chat.__class__ = OwnTemplate
@@ -295,9 +291,7 @@ MISTRAL_REFUSES = [
 
 
 @pytest.mark.parametrize(("form", "settings", "words"), MISTRAL_REFUSES)
-def test_a_tokenizer_of_mistral_common_is_refused_with_the_one_that_can(
-    tmp_path, monkeypatch, form, settings, words
-):
+def test_mistral_common_is_refused_with_the_way_out(tmp_path, monkeypatch, form, settings, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
     rows = data_set(form)

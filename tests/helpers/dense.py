@@ -15,6 +15,17 @@ from trl_packing.attention.interface import KernelOptions
 TOLERANCE = 1e-5
 SCALE = 0.4
 
+_SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
+KERNEL_OPTIONS = {
+    "plain": {},
+    "window of one": {"window": 1},
+    "window of twelve": {"window": 12},
+    "window longer than documents": {"window": 64},
+    "softcap, window": {"softcap": 2.0, "window": 4},
+    "sinks": {"sinks": _SINKS},
+    "softcap, sinks, window": {"softcap": 2.0, "sinks": _SINKS, "window": 5},
+}
+
 # Two documents without tokens, one of a single token, and one longer than every window of a test.
 LENGTHS = (5, 1, 0, 30, 2, 0, 3)
 NUM_TOKENS = sum(LENGTHS)

@@ -3,6 +3,8 @@
 Tests come to them, to their pages and to their comparison through this module alone.
 """
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from trl_packing.data.files import records_of as records_of
@@ -40,3 +42,12 @@ from trl_packing.tools.training_command import call_of_script as call_of_script
 def call_of_command(*words: str) -> Any:
     """Return the arguments of the trainer that a command line asks for."""
     return TrainingCommand.from_words([*words]).call
+
+
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return the words by which a command line gives settings."""
+    words = []
+    for name, value in settings.items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        words += [f"--{name}", text]
+    return words

@@ -109,9 +109,7 @@ def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
     extra=st.integers(-5, 20),
     shuffle=st.booleans(),
 )
-def test_steps_hold_exactly_the_documents_asked_for(
-    num_ranks, lengths, epoch, accumulation, extra, shuffle
-):
+def test_steps_hold_what_is_asked_for(num_ranks, lengths, epoch, accumulation, extra, shuffle):
     per_step = max(num_ranks * accumulation + extra, 1)
     options = {"documents_per_step": per_step, "accumulation": accumulation, "shuffle": shuffle}
     ranks = all_ranks(lengths, num_ranks, epoch, **options)
@@ -153,9 +151,7 @@ def test_rows_that_stay_as_they_are_come_in_another_order_every_epoch():
     accumulation=st.integers(1, 3),
     batch_size=st.integers(1, 2),
 )
-def test_drop_last_leaves_out_what_does_not_fill_a_micro_batch(
-    number, num_ranks, accumulation, batch_size
-):
+def test_drop_last_leaves_out_unfilled_micro_batches(number, num_ranks, accumulation, batch_size):
     per_step = batch_size * accumulation * num_ranks
     options = {"documents_per_step": per_step, "accumulation": accumulation, "drop_last": True}
     ranks = all_ranks([5] * number, num_ranks, **options)

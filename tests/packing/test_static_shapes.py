@@ -11,7 +11,8 @@ import torch
 from architectures import tiny_models as architectures
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
-from helpers.distributed.train import Scenario, run_on_ranks
+from helpers.distributed.train import Scenario, assert_same_training, run_on_ranks
+from helpers.drop_in import trained_losses
 from helpers.tiny import documents_of_lengths, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,8 +117,7 @@ def test_two_ranks_with_static_shapes_end_where_they_end_without(tmp_path):
         assert len({inputs["input_ids"].shape for rank in ranks for inputs in rank["inputs"]}) == 1
         for held, plain in zip(ranks, results[f"{name} plain"], strict=True):
             assert plain["steps"] == held["steps"] > 1
-            for key in ("losses", "grad_norms", "parameters"):
-                torch.testing.assert_close(held[key], plain[key], rtol=0, atol=TOLERANCE)
+            assert_same_training(held, plain, TOLERANCE, "grad_norms")
             losses = [result["metrics"]["eval_loss"] for result in (plain, held)]
             assert losses[0] == pytest.approx(losses[1], rel=TWO_RUNS)
 
@@ -164,20 +164,17 @@ def dynamo():
     counters.clear()
 
 
-def losses_of(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.slow
 def test_fifty_batches_share_one_graph_and_compute_the_same(tmp_path, dynamo):
-    losses = losses_of(trainer_for(tmp_path, gradient_checkpointing=True, **COMPILED, **COMPILES))
+    losses = trained_losses(
+        trainer_for(tmp_path, gradient_checkpointing=True, **COMPILED, **COMPILES)
+    )
     num_graphs, breaks = dynamo()
     assert num_graphs == 1
     assert len(breaks) == 1
     assert MEANT_BREAK in breaks[0]
     assert len(losses) == 50
-    assert losses == pytest.approx(losses_of(trainer_for(tmp_path, **COMPILED)), abs=TOLERANCE)
+    assert losses == pytest.approx(trained_losses(trainer_for(tmp_path, **COMPILED)), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])

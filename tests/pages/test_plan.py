@@ -14,6 +14,7 @@ from helpers.command import run_command
 from helpers.runs import (
     Sampling,
     computed_tokens,
+    flags_of,
     other_max_lengths,
     plan_page,
     plan_run,
@@ -121,8 +122,7 @@ def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     trainer = make_trainer(tmp_path, dataset, cls=SFTTrainer, tokenizer=tokenizer, **options)
     torch.manual_seed(trainer.args.seed)  # the state in which `train` reads the first batch
     batches = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
-    settings = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    run = previewed(dataset, *settings, limit=100)
+    run = previewed(dataset, *flags_of(options), limit=100)
     plan = plan_run(run)
     way = plan.ways[0]
     if batch == 1:  # nobody pads batches of one document: the page names another size

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import TWO_RUNS
+from helpers.drop_in import logged
 from helpers.recipes import FOLDER, RECIPES, assert_prints, module
 from helpers.tiny import save_tiny_model, tiny_rows
 from safetensors.torch import load_file
@@ -50,7 +51,7 @@ def run(recipe: str, model: str, folder: Path, *further: str) -> PackedSFTTraine
 
 
 def decreases(trainer: PackedSFTTrainer) -> bool:
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = logged(trainer, "loss")
     return losses[-1] < losses[0]
 
 
@@ -100,9 +101,7 @@ class Killed(BaseException):
     """Nothing in between catches it, as nothing catches SIGKILL."""
 
 
-def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
-    model, tmp_path, capsys, monkeypatch
-):
+def test_resuming_goes_on_before_a_half_written_checkpoint(model, tmp_path, capsys, monkeypatch):
     saves = []
     save = PackedSFTTrainer._save_rng_state
 

@@ -95,9 +95,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), UNKNOWN)
-def test_an_option_that_is_unknown_is_refused_as_in_a_preview(
-    tmp_path, monkeypatch, words, sentence
-):
+def test_an_unknown_option_is_refused_as_in_a_preview(tmp_path, monkeypatch, words, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.yaml").write_text("max_seq_length: 64\n")
     for recipe in ("sft_packed", "chat_data"):

@@ -9,7 +9,13 @@ from harness import QUIET
 from helpers.attacks import ATTACKS, harmful
 from helpers.chat_templates import tokenizer_for
 from helpers.command import run_command
-from helpers.runs import preview_epoch, preview_losses, preview_rows, run_of_settings
+from helpers.runs import (
+    flags_of,
+    preview_epoch,
+    preview_losses,
+    preview_rows,
+    run_of_settings,
+)
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
 
@@ -85,14 +91,6 @@ def chat_row(answer: str, **keys) -> dict:
     return {"messages": [question, {"role": "assistant", "content": answer, **keys}]}
 
 
-def flags_of(options: dict) -> list[str]:
-    return [
-        part
-        for name, value in options.items()
-        for part in (f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value))
-    ]
-
-
 def trainer_of(folder, model, rows, options: dict) -> PackedSFTTrainer:
     args = PackedSFTConfig(str(folder / "out"), **QUIET | options)
     return PackedSFTTrainer(str(model), args, train_dataset=rows)
@@ -162,12 +160,15 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model):
     for options in (
         {"static_shapes": True, "pad_to_multiple_of": 48, "max_length": 256},
         {"eos_token": "<|other|>", "max_length": 256, "train_on": "assistant"},
+        {"max_length": 64, "per_device_train_batch_size": 2},
     ):
         report = trainer_of(tmp_path, chat_model, rows, options).packing_report
         trained = json.loads(report.to_json())
         planned = plan(rows, tokenizer_of(chat_model), flags_of(options), str(chat_model))
         of_the_model = {"attention": None, "checked": None}
-        assert json.loads(planned.to_json()) | of_the_model == trained | of_the_model
+        found = json.loads(planned.to_json())
+        assert found | of_the_model == trained | of_the_model
+        assert found["checked"]["verdict"] == trained["checked"]["verdict"] == "not checked"
 
 
 def test_the_first_row_decides_as_in_training(tmp_path, chat_model):

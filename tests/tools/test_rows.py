@@ -18,6 +18,7 @@ from helpers.runs import (
     WEIGHTED,
     PackedEpoch,
     TrainerCall,
+    flags_of,
     rows_page,
     run_of_call,
     run_of_settings,
@@ -90,10 +91,9 @@ SETTINGS = {
 def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     make, options = SETTINGS[name]
     options = {"per_device_train_batch_size": 1} | options
-    words = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     tokenizer = tiny_tokenizer(chat=True)
     model = save_tiny_model(tmp_path / "model", "llama")
-    epoch = PackedEpoch.of(run_of_settings(make(), tokenizer, words, model))
+    epoch = PackedEpoch.of(run_of_settings(make(), tokenizer, flags_of(options), model))
     trainer = make_trainer(tmp_path, make(), tokenizer=tokenizer, **{"packing": True} | options)
     # After the check of a model.
     trainer._loaders.collators.packed.shares_prefixes = "shared" in name

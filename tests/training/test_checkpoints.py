@@ -26,9 +26,7 @@ def trainer_for(folder, **settings):
 
 
 @pytest.mark.parametrize("each_node", [False, True])
-def test_a_checkpoint_is_marked_while_it_is_written_and_uploaded_when_it_is_whole(
-    tmp_path, monkeypatch, each_node
-):
+def test_a_checkpoint_is_marked_until_it_is_whole_and_uploaded(tmp_path, monkeypatch, each_node):
     """With `save_on_each_node`, the first rank of another node marks its own."""
     uploaded, seen = [], []
     monkeypatch.setattr(

@@ -47,9 +47,7 @@ def alone(model, processor, copies):
 @pytest.mark.parametrize(
     ("size", "accumulated"), [(16, 1), pytest.param(2, 8, marks=pytest.mark.slow)]
 )
-def test_a_mixture_equals_its_documents_one_at_a_time(
-    size, accumulated, model, processor, tmp_path
-):
+def test_a_mixture_equals_its_documents_alone(size, accumulated, model, processor, tmp_path):
     options = sized(size, accumulated, mixture=MIXTURE)
     found = packed(model, processor, sets(), tmp_path, **options)
     assert found.trainer._trl_path is None
