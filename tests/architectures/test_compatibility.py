@@ -7,7 +7,7 @@ import json
 
 import pytest
 from helpers.combinations import fast
-from helpers.command import run_command
+from helpers.command import run_command, says
 from helpers.shared_prefixes import share_unchecked, siblings_see_each_other, spoil_trees
 
 from architectures.compatibility import Verdict, judge_architecture
@@ -108,11 +108,9 @@ def test_verify_judges_a_model_and_its_shared_prefixes(name, tmp_path, capsys):
     backend, _, shares = SOME[name]
     tiny_model(name).save_pretrained(tmp_path)
     words = ["verify", "--model", str(tmp_path), "--device", "cpu", "--gradients"]
-    assert run_command(words) == 0
-    assert f"exact with attention={backend!r}" in capsys.readouterr().out
+    assert f"exact with attention={backend!r}" in says(capsys, *words)
     assert run_command([*words, "--attention", "model"]) == (name == "rwkv")
-    capsys.readouterr()
-    assert run_command([*words, "--prefixes", "--json"]) == (0 if shares else 1)
-    found = json.loads(capsys.readouterr().out)["prefixes"]
+    printed = says(capsys, *words, "--prefixes", "--json", status=int(not shares))
+    found = json.loads(printed)["prefixes"]
     assert found["verdict"] == ("isolated" if shares else "refused")
     assert not shares or found["gradient_difference"] < 1e-5

@@ -67,15 +67,9 @@ ROWS = [
 ]
 
 
-SETTINGS = {
-    **QUIET,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "num_train_epochs": 1,
-    "per_device_train_batch_size": 8,
-    "train_sampling_strategy": "sequential",
-}
+SETTINGS = QUIET | {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1}
+SETTINGS |= {"num_train_epochs": 1, "per_device_train_batch_size": 8}
+SETTINGS |= {"train_sampling_strategy": "sequential"}
 
 
 def texts() -> list[str]:

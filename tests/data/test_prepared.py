@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 from datasets import Dataset, concatenate_datasets
-from helpers.prepared import call_for, chats
+from helpers.prepared import call_for, chats, write_rows
 from helpers.runs import TrainerCall, prepare_run, records_of, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from transformers import TrainingArguments
@@ -166,8 +166,7 @@ def test_a_selection_is_checked_and_counted_anew(tmp_path):
 
 
 def test_sets_are_found_by_their_name_or_their_split(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in chats(20)))
-    file = str(tmp_path / "rows.jsonl")
+    file = write_rows(tmp_path / "rows.jsonl", chats(20))
     train, test = (load_rows(file, split) for split in ("train[:75%]", "train[75%:]"))
     made(tmp_path / "out", call_for(train, test))
     assert len(load_rows(str(tmp_path / "out"), "train[:75%]")) == 15

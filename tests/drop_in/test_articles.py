@@ -7,11 +7,10 @@
 004  padding-free training: both samples, and what they promise
 """
 
-import json
-
 import pytest
 import torch
 from helpers.drop_in import logged
+from helpers.prepared import write_rows
 from helpers.tiny import QUESTIONS_AND_ANSWERS, save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import (
@@ -146,8 +145,7 @@ def places(tmp_path, monkeypatch):
     texts = [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in rows]
     tokens = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
     for name, written in (("rows", rows), ("tokens", tokens)):
-        lines = "".join(json.dumps(row) + "\n" for row in written)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+        write_rows(tmp_path / f"{name}.jsonl", written)
     return {
         "instructlab/merlinite-7b-lab": save_tiny_model(tmp_path, "llama", chat=False),
         "path/to/my/dataset": str(tmp_path / "tokens.jsonl"),

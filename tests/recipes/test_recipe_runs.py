@@ -4,7 +4,6 @@ It must print what the "Expected output" of its docstring promises: the same wor
 numbers ("…" matches anything).
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from harness import TWO_RUNS
 from helpers.drop_in import logged
+from helpers.prepared import write_rows
 from helpers.recipes import FOLDER, RECIPES, assert_prints, module
 from helpers.tiny import save_tiny_model, tiny_rows
 from safetensors.torch import load_file
@@ -34,8 +34,7 @@ def options(recipe: str, model: str, folder: Path) -> list[str]:
     rows = sourced if recipe == "evaluation" else tiny_rows("question_answer", 48)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for name, part in {"train": rows, "test": rows[:12]}.items():
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        (folder / "data" / f"{name}.jsonl").write_text(lines)
+        write_rows(folder / "data" / f"{name}.jsonl", part)
     return [
         *("--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")),
         *("--model_name_or_path", model, "--dataset_name", str(folder / "data")),

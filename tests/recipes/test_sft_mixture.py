@@ -1,10 +1,9 @@
 """`datasets:` of TRL's sft.py works in sft_packed.py, and shares beside it reach the trainer."""
 
-import json
-
 import pytest
 import yaml
 from datasets import concatenate_datasets
+from helpers.prepared import write_rows
 from helpers.recipes import module
 from helpers.runs import call_of_command, run_of_call
 from trl import DatasetMixtureConfig, get_dataset
@@ -36,7 +35,7 @@ OWN = {
 def config_of(tmp_path, own, **more) -> str:
     """Write the files of some sources, and a YAML file with an entry for each."""
     for name, rows in FILES.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     settings = {
         "model_name_or_path": str(module("sft_packed").DEMO_FILES / "tokenizer"),
         "datasets": [{"path": str(tmp_path / f"{name}.jsonl"), **own[name]} for name in own],

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from helpers.prepared import write_rows
 from helpers.recipes import FOLDER, module, parse
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ def write(path, rows):
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     return str(path)
 
 

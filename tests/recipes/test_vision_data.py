@@ -1,8 +1,8 @@
 """recipes/vision.py reads several data sets, with images and without, as one mixture."""
 
-import json
 from types import SimpleNamespace
 
+from helpers.prepared import write_rows
 from helpers.recipes import module
 
 from trl_packing import PackedSFTConfig
@@ -15,10 +15,8 @@ FILES = {
 
 
 def test_sets_with_images_and_without_are_one_mixture(tmp_path):
-    for name, rows in FILES.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    paths = [{"path": str(tmp_path / f"{name}.jsonl")} for name in FILES]
+    files = [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in FILES.items()]
+    paths = [{"path": file} for file in files]
     entries = [paths[0] | {"epochs": 2}, paths[1] | {"source": "talk"}]
     vision = module("vision")
     run = PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False)

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 from harness import make_trainer
-from helpers.command import run_command
+from helpers.command import says
 from helpers.prepared import chats
 from helpers.runs import EQUAL, Side, compare, documents_by_trl, run_of_settings, with_row_numbers
 from helpers.tiny import save_tiny_model, tiny_tokenizer
@@ -94,17 +94,15 @@ def test_the_command_compares_with_trl_and_files(tmp_path, capsys):
     )
 
     def kinds(*words, status):
-        assert run_command([*words, "--json"]) == status
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(says(capsys, *words, "--json", status=status))
         return {kind: n for kind, n in found["counts"].items() if n}
 
     words = [*words, "--train_on", "assistant"]
     assert kinds(*words, "--against", str(config), status=1) == {EQUAL: 2, "labels differ": 4}
     assert kinds(*words[:-2], "--against", "trl", status=0) == {EQUAL: 6}
-    assert run_command([*words, "--against", "trl"]) == 1
-    lines = capsys.readouterr().out.split("\n")
+    lines = says(capsys, *words, "--against", "trl", status=1).split("\n")
     assert lines[0].split() == ["labels", "differ", "6", "rows"]
     assert lines[2:5] == ["row 0 · labels differ", "--- this run", "+++ TRL"]
     assert any(line.startswith("-⟦So 0. <|im_end|>") for line in lines)
-    assert run_command([*words, "--against", "none.yaml"]) == 2
-    assert "neither trl nor a .yaml file" in capsys.readouterr().err
+    refused = says(capsys, *words, "--against", "none.yaml", status=2)
+    assert "neither trl nor a .yaml file" in refused

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from helpers.browser import HOSTILE, open_page
-from helpers.command import run_command
+from helpers.command import says
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_packing.pages.record import FILE, NOTHING, RunRecord, Totals
@@ -101,8 +101,8 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
     places = {"a": saved(tmp_path / "a", PACKED), "broken": str(tmp_path / "broken")}
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / FILE).write_text('{"format": 1, "name"')
-    assert run_command(["compare", *(argument.format(**places) for argument in arguments)]) == 2
-    said = capsys.readouterr().err.strip()
+    words = (argument.format(**places) for argument in arguments)
+    said = says(capsys, "compare", *words, status=2).strip()
     assert message in said
     assert len(said.splitlines()) == 1
 
@@ -110,8 +110,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
 def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
     broken = made("n", documents_per_step=20, losses=[1.0, 2.0, 3.0, math.nan])
     runs = [saved(tmp_path / "a", PACKED), saved(tmp_path / "n", broken)]
-    assert run_command(["compare", *runs, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = json.loads(says(capsys, "compare", *runs, "--json"), parse_constant=pytest.fail)
     assert found["figures"]["loss"] == [7.0, "NaN"]
 
 

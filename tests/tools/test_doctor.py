@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers.command import run_command
+from helpers.command import says
 from helpers.shared_prefixes import siblings_see_each_other, spoil_trees
 
 from trl_packing.attention.backends import CHOICES
@@ -98,7 +98,6 @@ def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials)
     assert "error: \\x1b[2J" in text
     assert "Training would fail" in text
     monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
-    assert run_command(["doctor", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(says(capsys, "doctor", "--json"))
     assert (shown["trains"], shown["attention"]["chosen"]) == (True, "documents")
     assert re.fullmatch(r"\d+ threads?, .*", shown["machine"]["devices"][0])

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from helpers.command import run_command
+from helpers.command import run_command, says
 from helpers.runs import call_of_script, run_of_call
 from helpers.tiny import save_tiny_model, tiny_rows, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
@@ -94,8 +94,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("text", "sentence"), REFUSED)
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
-    assert run_command(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    words = ["plan", script(tmp_path, text), model, str(tmp_path / "out")]
+    last = says(capsys, *words, status=2).splitlines()[-1]
     assert last.startswith("trl-packing: ")
     assert sentence in last
 
@@ -124,9 +124,8 @@ def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
     assert out.startswith("row 2 · ")
     assert "a stream: only its first 3 rows" in err
     assert "read 7" not in (tmp_path / "read").read_text()
-    assert run_command(["plan", *words, "--stream_rows", "8"]) == 0
-    out, _ = capsys.readouterr()
+    out = says(capsys, "plan", *words, "--stream_rows", "8")
     assert out.startswith("The first 8 rows of a stream, as if they were all:")
     assert "documents    8 ·" in out
-    assert run_command(["plan", *words, "--stream_rows", "0"]) == 2
-    assert "--stream_rows 0 must be at least 1" in capsys.readouterr()[1]
+    none = says(capsys, "plan", *words, "--stream_rows", "0", status=2)
+    assert "--stream_rows 0 must be at least 1" in none

@@ -49,15 +49,9 @@ APART = documents_of_lengths([30] * 40)
 
 
 def trainer_of(folder, rows=None, model="llama", **options) -> PackedSFTTrainer:
-    settings = {
-        "max_length": 256,
-        "per_device_train_batch_size": 1,
-        "num_train_epochs": 1,
-        "learning_rate": 0.0,  # so that every step compares gradients of the same weights
-        "logging_steps": 1,
-        "prefix_sharing": "bin",
-        "run_page": False,
-    }
+    settings = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    settings |= {"learning_rate": 0.0}  # so that every step compares gradients of the same weights
+    settings |= {"logging_steps": 1, "prefix_sharing": "bin", "run_page": False}
     rows = Dataset.from_list(rows or answers()) if isinstance(rows, list | None) else rows
     return make_trainer(folder, rows, model, evaluated=rows, **settings | options)
 

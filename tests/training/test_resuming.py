@@ -43,15 +43,9 @@ class Recorder(PackedSFTTrainer):
 
 
 def trainer_for(folder, documents=None, ranks=(1, 0), **settings) -> Recorder:
-    defaults = {
-        "max_length": 32,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "isolation_check": "off",
-    }
+    defaults = {"max_length": 32, "num_train_epochs": 1, "isolation_check": "off"}
+    defaults |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    defaults |= {"save_strategy": "steps", "save_steps": 3}
     documents = rows() if documents is None else documents
     trainer = make_trainer(folder, documents, cls=Recorder, **(defaults | settings))
     trainer.trained = []
