@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,109 +29,93 @@ INHERITED = (
     *("datasets", "hypothesis", "peft", "torch._dynamo", "trl.trainer.sft_trainer"),
     *(f"transformers.models.{m}.modeling_{m}" for m in ("llama", "gemma2", "gemma3", "gpt_oss")),
 )
-ORACLE = ["tests/test_oracle.py"]
-#: area -> tests, the quickest first
+#: area -> modules of tests, the quickest first
 TESTS = {
-    "masks": [
-        *("tests/attention/test_document_sdpa.py", "tests/documents/test_boundaries.py"),
-        *("tests/attention/test_prefix_keys.py", "tests/attention/test_padded_rows.py", *ORACLE),
-    ],
-    "boundaries": [
-        *("tests/packing/test_prefix_tree.py", "tests/packing/test_collator.py"),
-        *("tests/packing/test_prefix_index.py", *ORACLE),
-    ],
-    "positions": [
-        *("tests/documents/test_boundaries.py", "tests/packing/test_prefix_tree.py", *ORACLE)
-    ],
-    "weights": [
-        *(*ORACLE, "tests/documents/test_weights.py", "tests/loss/test_step_loss.py"),
-        "tests/loss/test_lm_head.py",
-    ],
-    "epoch": [
-        *("tests/packing/test_sampler.py", "tests/packing/test_bins.py"),
-        "tests/packing/test_document_order.py",
-    ],
-    "resume": ["tests/training/test_resuming.py"],
-    "streams": ["tests/run/test_stream_reader.py", "tests/run/test_stream_loader.py"],
+    "masks": "attention/test_document_sdpa documents/test_boundaries attention/test_prefix_keys "
+    "attention/test_padded_rows test_oracle",
+    "boundaries": "packing/test_prefix_tree packing/test_collator packing/test_prefix_index "
+    "test_oracle",
+    "positions": "documents/test_boundaries packing/test_prefix_tree test_oracle",
+    "weights": "test_oracle documents/test_weights loss/test_step_loss loss/test_lm_head",
+    "epoch": "packing/test_sampler packing/test_bins packing/test_document_order",
+    "resume": "training/test_resuming",
+    "streams": "run/test_stream_reader run/test_stream_loader",
 }
-#: (area, file below trl_packing) -> a function, a pattern in it and its replacement, in which a
-#: capital letter stands for any expression
-MUTATIONS = {
-    ("masks", "documents/boundaries.py"): [
-        ("mask_from_document_ids", "distance >= 0", "distance >= -1"),
-        ("mask_from_document_ids", "distance.abs() < window", "distance.abs() <= window"),
-        ("mask_from_document_ids", "ids.unsqueeze(-1) == A", "ids.unsqueeze(-1) >= A"),
-    ],
-    ("masks", "attention/document_sdpa.py"): [
-        ("visible_keys", "keys <= queries", "keys <= queries + 1"),
-        ("cut_tiles", "q0 - window + 1", "q0 - window + 2"),
-        ("visible_keys", "keys > queries - A", "keys >= queries - A"),
-        ("_prefix_tiles", "k1 + gap + window - 1", "k1 + gap"),
-        ("_backward_op", "part.sum(1) if A else B", "B"),
-        ("_backward_op", "d_query[rows].add_(dq) if A else B", "B"),
-        ("_forward_op", "lse = with_sinks", "pass"),
-    ],
-    ("masks", "attention/padded_rows.py"): [
-        ("_joined_tensor", "pad(A, (1, 0))", "pad(A, (0, 1))"),
-        ("_joined_tensor", "np.argsort(A)", "np.sort(A)"),
-    ],
-    ("boundaries", "packing/collator.py"): [
-        ("PackedCollator.__call__", "flat_labels[starts[A]] = B", "flat_labels[:1] = B"),
-        (
-            "PackedCollator.__call__",
-            "[length for row in rows for length in row if length]",
-            "[sum(row) for row in rows]",
-        ),
-    ],
-    ("boundaries", "packing/prefix_index.py"): [("shared_depths", "common - 1", "common")],
-    ("boundaries", "packing/prefix_tree.py"): [
-        ("build_prefix_tree", "path[depth - 1] + 1", "path[depth - 1]"),
-        ("PrefixTree.sum_targets", "weights[A] = 0", "pass"),
-        ("tree_of_row", "labels != IGNORE_INDEX", "False"),
-    ],
-    ("positions", "documents/boundaries.py"): [("position_ids_from_lengths", "A - starts", "A")],
-    ("positions", "packing/prefix_tree.py"): [
-        ("build_prefix_tree", "ranges(depths, A)", "ranges(0 * depths, A)")
-    ],
-    ("weights", "documents/weights.py"): [
-        ("_POWER", "0.5", "1.0"),
-        ("weigh_tokens", "np.where(A, 0.0, weights)", "weights"),
-    ],
-    ("weights", "loss/sums.py"): [("target_weights", "weights[..., 1:]", "weights[..., :-1]")],
-    ("weights", "loss/step_loss.py"): [
-        ("StepLoss.measure", "torch.stack(A).sum()", "torch.stack(A).mean()"),
-        ("StepLoss._token_losses", "A.exp().detach()", "A.exp()"),
-    ],
-    ("weights", "packing/prefix_tree.py"): [
-        ("share_prefixes", "A if TOKEN_WEIGHTS in flat else counts", "counts")
-    ],
-    ("weights", "loss/lm_head.py"): [
-        ("_weight_grads", "grad - most", "grad"),
-        ("_logits", "1 - squashed**2", "1 + 0 * squashed"),
-    ],
-    ("epoch", "packing/sampler.py"): [
-        ("PackedBatchSampler.arranged_bins", "(self.seed, self.epoch)", "(self.seed, 0)"),
-        ("PackedBatchSampler.__iter__", "range(self.rank, A, B)", "range(0, A, B)"),
-        ("PackedBatchSampler._bins_of", "self.shuffle and A", "False"),
-        ("PackedBatchSampler._steps_of_documents", "order[: self.num_used]", "order"),
-        ("PackedBatchSampler._steps_of_bins", "[A, *last]", "[A, *last[1:]]"),
-    ],
-    ("epoch", "packing/epoch.py"): [("split_bins", "bins[at][:half]", "bins[at]")],
-    ("epoch", "packing/bins.py"): [
-        ("_best_fit_decreasing", "bisect_left(A, length)", "bisect_left(A, length - 1)")
-    ],
-    ("epoch", "packing/draw.py"): [("document_order", "seed + epoch", "seed")],
-    ("resume", "training/resuming.py"): [
-        ("ResumedEpochs.start", "(A, record.steps)", "(A, record.steps + 1)"),
-        ("ResumedEpochs.begin_epoch", "self._first_step -= A", "pass"),
-        ("ResumedEpochs.save", "self._trained_in(steps)", "self._trained_in(steps + 1)"),
-    ],
-    ("streams", "run/stream.py"): [
-        ("Windows.__init__", "islice(A, skipped, None)", "islice(A, max(skipped - 1, 0), None)"),
-        ("PackedStream.__iter__", "taken > skipped", "taken >= skipped"),
-        ("_is_turn_of", "number % num_ranks == rank", "True"),
-    ],
-}
+#: An area, a file below trl_packing; a function, a pattern in it and its replacement, in which a
+#: capital letter stands for any expression.
+_TABLE = """\
+masks documents/boundaries.py
+  mask_from_document_ids | distance >= 0 | distance >= -1
+  mask_from_document_ids | distance.abs() < window | distance.abs() <= window
+  mask_from_document_ids | ids.unsqueeze(-1) == A | ids.unsqueeze(-1) >= A
+masks attention/document_sdpa.py
+  visible_keys | keys <= queries | keys <= queries + 1
+  cut_tiles | q0 - window + 1 | q0 - window + 2
+  visible_keys | keys > queries - A | keys >= queries - A
+  _prefix_tiles | k1 + gap + window - 1 | k1 + gap
+  _backward_op | part.sum(1) if A else B | B
+  _backward_op | d_query[rows].add_(dq) if A else B | B
+  _forward_op | lse = with_sinks | pass
+masks attention/padded_rows.py
+  _joined_tensor | pad(A, (1, 0)) | pad(A, (0, 1))
+  _joined_tensor | np.argsort(A) | np.sort(A)
+boundaries packing/collator.py
+  PackedCollator.__call__ | flat_labels[starts[A]] = B | flat_labels[:1] = B
+  PackedCollator.__call__ | [A for row in rows for length in row if A] | [sum(row) for row in rows]
+boundaries packing/prefix_index.py
+  shared_depths | common - 1 | common
+boundaries packing/prefix_tree.py
+  build_prefix_tree | path[depth - 1] + 1 | path[depth - 1]
+  PrefixTree.sum_targets | weights[A] = 0 | pass
+  tree_of_row | labels != IGNORE_INDEX | False
+positions documents/boundaries.py
+  position_ids_from_lengths | A - starts | A
+positions packing/prefix_tree.py
+  build_prefix_tree | ranges(depths, A) | ranges(0 * depths, A)
+weights documents/weights.py
+  _POWER | 0.5 | 1.0
+  weigh_tokens | np.where(A, 0.0, weights) | weights
+weights loss/sums.py
+  target_weights | weights[..., 1:] | weights[..., :-1]
+weights loss/step_loss.py
+  StepLoss.measure | torch.stack(A).sum() | torch.stack(A).mean()
+  StepLoss._token_losses | A.exp().detach() | A.exp()
+weights packing/prefix_tree.py
+  share_prefixes | A if TOKEN_WEIGHTS in flat else counts | counts
+weights loss/lm_head.py
+  _weight_grads | grad - most | grad
+  _logits | 1 - squashed**2 | 1 + 0 * squashed
+epoch packing/sampler.py
+  PackedBatchSampler.arranged_bins | (self.seed, self.epoch) | (self.seed, 0)
+  PackedBatchSampler.__iter__ | range(self.rank, A, B) | range(0, A, B)
+  PackedBatchSampler._bins_of | self.shuffle and A | False
+  PackedBatchSampler._steps_of_documents | order[: self.num_used] | order
+  PackedBatchSampler._steps_of_bins | [A, *last] | [A, *last[1:]]
+epoch packing/epoch.py
+  split_bins | bins[at][:half] | bins[at]
+epoch packing/bins.py
+  _best_fit_decreasing | bisect_left(A, length) | bisect_left(A, length - 1)
+epoch packing/draw.py
+  document_order | seed + epoch | seed
+resume training/resuming.py
+  ResumedEpochs.start | (A, record.steps) | (A, record.steps + 1)
+  ResumedEpochs.begin_epoch | self._first_step -= A | pass
+  ResumedEpochs.save | self._trained_in(steps) | self._trained_in(steps + 1)
+streams run/stream.py
+  Windows.__init__ | islice(A, skipped, None) | islice(A, max(skipped - 1, 0), None)
+  PackedStream.__iter__ | taken > skipped | taken >= skipped
+  _is_turn_of | number % num_ranks == rank | True
+"""
+
+
+def table() -> Iterator[list[str]]:
+    """Yield the area, file, function, pattern and replacement of each."""
+    at: list[str] = []
+    for line in _TABLE.splitlines():
+        if line.startswith(" "):
+            yield at + line.strip().split(" | ")
+        else:
+            at = line.split()
 
 
 def parsed(pattern: str) -> ast.AST:
@@ -199,8 +184,8 @@ def copy_of_the_tree(folder: Path) -> Path:
     return folder
 
 
-def fails(tree: Path, tests: list[str]) -> bool:
-    """Return whether a test fails, file by file, in a child that inherits imports."""
+def fails(tree: Path, tests: str) -> bool:
+    """Return whether a test fails, module by module, in a child that inherits imports."""
     child = os.fork()
     if child == 0:
         os.chdir(tree)
@@ -210,7 +195,7 @@ def fails(tree: Path, tests: list[str]) -> bool:
         os.dup2(quiet, 2)
         options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:anyio"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "--rootdir", str(tree)]
-        codes = (int(pytest.main([*options, test])) for test in tests)
+        codes = (int(pytest.main([*options, f"tests/{test}.py"])) for test in tests.split())
         os._exit(next(filter(None, codes), 0))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code < 3, (tree / "output.txt").read_text()[-3000:]
@@ -230,8 +215,7 @@ def main(chosen: list[str]) -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = copy_of_the_tree(Path(folder))
-        entries = [(*at, *texts) for at, found in MUTATIONS.items() for texts in found]
-        for number, (area, file, name, old, new) in enumerate(entries, start=1):
+        for number, (area, file, name, old, new) in enumerate(table(), start=1):
             if chosen and not {area, str(number)} & set(chosen):
                 continue
             path = tree / "trl_packing" / file

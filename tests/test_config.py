@@ -126,10 +126,10 @@ def test_a_model_is_read_at_the_revision_and_with_the_trust_that_trl_loads_it_wi
     assert loading_options(trusting) == {"revision": "v2", "trust_remote_code": False}
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_used"),
-    [({}, False), ({"bf16": True}, True), ({"fp16": True}, False), ({"bf16": False}, False)],
-)
+BF16 = [({}, False), ({"bf16": True}, True), ({"fp16": True}, False), ({"bf16": False}, False)]
+
+
+@pytest.mark.parametrize(("settings", "is_used"), BF16)
 def test_a_cpu_without_amx_trains_in_float32_unless_asked(settings, is_used, monkeypatch, tmp_path):
     here = {"output_dir": str(tmp_path), "use_cpu": True} | settings
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)

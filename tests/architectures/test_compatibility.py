@@ -16,28 +16,19 @@ from architectures.tiny_models import tiny_model
 
 # architecture: the backend that must be exact, the result of TRL's packing, whether it shares
 # prefixes; the others say why not, and train the documents apart.
+EXACT = ("documents", "exact", True)
 SOME = {
-    "llama": ("documents", "exact", True),
-    "mistral": ("documents", "exact", True),
-    "gemma3": ("documents", "exact", True),
-    "deepseek_v3": ("documents", "exact", True),
-    "gpt_oss": ("documents", "differs", True),
-    "opt": ("documents", "differs", True),
-    "gpt_neo": ("model", "exact", False),
+    **dict.fromkeys(("llama", "mistral", "gemma3", "deepseek_v3"), EXACT),
+    **dict.fromkeys(("gpt_oss", "opt"), ("documents", "differs", True)),
+    **dict.fromkeys(("gpt_neo", "deepseek_v32", "dots3_note"), ("model", "exact", False)),
     "mpt": ("mask", "differs", False),
-    "bart": ("padded", "differs", False),
-    "bloom": ("padded", "differs", False),
-    "mamba": ("documents", "differs", False),
-    "jamba": ("documents", "differs", False),
+    **dict.fromkeys(("bart", "bloom"), ("padded", "differs", False)),
+    **dict.fromkeys(("mamba", "jamba"), ("documents", "differs", False)),
     "rwkv": ("by_document", "differs", False),
     "phi3+longrope": ("padded", "differs", True),  # shared documents are below its threshold
     "llama+dynamic": ("equal_lengths", "differs", False),
-    "deepseek_v32": ("model", "exact", False),
     # Layers that differ in the size of their heads, the source of their keys, or their number.
-    "gemma4_text": ("documents", "exact", True),
-    "gemma4_text+experts": ("documents", "exact", True),
-    "dots3_note": ("model", "exact", False),
-    "step3p7": ("documents", "exact", True),
+    **dict.fromkeys(("gemma4_text", "gemma4_text+experts", "step3p7"), EXACT),
 }
 
 

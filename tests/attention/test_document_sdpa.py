@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from helpers.dense import (
-    KERNEL_OPTIONS,
-    LENGTHS,
-    TOLERANCE,
-    assert_equals_dense,
-    boundaries,
-    inputs,
-)
+from helpers.dense import KERNEL_OPTIONS, LENGTHS, TOLERANCE, assert_is_dense, boundaries, inputs
 from helpers.trees import Tree
 
 from trl_packing.attention import document_sdpa as tiles
@@ -35,7 +28,7 @@ def test_document_attention_equals_dense_attention(options, way, monkeypatch):
         monkeypatch.setattr(tiles, "BLOCK", 4)
     if "scores" in way:  # in float32: CPU's fused kernel is CPU's
         monkeypatch.setattr(tiles, "needs_scores", lambda query, options: True)
-    assert_equals_dense(document_attention, tensors, tolerance, **options)
+    assert_is_dense(document_attention, tensors, tolerance, **options)
 
 
 def by_sdpa(query, key, value, cu_seqlens, options, max_length):
@@ -45,8 +38,8 @@ def by_sdpa(query, key, value, cu_seqlens, options, max_length):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_heads_are_grouped_and_values_have_their_own_width(shape):
     for options in ({"window": 4}, {"softcap": 2.0}):
-        assert_equals_dense(document_attention, inputs(**shape), **options)
-    assert_equals_dense(by_sdpa, inputs(**shape))  # of other devices
+        assert_is_dense(document_attention, inputs(**shape), **options)
+    assert_is_dense(by_sdpa, inputs(**shape))  # of other devices
 
 
 def test_the_comparison_sees_a_missing_boundary():
@@ -54,7 +47,7 @@ def test_the_comparison_sees_a_missing_boundary():
         return document_attention(query, key, value, cu_seqlens[[0, -1]], *options)
 
     with pytest.raises(AssertionError):
-        assert_equals_dense(without_boundaries, inputs())
+        assert_is_dense(without_boundaries, inputs())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures.tiny_models import tiny_model
 from helpers import varlen_double
-from helpers.dense import assert_equals_dense, boundaries, inputs
+from helpers.dense import assert_is_dense, boundaries, inputs
 from helpers.packed_models import alone, install, packed_batch
 from helpers.trees import random_tree
 
@@ -33,7 +33,7 @@ def test_varlen_attention_equals_dense_attention(options, kv_heads, is_tree, mon
         keys = tree.keys
         expected = (ends, keys.cu_seqlens_k.tolist(), max(tree.lengths), keys.max_length)
         tensors = inputs(kv_heads, num_tokens=ends[-1])
-    assert_equals_dense(varlen_attention, tensors, tree=tree, **options)
+    assert_is_dense(varlen_attention, tensors, tree=tree, **options)
     left = options.get("window", 0) - 1
     assert calls == [(*expected, left, left < 0)]
 
@@ -51,7 +51,7 @@ def test_heads_of_any_width_equal_dense_attention(widths, sinks, monkeypatch):
     tensors = inputs(value_dim=widths[1])
     for place in (0, 1):
         tensors[place] = torch.randn(*tensors[place].shape[:2], widths[0], requires_grad=True)
-    assert_equals_dense(varlen_attention, tensors, sinks=sinks)
+    assert_is_dense(varlen_attention, tensors, sinks=sinks)
     assert len(calls) == (max(widths) <= 32)
 
 

@@ -73,9 +73,7 @@ SETTINGS |= {"train_sampling_strategy": "sequential"}
 
 
 def texts() -> list[str]:
-    return [
-        f"### Question: {row['instruction']}\n ### Answer: {row['output']}<eos>" for row in ROWS
-    ]
+    return [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in ROWS]
 
 
 def old_collate(examples):

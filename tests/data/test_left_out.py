@@ -22,6 +22,7 @@ from helpers.chat_templates import (
 )
 from helpers.prepared import call_for
 from helpers.runs import prepare_run
+from helpers.streams import stream_of
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing import load_prepared
@@ -65,7 +66,7 @@ def row_of(key, form="messages", **kwargs):
 @pytest.mark.parametrize("form", ["messages", "prompt"])
 def test_keys_of_other_rows_are_written_nowhere(form, monkeypatch, tmp_path):
     rows = [row_of("city", form, enable_thinking=False), row_of("zone", form, effort="low")]
-    expected = texts(IterableDataset.from_generator(lambda: iter(rows)), SHOWS_ALL)
+    expected = texts(stream_of(rows), SHOWS_ALL)
     assert "off" in expected[0]
     assert "on" in expected[1]
     table = Dataset.from_list(rows)
@@ -128,7 +129,7 @@ def test_the_report_counts_parsed_arguments_and_lost_reasoning(tmp_path, caplog,
     tokenizer = tokenizer_for("qwen2_5")
     thoughts = [turn("user", "Hi"), reasoned("Hello", "a greeting", "reasoning_content")]
     rows = [{"messages": m} for m in ([turn("user", "Hi"), calling("{}")], thoughts, SENTENCES)]
-    given_rows = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
+    given_rows = stream_of(rows) if streamed else rows
     trainer = make_trainer(
         tmp_path, given_rows, tokenizer=tokenizer, max_length=256, max_steps=1, train_on="all"
     )
@@ -219,10 +220,9 @@ PARTS_BESIDE = [
 
 @pytest.mark.parametrize(("row", "options", "column"), PARTS_BESIDE)
 def test_columns_with_parts_of_a_conversation_are_named(tmp_path, caplog, row, options, column):
-    streams = [lambda: [row] * 4, lambda: IterableDataset.from_generator(lambda: iter([row] * 4))]
-    for make in streams:
+    for rows in ([row] * 4, stream_of([row] * 4)):
         caplog.clear()
-        make_trainer(tmp_path, make(), tokenizer=tiny_tokenizer(chat=True), max_steps=1, **options)
+        make_trainer(tmp_path, rows, tokenizer=tiny_tokenizer(chat=True), max_steps=1, **options)
         assert ("look like parts of the conversation" in caplog.text) == (column is not None)
         assert column is None or f"has '{column}" in caplog.text
 

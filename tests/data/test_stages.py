@@ -1,10 +1,19 @@
 """The whole way of the data, from a user's rows to the trainer's documents and its report."""
 
 import pytest
-from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from datasets import Dataset, concatenate_datasets, interleave_datasets
 from harness import alone, assert_exact, make_trainer, run
 from helpers.chat_templates import source_of
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
+from helpers.streams import stream_of
+from helpers.tiny import (
+    assistant,
+    documents_of_lengths,
+    tiny_dataset,
+    tiny_model,
+    tiny_rows,
+    tiny_tokenizer,
+    user,
+)
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
@@ -24,13 +33,8 @@ def trained_texts(trainer) -> list[str]:
     ]
 
 
-def stream_of(rows: list[dict]) -> IterableDataset:
-    return IterableDataset.from_generator(lambda: iter(rows))
-
-
 def chat(*answers: tuple[str, dict]) -> dict:
-    said = [{"role": "assistant", "content": text, **flags} for text, flags in answers]
-    return {"messages": [{"role": "user", "content": "Why?"}, *said]}
+    return {"messages": [user("Why?"), *(assistant(text, **flags) for text, flags in answers)]}
 
 
 # --- weights of messages --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from datasets import Dataset, Features, List, load_dataset
 from harness import make_trainer
 from helpers.chat_templates import source_of, turn, with_template
 from helpers.combinations import combined
-from helpers.tiny import WEATHER_TOOL, tiny_model
+from helpers.tiny import WEATHER_TOOL, assistant, tiny_model, user
 from tokenizers import processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl import SFTTrainer
@@ -36,37 +36,28 @@ def tokenizer(template: str, bos: bool = False) -> PreTrainedTokenizerFast:
     return chat
 
 
-def user(text: str) -> dict[str, str]:
-    return turn("user", text)
+def chat(question: str, answer: str) -> list[dict[str, Any]]:
+    return [user(question), assistant(answer)]
 
 
-def assistant(text: str) -> dict[str, str]:
-    return turn("assistant", text)
-
-
-MORE = [user("Sure?"), assistant("Yes.")]
+MORE = chat("Sure?", "Yes.")
 # Every form of row that TRL takes.
 FORMS: dict[str, Any] = {
     "text": lambda q, a: {"text": f"{q} {a}"},
     "prompt, completion": lambda q, a: {"prompt": q, "completion": a},
     "prompt and space": lambda q, a: {"prompt": f"{q} ", "completion": a},
-    "messages": lambda q, a: {"messages": [user(q), assistant(a)]},
-    "more messages": lambda q, a: {
-        "messages": [turn("system", "Be brief."), user(q), assistant(a), *MORE]
-    },
+    "messages": lambda q, a: {"messages": chat(q, a)},
+    "more messages": lambda q, a: {"messages": [turn("system", "Be brief."), *chat(q, a), *MORE]},
     "from, value": lambda q, a: {
         "conversations": [{"from": "user", "value": q}, {"from": "assistant", "value": a}]
     },
     "prompt messages": lambda q, a: {"prompt": [user(q)], "completion": [assistant(a)]},
     "prompt messages in turns": lambda q, a: {
-        "prompt": [user("Hi"), assistant("Hello!"), user(q)],
+        "prompt": [*chat("Hi", "Hello!"), user(q)],
         "completion": [assistant(a), *MORE],
     },
-    "tools": lambda q, a: {"messages": [user(q), assistant(a)], "tools": [WEATHER_TOOL]},
-    "tools as text": lambda q, a: {
-        "messages": [user(q), assistant(a)],
-        "tools": json.dumps([WEATHER_TOOL]),
-    },
+    "tools": lambda q, a: {"messages": chat(q, a), "tools": [WEATHER_TOOL]},
+    "tools as text": lambda q, a: {"messages": chat(q, a), "tools": json.dumps([WEATHER_TOOL])},
     "template arguments": lambda q, a: {
         "prompt": [user(q)],
         "completion": [assistant(a)],
@@ -322,9 +313,7 @@ def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
-@pytest.mark.parametrize(
-    "masks", [(), ("completion_mask",), ("completion_mask", "assistant_masks")]
-)
+@pytest.mark.parametrize("masks", [[], ["completion_mask"], ["completion_mask", "assistant_masks"]])
 def test_masks_of_tokenized_rows_make_the_labels_of_trl(tmp_path, completion_only, masks):
     row = {
         "input_ids": [5, 6, 7, 8],

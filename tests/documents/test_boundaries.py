@@ -77,12 +77,7 @@ def test_a_batch_has_the_lengths_of_each_row_filled_with_zeros(rows):
 
 
 @settings(max_examples=50)
-@given(
-    lengths=ROW,
-    padding=st.integers(0, 2),
-    causal=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 4)),
-)
+@given(ROW, st.integers(0, 2), st.booleans(), st.none() | st.integers(1, 4))
 def test_a_token_sees_its_document_only_and_within_window(lengths, padding, causal, window):
     num_tokens = sum(lengths) + padding
     _, owners = slow_row(lengths, num_tokens)

@@ -6,16 +6,8 @@ import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset, concatenate_datasets
-from harness import make_trainer
-from helpers.by_hand import (
-    LAYOUTS,
-    assert_same_step,
-    by_hand,
-    losses_of_tokens,
-    one_step,
-    unweighted,
-    weighted,
-)
+from harness import losses_of_tokens, make_trainer
+from helpers.by_hand import LAYOUTS, assert_same_step, by_hand, one_step, unweighted, weighted
 from helpers.tiny import tiny_dataset
 from helpers.tiny import tiny_tokenizer as text_tokenizer
 

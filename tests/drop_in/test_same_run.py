@@ -42,9 +42,10 @@ def test_the_comparison_can_fail(tmp_path):
             assert_same_run(sgd_run(tmp_path, PackedSFTTrainer, **changes), run, ("loss",))
 
 
-@pytest.mark.parametrize(
-    "name", fast((n for n in MODELS if n != "gpt2_dropout"), ("llama", "gemma2", "qwen3_moe"))
-)
+FAST = fast((n for n in MODELS if n != "gpt2_dropout"), ("llama", "gemma2", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("name", FAST)
 def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
     """Completion-only, since TRL scales gpt2's full loss by (tokens − documents) / tokens."""
     coefficient = 0.0 if "moe" in name else None
@@ -88,12 +89,16 @@ def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulati
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens"))
 
 
+CHANGES = [
+    {},
+    {"loss_type": "dft"},
+    {"label_smoothing_factor": 0.1},
+    {"completion_only_loss": False},
+]
+
+
 @packed_only
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"loss_type": "dft"}, {"label_smoothing_factor": 0.1}, {"completion_only_loss": False}],
-    ids=lambda changes: ",".join(changes) or "nll",
-)
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: ",".join(changes) or "nll")
 def test_a_packed_step_over_all_documents_equals_trl_unpacked(tmp_path, changes):
     ours = sgd_run(tmp_path, PackedSFTTrainer, packing=True, max_length=2048, **changes)
     theirs = sgd_run(tmp_path, SFTTrainer, per_device_train_batch_size=22, **changes)

@@ -1,6 +1,6 @@
 """Dense attention: every score of the row, a mask, a softmax; the reference of `tests/attention`.
 
-`assert_equals_dense` compares a kernel with it, on a row of seven documents or on a tree of
+`assert_is_dense` compares a kernel with it, on a row of seven documents or on a tree of
 segments. Doubles of kernels compute with it from the boundaries, window and scale that they get.
 
 The reference runs in float64: what remains is the rounding of one kernel, 2**-24 of values of size
@@ -96,7 +96,7 @@ def outcome(attention, tensors, upstream, sinks=None):
     return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
 
-def assert_equals_dense(
+def assert_is_dense(
     kernel, tensors, tolerance=TOLERANCE, *, tree=None, keys=None, sinks=None, **options
 ):
     """Compare output and gradients of a packed kernel with dense attention in float64.

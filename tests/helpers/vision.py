@@ -82,6 +82,16 @@ def image_dataset(rows: int = 8, form: str = "prompt_completion") -> Dataset:
     return Dataset.from_list(made)
 
 
+def texts(rows: int = 6) -> Dataset:
+    """Return prompts and completions without images, as messages with plain texts."""
+    made = []
+    for row in range(rows):
+        prompt = [{"role": "user", "content": f"How many are {row} and {row + 1}?" + " Say." * row}]
+        completion = [{"role": "assistant", "content": f"They are {2 * row + 1}."}]
+        made.append({"prompt": prompt, "completion": completion})
+    return Dataset.from_list(made)
+
+
 @contextmanager
 def images_of_others() -> Iterator[None]:
     """Give documents of a row the images of others: those of several are in the wrong order."""

@@ -1,6 +1,6 @@
 """The index of prefixes sorts documents by tokens, and knows the length of every shared row."""
 
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from unittest import mock
 
 import numpy as np
@@ -90,9 +90,7 @@ def column(chunks, dtype=np.int64):
 
 
 def common_by_hand(a, b):
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 @settings(max_examples=200, deadline=None)

@@ -18,10 +18,8 @@ def test_the_comparison_runs_and_its_numbers_are_those_of_the_plans(tmp_path):
     done = subprocess.run(command, timeout=900, **run)
     assert done.returncode == 0, done.stderr[-4000:]
     runs = module("compare_packing").RUNS
-    lines = {
-        n: line for line in done.stdout.splitlines() for n in runs if line.startswith(n + "  ")
-    }
-    rows = {name: line.removeprefix(name).split() for name, line in lines.items()}
+    lines = done.stdout.splitlines()
+    rows = {n: x.removeprefix(n).split() for x in lines for n in runs if x.startswith(n + "  ")}
     steps = {name: int(row[0]) for name, row in rows.items()}
     fill = {name: float(row[5].rstrip("%")) for name, row in rows.items()}
     padded = ("padding to max", "padding to longest", "... in padded steps")

@@ -66,9 +66,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "further", "trained"), TRAINED, ids=["full", "lora", "dora", "qlora"]
-)
+@pytest.mark.parametrize(("name", "further", "trained"), TRAINED)
 def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_path, capsys):
     if "--load_in_4bit" in further:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

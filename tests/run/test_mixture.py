@@ -36,9 +36,7 @@ def tokenized(sizes: dict[str, int], **more) -> dict[str, Dataset]:
 
 
 def streams(sets):
-    return {
-        name: Dataset.from_list(list(rows)).to_iterable_dataset(3) for name, rows in sets.items()
-    }
+    return {k: Dataset.from_list(list(rows)).to_iterable_dataset(3) for k, rows in sets.items()}
 
 
 def drawn(trainer, epoch=0) -> Counter:

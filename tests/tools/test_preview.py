@@ -9,13 +9,7 @@ from harness import QUIET
 from helpers.attacks import ATTACKS, harmful
 from helpers.chat_templates import tokenizer_for
 from helpers.command import run_command
-from helpers.runs import (
-    flags_of,
-    preview_epoch,
-    preview_losses,
-    preview_rows,
-    run_of_settings,
-)
+from helpers.runs import flags_of, preview_epoch, preview_losses, preview_rows, run_of_settings
 from helpers.tiny import save_tiny_model, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
 
@@ -127,9 +121,10 @@ def template_folder(folder) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["template file", "template of a tokenizer", "eos", "append_eos", "skip"]
-)
+HONORED = ["template file", "template of a tokenizer", "eos", "append_eos", "skip"]
+
+
+@pytest.mark.parametrize("name", HONORED)
 def test_the_preview_honors_what_the_trainer_honors(tmp_path, chat_model, name):
     file = tmp_path / "mine.jinja"
     file.write_text(TEMPLATE)

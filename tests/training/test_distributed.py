@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.distributed.train import Scenario, assert_same_training, run, run_on_ranks
+from helpers.distributed.train import Scenario, assert_same_run, run, run_on_ranks
 from helpers.tiny import documents_of_lengths, tiny_model
 
 TOLERANCE = 1e-5
@@ -81,11 +81,11 @@ def test_two_ranks_train_as_one_with_twice_the_accumulation(name, two_ranks, tmp
     one_rank = run(scenarios(tmp_path, 2)[f"same steps: {name}"])
     assert len(ranks[0]["batches"]) == len(ranks[1]["batches"])
     for rank in ranks:
-        assert_same_training(rank, one_rank, TOLERANCE)
+        assert_same_run(rank, one_rank, TOLERANCE)
     if name == "packed":  # the control: other documents
         others = two_ranks[f"same steps: {name}, two bins a micro-batch"]
         with pytest.raises(AssertionError):
-            assert_same_training(others[0], one_rank, TOLERANCE)
+            assert_same_run(others[0], one_rank, TOLERANCE)
     if "stream" in name:
         assert {rank["documents_read"] for rank in ranks} == {one_rank["documents_read"]}
         assert one_rank["documents_read"] >= len(SAME_STEPS[name]["lengths"])

@@ -7,13 +7,7 @@ test_distributed, and the sums of a prefix are added in another order, a few rou
 from pathlib import Path
 
 import pytest
-from helpers.distributed.train import (
-    Scenario,
-    assert_continues,
-    assert_same_training,
-    run,
-    run_on_ranks,
-)
+from helpers.distributed.train import Scenario, assert_continues, assert_same_run, run, run_on_ranks
 
 TOLERANCE = 2e-5
 MANY = [3 + (i * 11) % 29 for i in range(41)]
@@ -64,7 +58,7 @@ def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
 
 
 def assert_same(found: dict, expected: dict) -> None:
-    assert_same_training(found, expected, TOLERANCE, "grad_norms")
+    assert_same_run(found, expected, TOLERANCE, "grad_norms")
     assert found["metrics"].keys() == expected["metrics"].keys()
     for name, value in expected["metrics"].items():
         if "loss" in name or "entropy" in name or "accuracy" in name:

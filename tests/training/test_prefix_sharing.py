@@ -240,9 +240,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_settings_that_cannot_be_combined_are_refused(options, message, tmp_path):
     with pytest.raises((ValueError, RuntimeError), match=message):
         trained(tmp_path, **{"prefix_sharing": "group"} | options)

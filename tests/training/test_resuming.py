@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -48,9 +49,7 @@ def trainer_for(folder, documents=None, ranks=(1, 0), **settings) -> Recorder:
     defaults |= {"save_strategy": "steps", "save_steps": 3}
     documents = rows() if documents is None else documents
     trainer = make_trainer(folder, documents, cls=Recorder, **(defaults | settings))
-    trainer.trained = []
-    trainer.steps = []
-    trainer.ranks = ranks
+    trainer.trained, trainer.steps, trainer.ranks = [], [], ranks
     return trainer
 
 
@@ -65,14 +64,12 @@ def documents_of(trainer, until_step=None) -> Counter:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return a function: the run of some settings, which saved after every step."""
-    runs = {}
 
+    @cache
     def run(**settings) -> Recorder:
-        key = tuple(sorted(settings.items()))
-        if key not in runs:
-            runs[key] = trainer_for(tmp_path_factory.mktemp("run"), **settings)
-            runs[key].train()
-        return runs[key]
+        trainer = trainer_for(tmp_path_factory.mktemp("run"), **settings)
+        trainer.train()
+        return trainer
 
     return run
 

@@ -93,9 +93,10 @@ def test_no_exact_backend_is_refused(trainer_of, options):
         trainer_of(**options).train()
 
 
-@pytest.mark.parametrize(
-    ("images", "expected"), [((1, 2, 0, 1), [2, 1, 0]), ((1, 1, 1, 1), [1, 1]), ((0, 0), [])]
-)
+PROBED = [((1, 2, 0, 1), [2, 1, 0]), ((1, 1, 1, 1), [1, 1]), ((0, 0), [])]
+
+
+@pytest.mark.parametrize(("images", "expected"), PROBED)
 def test_the_guard_probes_every_number_of_images_that_the_run_has(images, expected, trainer_of):
     rows = image_dataset().select([{1: 0, 2: 1, 0: 2}[count] for count in images])
     trainer = trainer_of(rows)

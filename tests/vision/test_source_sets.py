@@ -8,20 +8,10 @@ import pytest
 from datasets import Dataset
 from helpers.runs import TrainerCall, documents_of, preview_epoch, run_of_call
 from helpers.tiny import documents_of_lengths
-from helpers.vision import image_dataset, pack_no_images
+from helpers.vision import image_dataset, pack_no_images, texts
 from vision.test_exact import batches_of, packed, sized
 
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
-
-
-def texts(rows: int = 6) -> Dataset:
-    """Return prompts and completions without images, as messages with plain texts."""
-    made = []
-    for row in range(rows):
-        prompt = [{"role": "user", "content": f"How many are {row} and {row + 1}?" + " Say." * row}]
-        completion = [{"role": "assistant", "content": f"They are {2 * row + 1}."}]
-        made.append({"prompt": prompt, "completion": completion})
-    return Dataset.from_list(made)
 
 
 def chats(rows: int = 4) -> Dataset:
@@ -44,9 +34,10 @@ def alone(model, processor, copies):
 
 
 #: All 8 + 2 × 6 + 4 documents are in one step.
-@pytest.mark.parametrize(
-    ("size", "accumulated"), [(16, 1), pytest.param(2, 8, marks=pytest.mark.slow)]
-)
+STEPS = [(16, 1), pytest.param(2, 8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("size", "accumulated"), STEPS)
 def test_a_mixture_equals_its_documents_alone(size, accumulated, model, processor, tmp_path):
     options = sized(size, accumulated, mixture=MIXTURE)
     found = packed(model, processor, sets(), tmp_path, **options)

@@ -248,7 +248,7 @@ def saved(trainer, folder: str) -> dict:
     return load_file(f"{folder}/final/model.safetensors")
 
 
-def assert_same_training(found: dict, expected: dict, tolerance: float, *more: str) -> None:
+def assert_same_run(found: dict, expected: dict, tolerance: float, *more: str) -> None:
     """The same losses and parameters, and `more`, as far as float32 rounds them."""
     import torch
 
