@@ -33,10 +33,7 @@ TABLE: dict[str, tuple[str, str]] = {
         "attention data documents isolation packing",
         "datasets numpy packaging pyarrow torch transformers trl",
     ),
-    "pages": (
-        "data documents packing versions vision",
-        "datasets jinja2 markupsafe numpy",
-    ),
+    "pages": ("data documents packing versions vision", "datasets jinja2 markupsafe numpy"),
     "run": (
         "attention config data documents isolation loss packing pages temporarily vision",
         "accelerate datasets numpy torch transformers trl",

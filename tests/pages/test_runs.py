@@ -151,15 +151,14 @@ def test_values_in_the_page_are_those_of_the_log():
     assert "2 values of loss NaN or infinite, left out (from step 20)" in page
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        record(log=[], totals={}, step=0),
-        record(totals={}, log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
-        record(log=[{"loss": 0.0, "step": 100}], status="running"),
-    ],
-    ids=["nothing logged", "no number", "one zero"],
-)
+ODD = [
+    record(log=[], totals={}, step=0),
+    record(totals={}, log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
+    record(log=[{"loss": 0.0, "step": 100}], status="running"),
+]
+
+
+@pytest.mark.parametrize("made", ODD, ids=["nothing logged", "no number", "one zero"])
 def test_odd_runs_have_a_page(tmp_path, made):
     with open_page(written(tmp_path, made), width=390) as opened:
         assert opened.problems() == []

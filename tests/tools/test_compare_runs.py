@@ -5,9 +5,9 @@ import math
 
 import pytest
 from helpers.browser import HOSTILE, open_page
+from helpers.command import says
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_packing.cli import main
 from trl_packing.pages.record import FILE, NOTHING, RunRecord, Totals
 from trl_packing.pages.runs import compare_page
 from trl_packing.tools.compare_runs import compare, comparison_text, load_run
@@ -88,21 +88,21 @@ def test_a_run_is_found_by_folder_checkpoint_and_file(tmp_path):
     assert len(load_run(str(tmp_path / "theirs/checkpoint-5")).points("loss")) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{a}"], "has nothing to be compared with; name two runs"),
-        (["{a}", "{a}/none"], "holds no run (run.json or trainer_state.json); name the output_dir"),
-        (["{a}", "{broken}"], "cannot be read as a run"),
-        (["{a}", "{a}", "--html", "{a}/no/c.html"], "in a folder that exists"),
-    ],
-)
+MISTAKES = [
+    (["{a}"], "has nothing to be compared with; name two runs"),
+    (["{a}", "{a}/none"], "holds no run (run.json or trainer_state.json); name the output_dir"),
+    (["{a}", "{broken}"], "cannot be read as a run"),
+    (["{a}", "{a}", "--html", "{a}/no/c.html"], "in a folder that exists"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
 def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
     places = {"a": saved(tmp_path / "a", PACKED), "broken": str(tmp_path / "broken")}
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / FILE).write_text('{"format": 1, "name"')
-    assert main(["compare", *(argument.format(**places) for argument in arguments)]) == 2
-    said = capsys.readouterr().err.strip()
+    words = (argument.format(**places) for argument in arguments)
+    said = says(capsys, "compare", *words, status=2).strip()
     assert message in said
     assert len(said.splitlines()) == 1
 
@@ -110,8 +110,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, arguments, message):
 def test_json_holds_the_comparison_and_no_nan(tmp_path, capsys):
     broken = made("n", documents_per_step=20, losses=[1.0, 2.0, 3.0, math.nan])
     runs = [saved(tmp_path / "a", PACKED), saved(tmp_path / "n", broken)]
-    assert main(["compare", *runs, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    found = json.loads(says(capsys, "compare", *runs, "--json"), parse_constant=pytest.fail)
     assert found["figures"]["loss"] == [7.0, "NaN"]
 
 

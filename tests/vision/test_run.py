@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from harness import TWO_RUNS
 from helpers.combinations import fast
-from helpers.vision import image_dataset
+from helpers.vision import image_dataset, pack_no_images
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig
-from trl_packing.vision import run_images, support
 
 
 @pytest.mark.slow
@@ -88,16 +88,15 @@ def test_runs_that_only_trl_can_serve_take_its_path(reason, trainer_of):
 def test_what_trls_path_would_ignore_is_refused(trainer_of, monkeypatch):
     with pytest.raises(ValueError, match=r"max_patches=8 does nothing on TRL's path.*stream"):
         trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)
-    monkeypatch.setattr(support, "FAMILIES", ())
+    pack_no_images(monkeypatch)
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
     with pytest.raises(ValueError, match="loss_weight does nothing on TRL's path"):
         trainer_of(dataset, packing=False)
 
 
-def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
-    data = Dataset.from_list([{"text": "a", "images": []}])
-    monkeypatch.setattr(support.transformers, "__version__", "5.22.4")
-    reason = run_images.RunImages().why_not_packed("none", data, None, None, None)
+def test_images_take_trls_path_with_an_older_transformers(trainer_of, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.22.4")
+    reason = trainer_of(packing=PackedSFTConfig.packing)._trl_path
     assert reason == "the data set has images, and transformers 5.22.4 is older than 5.23"
 
 
