@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import get_logger
+from transformers.utils import logging
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.chat_template import TEMPLATE_ERRORS
@@ -37,7 +37,7 @@ from trl_packing.documents.labels import (
     row_name,
 )
 
-logger = get_logger(__name__)
+logger = logging.get_logger(__name__)
 
 _PARTS = 8  # of a batch: one is tokenized while the next is rendered
 _CONVERSATIONS_AT_ONCE = 32  # rows of a batch with `every_turn`: each may be many long documents
