@@ -322,12 +322,16 @@ class RowFormat:
             documents = [self._by_spans(text, spans)]
         first = size if self.completion_only and self.train_on is None else 0
         handled |= self._left_out(conversation, documents[-1].text, weights, first)
+        return self._marked(documents, handled)
+
+    def _marked(self, documents: list[Rendered], handled: int) -> list[Rendered]:
+        """Return documents with the bits of the column `HANDLED`."""
         if self.makes_turns:
             handled |= TURN
             documents[0] = replace(documents[0], handled=FIRST)
-        if handled:
-            documents = [replace(each, handled=each.handled | handled) for each in documents]
-        return documents
+        if not handled:
+            return documents
+        return [replace(each, handled=each.handled | handled) for each in documents]
 
     def _by_spans(
         self, text: str, spans: Sequence[WeightedSpan], prompt: str | None = None

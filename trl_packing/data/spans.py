@@ -76,16 +76,17 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
     found: list[Tokenized] = []
     open_ends: dict[int, str] = {}  # prompts whose tokens end elsewhere, by number of the document
     for number, document in enumerate(documents):
+        if document.tokens is not None:
+            found.append(document.tokens)
+            continue
         ids = encoded["input_ids"][number]
         weights = np.full(len(ids), document.spans is None, np.float32)
-        found.append(document.tokens or Tokenized(ids, weights))
-        if document.tokens or (document.spans is None and document.prompt is None):
+        found.append(Tokenized(ids, weights))
+        if document.spans is None and document.prompt is None:
             continue
         encoding = encoded.encodings[number]
         offsets = _Offsets(tokenizer, encoding, ids, encoding.tokens if trims else None)
-        for start, stop, weight in document.spans or ():
-            first, last = offsets.tokens_of(start, stop, document.only_whole)
-            weights[first:last] = weight
+        _weigh_spans(document, offsets, weights)
         crossed = [end for end in document.prompt_ends if offsets.merges_at(end)]
         if crossed:
             found[number] = _apart(tokenizer, document, found[number], crossed)
@@ -102,6 +103,13 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
             document, tokens = documents[number], found[number]
             found[number] = _without_prompt(tokenizer, document, tokens, prompt)
     return found
+
+
+def _weigh_spans(document: Rendered, offsets: "_Offsets", weights: np.ndarray) -> None:
+    """Write the weights of the spans of a document into those of its tokens."""
+    for start, stop, weight in document.spans or ():
+        first, last = offsets.tokens_of(start, stop, document.only_whole)
+        weights[first:last] = weight
 
 
 def _without_prompt(

@@ -195,17 +195,12 @@ def _prepare_batch(
     is_alone: bool,
 ) -> dict[str, list[Any]] | pa.Table:
     """Return the documents of a batch; a table if no other column stays beside theirs."""
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    for column, feature in structs.items():
-        for row in rows:
-            row[column] = without_arrow_nulls(row[column], feature)
+    rows = _rows_of(batch, structs)
     tokenizer = row_format.chat.tokenizer
 
     def render(row: Row) -> list[Rendered]:
         found = row_format.documents(row, form)
-        if TOKEN_WEIGHTS not in columns and any(
-            weight != 1 for document in found for *_, weight in document.spans or ()
-        ):
+        if TOKEN_WEIGHTS not in columns and any(map(_has_other_weights, found)):
             raise ValueError(
                 "a message has a weight other than 0 and 1, but those of the first row have none; "
                 "give them the weight 1"
@@ -236,6 +231,20 @@ def _prepare_batch(
             pairs = zip(batch[column], rendered, strict=True)
             made[column] = [value for value, texts in pairs for _ in texts]
     return made
+
+
+def _rows_of(batch: Batch, structs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a batch, without the nulls that Arrow adds to structs."""
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    for column, feature in structs.items():
+        for row in rows:
+            row[column] = without_arrow_nulls(row[column], feature)
+    return rows
+
+
+def _has_other_weights(document: Rendered) -> bool:
+    """Return whether a span of a document has a weight other than 1."""
+    return any(weight != 1 for *_, weight in document.spans or ())
 
 
 def _note_lost_prompt(documents: Sequence[Tokenized], tokenizer: Any) -> None:

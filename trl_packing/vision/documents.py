@@ -81,7 +81,7 @@ def documents_with_images(
     learned = placeholders_of(processor, places, patch_size)
     images = []
     for of_row in keys:
-        images.append([learned[key] for key in of_row])
+        images.append([*map(learned.__getitem__, of_row)])
     kept = document_columns(dataset.column_names, rules.options.named_columns())
     documents = dataset.with_format(None).map(
         _tokenize_batch,
@@ -117,7 +117,12 @@ def documents_with_images(
                 f"{row_name(number, name)} has other {other[0]} by its image sizes "
                 f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
             )
-    return documents, [(len(row), sum(image.patches for image in row)) for row in images]
+    return documents, [*map(_load_of, images)]
+
+
+def _load_of(images: Sequence[Placeholder]) -> tuple[int, int]:
+    """Return the numbers of images and patches of a row."""
+    return len(images), sum(image.patches for image in images)
 
 
 def _row_format(rules: Rules, weighted: bool) -> RowFormat:
