@@ -257,7 +257,7 @@ def test_every_set_is_looked_at_before_the_model_runs_on_it(tmp_path, bad, sente
             trainer_for(tmp_path, given, **options)
     with pytest.raises(ValueError, match=f"(document|row) 31 of .* {sentence}"):
         trainer_for(tmp_path, stream_of(rows), max_steps=40).train()
-    with pytest.raises(ValueError, match=f"document 31 of the data set {sentence}"):
+    with pytest.raises(ValueError, match=f"document 31 of the training dataset {sentence}"):
         enable_packing(tiny_model("llama"), PackedDataset(rows, tiny_tokenizer(), 16))
 
 

@@ -29,7 +29,7 @@ from trl_packing import load_prepared
 from trl_packing.data import counts, row_format, tokenize_rows
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from trl_packing.data.row_format import RowFormat
-from trl_packing.data.tokenize_rows import documents_from_rows
+from trl_packing.data.tokenize_rows import documents_from_rows, notes_on_unread
 
 NO_REASONING = "1 document with reasoning that the chat template leaves out"
 PARSED = "1 document with arguments of tool calls as JSON text: parsed"
@@ -227,6 +227,14 @@ def test_columns_with_parts_of_a_conversation_are_named(tmp_path, caplog, row, o
         assert column is None or f"has '{column}" in caplog.text
 
 
+def test_only_rows_of_the_data_set_have_values_that_are_not_read():
+    rows = [{"text": "a", "prompt": "b", "completion": "c", "system": said} for said in ("", "Hi")]
+    row_format = RowFormat(ChatTemplate(tiny_tokenizer()), "<eos>")
+    whole = Dataset.from_list(rows)
+    assert len(notes_on_unread(whole, row_format, "train")) == 1
+    assert notes_on_unread(whole.select([0]), row_format, "train") == []
+
+
 # --- every template, form and mode ----------------------------------------------------------------
 
 
@@ -283,6 +291,9 @@ def in_form(messages, form):
     return {"prompt": messages[:first], "completion": messages[first:]}
 
 
+LOST = counts.NO_REASONING | counts.NO_WORDS
+
+
 def outcome(chat, messages, options, form="messages"):
     """Assert that no word of a row is lost silently; return what happened to the row."""
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -300,7 +311,7 @@ def outcome(chat, messages, options, form="messages"):
         if by_turn and number not in chosen:  # earlier thoughts are not read at inference
             missing = {word for word in missing if "thought" not in word}
         lost |= missing
-    counted = any(document.handled & ~counts.PARSED for document in documents)
+    counted = any(document.handled & LOST for document in documents)
     assert counted or not lost, f"{lost} are lost silently"
     if by_turn:
         spans = [(d.text[a:b]) for d in documents for a, b, _ in d.spans or ()]

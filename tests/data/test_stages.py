@@ -134,7 +134,7 @@ def test_rows_that_were_padded_are_refused_by_their_number(tmp_path, streamed):
 
     trained([[1, 1, 1, 1]] * 3)
     for mask in ([1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 2, 2]):
-        with pytest.raises(ValueError, match=r"document 1 of the train .*tokenize without padd"):
+        with pytest.raises(ValueError, match=r"document 1 of the .*tokenize without padd"):
             trained([[1, 1, 1, 1], mask, [1, 1, 1, 1]])
 
 

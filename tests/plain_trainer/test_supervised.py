@@ -38,6 +38,14 @@ def test_queries_and_responses_become_packed_rows(math_file):
     )
 
 
+def test_columns_and_prompts_of_which_something_is_not_read_are_told(tmp_path, caplog):
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"q": "Why", "a": "So.", "tools": [{"name": "f"}]}) + "\n")
+    with caplog.at_level("WARNING"):
+        read(str(path), prompt_template="{query} ")
+    assert "'tools' beside what is trained" in caplog.text
+
+
 def test_several_files_have_fields_of_their_own(math_file, tmp_path):
     other = write_rows(tmp_path / "other.jsonl", [{"query": "Why?", "response": "So."}])
     assert len(read([math_file, other], ["q", "query"], ["a", "response"]).lengths) == 13
