@@ -55,7 +55,7 @@ TABLE: dict[str, tuple[str, str]] = {
     ),
     "tools": (
         "attention config data documents isolation packing pages run trainer versions vision",
-        "datasets numpy pandas torch transformers trl",
+        "datasets numpy torch transformers trl",
     ),
     "cli": ("data pages run tools", ""),
 }

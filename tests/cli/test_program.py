@@ -31,7 +31,6 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
         ["inspect", "--model", "m"],
         ["inspect", "--model", "m", "--data", "d.jsonl", "--html", "no/folder/page.html"],
         ["prepare", "out", "--model", "m"],
-        ["compare", "a"],
     ]
     (tmp_path / "twice.yaml").write_text("max_length: 5\nmax_length: 6\n")
     words = [sys.executable, "-c", LOADED.format(commands)]
@@ -44,7 +43,7 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
     ("words", "sentence"),
     [
         ("paln", "invalid choice: 'paln'"),
-        ("compare a b --jsno", "compare has no option --jsno"),
+        ("doctor --jsno", "doctor has no option --jsno"),
         ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
         ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
         ("plan --config", "--config takes one YAML file"),

@@ -94,21 +94,17 @@ class RunRecord:
         """The logged numbers by name, in the order of the log."""
         found: dict[str, list[Point]] = {}
         for entry in self.log:
-            if is_number(step := entry.get("step")):
-                at = self.totals.get(int(step), UNKNOWN)
-                place = int(step), at.documents, at.tokens, at.seconds
+            if _is_number(step := entry.get("step")):
+                place = self.place(int(step))
                 for name, value in entry.items():
-                    if is_number(value):
+                    if _is_number(value):
                         found.setdefault(name, []).append(Point(*place, float(value)))
         return found
 
-    def points(self, name: str) -> list[Point]:
-        """Return the logged numbers of this name, in the order of the log."""
-        return self.series.get(name, [])
-
-    def last(self, name: str) -> float | None:
-        """Return the last logged number of this name; None if there is none."""
-        return self.series[name][-1].value if name in self.series else None
+    def place(self, step: int) -> tuple[int, int | None, int | None, float | None]:
+        """Return the step, and the documents, tokens and seconds trained by then."""
+        at = self.totals.get(step, UNKNOWN)
+        return step, at.documents, at.tokens, at.seconds
 
     @property
     def total(self) -> Totals:
@@ -138,7 +134,7 @@ class RunRecord:
             raise ValueError(f"not the record of a run ({problem!r})") from problem
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Return whether a logged value is a number; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
