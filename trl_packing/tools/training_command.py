@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
-from trl_packing.tools.options import check_names, short_usage_errors, values_of
+from trl_packing.tools.options import UnknownOption, short_usage_errors, values_of
 
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
@@ -43,7 +43,7 @@ def call_of_script(script: str, words: Sequence[str]) -> "TrainerCall":
     Its output goes to stderr, and settings that need another device are changed.
 
     Raises:
-        ValueError: the script ends before, or builds another trainer.
+        ValueError: the script ends before, a recipe lacks an option, or another trainer is built.
     """
     from transformers import Trainer
     from trl import SFTTrainer
@@ -73,6 +73,8 @@ def call_of_script(script: str, words: Sequence[str]) -> "TrainerCall":
         except _Built as built:
             trainer, args, kwargs = built.args
         except SystemExit as end:
+            if isinstance(end.__context__, UnknownOption):  # as it is said in training
+                raise end.__context__ from None
             raise ValueError(f"{name} ended before its trainer: {end.code}") from end
         else:
             raise ValueError(f"{name} builds no PackedSFTTrainer, so there is nothing to show")
@@ -115,7 +117,7 @@ class TrainingCommand:
         """Return the command of a script and its options, or of options alone.
 
         Raises:
-            ValueError: the script or an option of a recipe does not exist, or nothing names data.
+            ValueError: the script does not exist, or nothing names data.
         """
         folder = import_module(_RECIPES).FOLDER.resolve()
         is_named = bool(words) and not words[0].startswith("-")
@@ -126,7 +128,6 @@ class TrainingCommand:
             raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()})")
         found = values_of(rest) if path.resolve().parent == folder else {}
         options = {name: str(value) for name, value in found.items() if name not in _NOT_KEPT}
-        check_names(options)
         command = cls(str(path), tuple(rest), options, is_named)
         if needs_data and not command.names_data:
             raise ValueError(
