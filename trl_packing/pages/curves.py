@@ -51,7 +51,7 @@ class Chart(NamedTuple):
     """A frame with curves: the points of each by its name."""
 
     title: str
-    curves: dict[str, Sequence[Point]]
+    curves: dict[str, list[Point]]
 
     @property
     def note(self) -> str:
