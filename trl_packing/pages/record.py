@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from datasets import Dataset, IterableDataset
 
+from trl_packing.data.printable import SECRET_VALUE, is_secret
 from trl_packing.pages.page import storable
 from trl_packing.versions import TESTED, installed_version
 
@@ -151,12 +152,6 @@ _RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
 _LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
 _LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
 
-# Tokens of text are none.
-_SECRET = re.compile(
-    r"(?!(eos|pad|bos|unk)_token$)(.*_)?(tokens?|auth|password|passwd|secret|key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
-
 
 def all_settings(args: Any) -> dict[str, Any]:
     """Return every setting of `args` as JSON; secrets are replaced by "…"."""
@@ -164,10 +159,13 @@ def all_settings(args: Any) -> dict[str, Any]:
     plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
 
     def hide(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        is_secret = {name for name, x in pairs if x and isinstance(x, str) and _SECRET.match(name)}
-        return {name: "…" if name in is_secret else value for name, value in pairs}
+        shown = dict(pairs)
+        for name, value in pairs:
+            if value and isinstance(value, str) and is_secret(name):
+                shown[name] = "…"
+        return shown
 
-    text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
+    text = re.sub(SECRET_VALUE, "…", json.dumps(storable(plain)))
     return dict(json.loads(text, object_pairs_hook=hide))
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
+from trl_packing.data.printable import is_secret
 from trl_packing.tools.options import UnknownOption, short_usage_errors, values_of
 
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
@@ -28,9 +29,6 @@ if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is
 
 # Recipes import this package, so it imports them only by name.
 _RECIPES = "trl_packing.recipes"
-
-# Options that a file must not keep, and one that is none of the run's.
-_NOT_KEPT = ("hub_token", "push_to_hub_token", "env")
 
 
 class _Built(BaseException):
@@ -104,7 +102,7 @@ def fits_any_machine() -> Any:
 class TrainingCommand:
     """A training command without its launcher; a script that is not named is sft_packed.py.
 
-    `options` are those of a recipe as texts, by name; none of another script.
+    `options` are those of a recipe as texts, by name and without secrets; none of another script.
     """
 
     script: str
@@ -127,7 +125,8 @@ class TrainingCommand:
         if not path.is_file():
             raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()})")
         found = values_of(rest) if path.resolve().parent == folder else {}
-        options = {name: str(value) for name, value in found.items() if name not in _NOT_KEPT}
+        found.pop("env", None)  # of the process, not of the run
+        options = {name: str(value) for name, value in found.items() if not is_secret(name)}
         command = cls(str(path), tuple(rest), options, is_named)
         if needs_data and not command.names_data:
             raise ValueError(
