@@ -64,16 +64,16 @@ def source_sets(
                 "dictionary of streams"
             )
         return None
-    sets = [*train_dataset.values()]
     is_named = all(isinstance(name, str) for name in train_dataset)
-    is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
+    are_streams = {isinstance(dataset, IterableDataset) for dataset in train_dataset.values()}
+    are_sets = all(isinstance(d, (Dataset, IterableDataset)) for d in train_dataset.values())
     are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
-    if are_splits or not (sets and is_named and is_one_kind):
+    if are_splits or not (is_named and are_sets and len(are_streams) == 1):
         raise TypeError(
             "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of one kind "
             "by the names of sources; of splits, pass one"
         )
-    for dataset in sets:
+    for dataset in train_dataset.values():
         if reason := reason_for_trl_path(dataset, collator):
             check_is_one_set(train_dataset, reason)
     return dict(train_dataset)

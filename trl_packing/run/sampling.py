@@ -29,8 +29,17 @@ from trl_packing.run.run import Run
 from trl_packing.run.sources import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
-_OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")
-_OF_OURS = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow")
+_SETTINGS = (
+    "gradient_accumulation_steps",
+    "max_length",
+    "packing_strategy",
+    "dataloader_drop_last",
+    "documents_per_step",
+    "prefix_group_size",
+    "curriculum",
+    "max_patches",
+    "overflow",
+)
 
 
 class PlannedEpochs(NamedTuple):
@@ -256,10 +265,11 @@ class Sampling:
 
     def settings(self, mixture: Mixture | None) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
-        args, options = self.args, self.options
-        return {
-            **{name: getattr(args, name) for name in _OF_TRL},
-            **{name: getattr(options, name) for name in _OF_OURS},
+        args = self.args
+        # A plain config of TRL lacks ours.
+        settings = vars(args) | vars(self.options)
+        found = {name: settings[name] for name in _SETTINGS}
+        return found | {
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
             "packing": self.run.packing,

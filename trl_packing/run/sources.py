@@ -240,13 +240,15 @@ def join_streams(
     first = next(iter(columns.values()))
     if any(found != first for found in columns.values()):
         raise ValueError(f"streams of a mixture need the same columns, and have {columns}")
+    named = [
+        stream.select_columns(first).map(_name_source, fn_kwargs={"source": name})
+        for name, stream in streams.items()
+    ]
+    shares = [weights[name] / sum(weights.values()) for name in streams]
     try:
         return interleave_datasets(
-            [
-                stream.select_columns(first).map(_name_source, fn_kwargs={"source": name})
-                for name, stream in streams.items()
-            ],
-            probabilities=[weights[name] / sum(weights.values()) for name in streams],
+            named,
+            probabilities=shares,
             seed=seed,
             stopping_strategy="all_exhausted",
         )
