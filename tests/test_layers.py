@@ -60,6 +60,9 @@ TABLE: dict[str, tuple[str, str]] = {
     "cli": ("data pages run tools", ""),
 }
 
+# Types of what pages are given: mypy reads these imports, and no run does.
+TYPES = {"pages": {"run", "tools"}}
+
 
 def files_of(room: str) -> list[Path]:
     """Return the files of a folder, or the one file of a module."""
@@ -76,6 +79,12 @@ def imports_of(path: Path) -> tuple[set[str], set[str]]:
     """Return modules of ours imported anywhere in the file, and packages imported at its top."""
     tree = ast.parse(path.read_text())
     ours, third_party = set(), set()
+    types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    if path.parent.name in TYPES:
+        for block in types:
+            tree.body.remove(block)
+            named = {node.module.split(".")[1] for node in block.body}
+            assert named <= TYPES[path.parent.name]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]

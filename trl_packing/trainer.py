@@ -250,15 +250,17 @@ class PackedSFTTrainer(SFTTrainer):
             balances_experts=self.aux_loss_enabled,
         )
         sizes = layer_values(text_config(self.model), "hidden_size")
-        self._sampling = Sampling(run, 1, max(sizes, default=None), sharing.draws_groups)
-        self._configure_sampling()
+        hidden_size = max(sizes, default=None)
+        sampling = Sampling(
+            run, self._train_batch_size, hidden_size, sharing.draws_groups, self._data_ranks()
+        )
         self._epochs = ResumedEpochs(args)
         self._run_report = RunReport(collators, sharing)
         self._before_training = before = BeforeTraining(
             run,
             self.accelerator,
             collators,
-            self._sampling,
+            sampling,
             sharing,
             self._run_report,
             self._epochs,
@@ -403,7 +405,7 @@ class PackedSFTTrainer(SFTTrainer):
 
         run, loaders = self._run, self._loaders
         run.args = self.args
-        self._configure_sampling()
+        self._set_sampling(batch_size=self._train_batch_size, ranks=self._data_ranks())
         check_set_afterwards(self.data_collator, loaders.collators.packed, self.train_dataset)
         if is_training:
             if dataset is not self._before_training.dataset:  # it was set on the built trainer
@@ -424,16 +426,20 @@ class PackedSFTTrainer(SFTTrainer):
             by_trl, self.model, dataset, sampler_fn, dataloader_key, padded=bool(asks)
         )
 
-    def _configure_sampling(self) -> None:
-        """Take the settings of now; tensor-parallel ranks must see the same batch."""
+    def _data_ranks(self) -> tuple[int, int]:
+        """Return the number of data-parallel ranks, and this one; tensor-parallel ones are one."""
         shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-        self._sampling.batch_size = self._train_batch_size
-        self._sampling.ranks = ranks_of(self.args, shared)
+        return ranks_of(self.args, shared)
+
+    def _set_sampling(self, **changes: Any) -> None:
+        """Draw micro-batches by other values from now on."""
+        before = self._before_training
+        before.sampling = replace(before.sampling, **changes)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if isinstance(train_dataset, ArrowDocuments):
-            return self._sampling.for_training(train_dataset)
+            return self._before_training.sampling.for_training(train_dataset)
         return super()._get_train_sampler(train_dataset)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +450,7 @@ class PackedSFTTrainer(SFTTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         seed = broadcast_object_list([seed])[0]
         if self._trl_path is None:
-            self._sampling.torch_seed = seed
+            self._set_sampling(torch_seed=seed)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         load_renamed(self, checkpoint)
         with (

@@ -6,7 +6,7 @@ RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML f
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from trl_packing.pages.record import (
 from trl_packing.pages.show import image_in_words, token_texts
 from trl_packing.vision.documents import images_of
 
+if TYPE_CHECKING:
+    from trl_packing.run.what_if import RunPlan, Variant
+
 _MOST_BARS = 24  # sources with a bar of their own
 
 # Settings on which every plan depends.
@@ -39,7 +42,9 @@ _SETTINGS = (
 )
 
 
-def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
+def plan_page(
+    plan: "RunPlan", *, title: str = "Plan", note: str = "", command: str = ""
+) -> HtmlPage:
     """Return the text of an HTML file that shows `plan`, made by `command`.
 
     `plan` is what `plan_run` returns. `note` stands beside the title; "" for the model and
@@ -68,7 +73,7 @@ def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = 
     )
 
 
-def _about(plan: Any) -> str:
+def _about(plan: "RunPlan") -> str:
     """Return the model and the most important setting."""
     run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
     words = []
@@ -80,7 +85,7 @@ def _about(plan: Any) -> str:
     return " · ".join(words)
 
 
-def _figures(plan: Any) -> Iterator[tuple[str, str]]:
+def _figures(plan: "RunPlan") -> Iterator[tuple[str, str]]:
     """Yield value and name of each card."""
     report, counts = plan.report, plan.report.preparation
     tokens = report.tokens or 0
@@ -108,7 +113,7 @@ def _figures(plan: Any) -> Iterator[tuple[str, str]]:
         yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
 
 
-def _sources(plan: Any) -> dict[str, Any] | None:
+def _sources(plan: "RunPlan") -> dict[str, Any] | None:
     """Return rows and bars of the sources; None where they are not known, or one is drawn."""
     sources = plan.report.sources
     total = max(sum(source.tokens for source in sources), 1)
@@ -116,7 +121,7 @@ def _sources(plan: Any) -> dict[str, Any] | None:
     return {"rows": sources, "bars": bars[:_MOST_BARS]} if len(sources) > 1 else None
 
 
-def _charts(plan: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
     lengths = plan.lengths_before()
@@ -147,7 +152,7 @@ def _chart(
     return title, note, histogram(values, label=unit + label, counted=counted)
 
 
-def _bars_of_computed(variants: Sequence[Any], said: str = "") -> list[tuple[str, int, str]]:
+def _bars_of_computed(variants: Sequence["Variant"], said: str = "") -> list[tuple[str, int, str]]:
     bars = []
     for variant in variants:
         name = f"{variant.name}{said}" if variant.is_run else variant.name
@@ -155,7 +160,7 @@ def _bars_of_computed(variants: Sequence[Any], said: str = "") -> list[tuple[str
     return bars
 
 
-def _losses(plan: Any) -> dict[str, Any] | None:
+def _losses(plan: "RunPlan") -> dict[str, Any] | None:
     """Return the rows of counts, as they are or as changes, and the notes below them."""
     counts = plan.report.preparation
     if not counts.before.documents:
@@ -182,7 +187,7 @@ _PROMPT, _TRAINED, _LOST = range(3)
 _ELEMENTS = ("span", "mark", "del")
 
 
-def _rows(plan: Any) -> dict[str, Any]:
+def _rows(plan: "RunPlan") -> dict[str, Any]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
     epoch = plan.epoch
     args = plan.run.args
@@ -210,7 +215,7 @@ def _rows(plan: Any) -> dict[str, Any]:
 
 
 def _strip(
-    plan: Any, members: np.ndarray, width: int
+    plan: "RunPlan", members: np.ndarray, width: int
 ) -> Iterator[tuple[str, int, str, float, float]]:
     """Yield element, color, title, left edge and width (in %) of documents and trained tokens."""
     first = 0
@@ -229,7 +234,7 @@ def _strip(
 _AROUND = 90
 
 
-def _documents(plan: Any) -> Iterator[dict[str, Any]]:
+def _documents(plan: "RunPlan") -> Iterator[dict[str, Any]]:
     """Yield the longest and the shortest document of the plan, and some of those that are cut."""
     lengths = plan.documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
@@ -268,7 +273,7 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
-    plan: Any, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
+    plan: "RunPlan", name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
     ids = document["input_ids"]
