@@ -18,9 +18,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[str, str]] = {
     "versions": ("", "packaging"),
-    "temporarily": ("", ""),
     "documents": ("", "datasets numpy pyarrow torch"),
-    "attention": ("documents temporarily", "numpy torch transformers"),
+    "attention": ("documents", "numpy torch transformers"),
     "packing": ("attention documents", "numpy pyarrow torch transformers"),
     "config": ("documents packing", "numpy torch transformers trl"),
     "loss": ("attention documents", "accelerate datasets numpy pyarrow torch trl"),
@@ -38,19 +37,19 @@ TABLE: dict[str, tuple[str, str]] = {
         "datasets jinja2 markupsafe numpy",
     ),
     "run": (
-        "attention config data documents isolation loss packing pages temporarily vision",
+        "attention config data documents isolation loss packing pages vision",
         "accelerate datasets numpy torch transformers trl",
     ),
     "training": (
-        "attention config data documents isolation loss packing pages run temporarily",
+        "attention config data documents isolation loss packing pages run",
         "accelerate datasets numpy safetensors torch transformers trl",
     ),
     "plain_trainer": (
-        "attention config data documents isolation loss packing temporarily versions",
+        "attention config data documents isolation loss packing versions",
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention data documents isolation loss pages run temporarily training versions",
+        "attention data documents isolation loss pages run training versions",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (

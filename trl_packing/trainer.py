@@ -37,6 +37,7 @@ from trl_packing.attention.calls import (
 )
 from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import check_model, layer_values, text_config
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, send
@@ -56,7 +57,6 @@ from trl_packing.run.report import PackingReport
 from trl_packing.run.run import Run, TrainerCall
 from trl_packing.run.sampling import Sampling, ranks_of
 from trl_packing.run.sources import columns_of, trains_completions
-from trl_packing.temporarily import temporarily
 from trl_packing.training.before_training import BeforeTraining, RunReport, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole

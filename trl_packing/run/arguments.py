@@ -21,6 +21,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.data_utils import is_conversational
 
 from trl_packing.attention.model_facts import loading_options
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.chat_template import PASS_FAST, ChatTemplate
@@ -30,7 +31,6 @@ from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.run.sources import columns_of, weight_columns
-from trl_packing.temporarily import temporarily
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
