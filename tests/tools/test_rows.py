@@ -17,8 +17,10 @@ from PIL import Image
 
 from trl_packing import PackedCollator
 from trl_packing.cli import main
-from trl_packing.pages.rows import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED, rows_page
+from trl_packing.pages.rows import PROPERTIES, rows_page
 from trl_packing.tools.rows import PackedEpoch
+
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

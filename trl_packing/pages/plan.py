@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trl_packing.data.counts import TokenCounts, quantity, times, times_fewer
+from trl_packing.data.counts import quantity, times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
@@ -27,9 +27,7 @@ from trl_packing.pages.show import image_in_words, token_texts
 from trl_packing.vision.documents import images_of
 
 if TYPE_CHECKING:
-    from trl_packing.run.what_if import RunPlan, Variant
-
-_MOST_BARS = 24  # sources with a bar of their own
+    from trl_packing.run.what_if import RunPlan
 
 # Settings on which every plan depends.
 _SETTINGS = (
@@ -55,21 +53,15 @@ def plan_page(
         title=title,
         note=note or _about(plan),
         styles=["plan.css"],
-        figures=list(_figures(plan)),
-        sources=_sources(plan),
         charts=list(_charts(plan)),
         plan=plan,
-        bars_of_ways=_bars_of_computed(plan.ways, " (this run)"),
-        bars_of_sharing=_bars_of_computed(plan.sharing),
         times=times,
         times_fewer=times_fewer,
-        losses=_losses(plan),
         rows=_rows(plan),
         documents=list(_documents(plan)),
         command=command,
         settings={"ranks": plan.report.ranks, **settings_of(plan.run.args)},
         versions=installed_versions(),
-        report=plan.report,
     )
 
 
@@ -83,42 +75,6 @@ def _about(plan: "RunPlan") -> str:
     if run.is_stream:
         words.append(f"the first {run.num_rows:,} rows of a stream")
     return " · ".join(words)
-
-
-def _figures(plan: "RunPlan") -> Iterator[tuple[str, str]]:
-    """Yield value and name of each card."""
-    report, counts = plan.report, plan.report.preparation
-    tokens = report.tokens or 0
-    trained = report.trained_tokens
-    whole = report.documents_in_data
-    yield f"{report.documents:,}", "documents" if whole is None else f"documents of {whole:,} drawn"
-    yield f"{tokens:,}", "tokens"
-    yield f"{(trained or 0) / tokens:.1%}", f"{trained:,} tokens are trained"
-    images, prefixes, padded = report.images, report.prefixes, report.padded_steps
-    if images is not None:
-        words = f"images, of {images.tokens:,} tokens ({images.share:.0%}) and {images.patches:,}"
-        yield f"{images.images:,}", f"{words} patches"
-    if report.utilization is not None:
-        bins = f"full: {report.bins:,} bins of {report.capacity:,} tokens"
-        yield f"{report.utilization:.2%}", bins
-    if prefixes is not None and prefixes.is_shared:
-        fewer = times_fewer(prefixes.tokens, prefixes.computed)
-        yield fewer.removesuffix(" fewer"), "fewer tokens computed, as documents share prefixes"
-    beside = f"; padded: {padded:,}" if padded not in (None, report.steps_per_epoch) else ""
-    size = f"{report.documents_per_step:,.1f} documents"
-    yield f"{report.steps_per_epoch:,}", f"steps an epoch, of {size}{beside}"
-    yield f"{plan.epoch.tokens.max():,}", "tokens in the largest micro-batch"
-    if counts.before.tokens:
-        lost = counts.before.tokens - counts.after.tokens
-        yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
-
-
-def _sources(plan: "RunPlan") -> dict[str, Any] | None:
-    """Return rows and bars of the sources; None where they are not known, or one is drawn."""
-    sources = plan.report.sources
-    total = max(sum(source.tokens for source in sources), 1)
-    bars = [(source.name, source.tokens, f"{source.tokens / total:.1%}") for source in sources]
-    return {"rows": sources, "bars": bars[:_MOST_BARS]} if len(sources) > 1 else None
 
 
 def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -150,25 +106,6 @@ def _chart(
     mean = float(values.mean())
     note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{unit}"
     return title, note, histogram(values, label=unit + label, counted=counted)
-
-
-def _bars_of_computed(variants: Sequence["Variant"], said: str = "") -> list[tuple[str, int, str]]:
-    bars = []
-    for variant in variants:
-        name = f"{variant.name}{said}" if variant.is_run else variant.name
-        bars.append((name, variant.computed, f"{variant.computed:,}"))
-    return bars
-
-
-def _losses(plan: "RunPlan") -> dict[str, Any] | None:
-    """Return the rows of counts, as they are or as changes, and the notes below them."""
-    counts = plan.report.preparation
-    if not counts.before.documents:
-        return None
-    lost = [(f"{s.affected:,} {s.why}", TokenCounts() - s.lost, True) for s in counts.stages]
-    kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
-    rows = [("before", counts.before, False), *lost, (kept, counts.after, False)]
-    return {"rows": rows, "notes": counts.lines()[len(lost) :]}
 
 
 def settings_of(args: Any) -> dict[str, Any]:

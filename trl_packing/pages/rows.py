@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Properties of documents that a reader looks for.
 PROPERTIES = ("nothing trained", "no stop token", "cut", "weighted")
-NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
 
 
 @dataclass(frozen=True)
@@ -157,11 +156,10 @@ def rows_page(
         note=note,
         styles=["rows.css"],
         script="rows.js",
-        figures=list(_figures(epoch)),
+        epoch=epoch,
         shown=shown,
         has_shared=has_shared,
         has_images=any(row["images"] for row in drawn),
-        counts=str(epoch.traced.counts or ""),
         command=command,
         data={"capacity": epoch.capacity, "properties": PROPERTIES, "rows": drawn, "texts": words},
     )
@@ -181,21 +179,6 @@ def _candidates(epoch: "PackedEpoch", max_rows: int) -> Iterator[tuple[PackedRow
             if name in properties:
                 yield row, f"shown for a document: {name}"
                 found |= properties
-
-
-def _figures(epoch: "PackedEpoch") -> Iterator[tuple[str, str]]:
-    """Yield value and name of each card."""
-    documents, loads, has = epoch.documents, epoch.sampler.loads, epoch.with_property
-    tokens, trained = int(documents.lengths().sum()), int(documents.num_trained().sum())
-    yield f"{documents.num_documents:,}", "documents"
-    yield f"{tokens:,}", "tokens"
-    yield f"{trained / tokens:.0%}" if tokens else "–", "of them trained"
-    yield f"{len(epoch.bins()):,}", "bins" if epoch.capacity else "micro-batches"
-    if loads is not None:
-        yield f"{loads.images.sum():,}", "images"
-        yield f"{loads.tokens.sum() / tokens:.0%}", "of the tokens in images"
-    for name in (CUT, NO_STOP_TOKEN):
-        yield f"{int(has[name].sum()):,}", name
 
 
 def _row_data(

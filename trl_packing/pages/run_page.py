@@ -18,36 +18,14 @@ def run_page(record: RunRecord) -> HtmlPage:
     return render(
         Path(__file__).with_name("run.html"),
         title=f"Run · {record.name}",
-        figures=_figures(record),
+        record=record,
         notes=notes,
         shown=shown,
-        report=record.report,
         settings=[(name, _as_text(record.settings.get(name))) for name in record.changed],
         versions=[*record.facts.items(), *record.versions.items()],
         data=shown["data"],
         script="curves.js",
     )
-
-
-def _figures(record: RunRecord) -> list[tuple[str, str]]:
-    """Return the cards of the page: value and name of what is known."""
-    total = record.total
-    steps = f"of {record.max_steps:,} steps" if record.max_steps else "steps"
-    counts = {"documents": total.documents, "tokens": total.tokens}
-    if (total.tokens or 0) > (total.computed_tokens or 0):
-        counts["tokens computed: documents share the others"] = total.computed_tokens
-    found = [(record.status, f"written {record.written}"), (f"{record.step:,}", steps)]
-    for name, count in counts.items():
-        if count is not None:
-            found.append((f"{count:,}", name))
-    if total.seconds is not None:
-        found.append((f"{total.seconds:,.1f} s", "of training"))
-    for name in ("loss", "eval_loss"):
-        if name in record.series:
-            found.append((f"{record.series[name][-1].value:.4g}", name))
-    if record.verdict:
-        found.append((record.verdict, "documents on this model"))
-    return [*found, (record.path, "rows")]
 
 
 def _as_text(value: Any) -> str:
