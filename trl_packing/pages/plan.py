@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trl_packing.data.counts import quantity, times, times_fewer
+from trl_packing.data.counts import times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
@@ -57,7 +57,7 @@ def plan_page(
         plan=plan,
         times=times,
         times_fewer=times_fewer,
-        rows=_rows(plan),
+        strips=_strips(plan),
         documents=list(_documents(plan)),
         command=command,
         settings={"ranks": plan.report.ranks, **settings_of(plan.run.args)},
@@ -124,31 +124,24 @@ _PROMPT, _TRAINED, _LOST = range(3)
 _ELEMENTS = ("span", "mark", "del")
 
 
-def _rows(plan: "RunPlan") -> dict[str, Any]:
+def _strips(plan: "RunPlan") -> list[list[Any]]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
-    epoch = plan.epoch
     args = plan.run.args
     parts = 0
-    strips: list[tuple[str, list[Any]]] = []
+    strips: list[list[Any]] = []
     # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
     lengths = plan.documents.lengths()
-    shown = epoch.members[:_MOST_STRIPS]
+    shown = plan.epoch.members[:_MOST_STRIPS]
     width = max(int(lengths[members].sum()) for members in shown)
     if plan.bins is not None:
         width = max(width, args.max_length * args.per_device_train_batch_size)
-    for at, members in enumerate(shown):
+    for members in shown:
         boxes = list(_strip(plan, members, width))
         parts += len(boxes)
         if strips and parts > _MOST_PARTS:
             break
-        rank = f", rank {at % epoch.ranks}" if epoch.ranks > 1 else ""
-        strips.append((f"step {at // epoch.slots + 1:,}{rank}", boxes))
-    whole = ", which is drawn whole, also where it shares tokens" if plan.grouped else ""
-    return {
-        "strips": strips,
-        "has_room": plan.bins is not None and not plan.grouped,
-        "note": f"each is one flat row of the model, a color for each document{whole}",
-    }
+        strips.append(boxes)
+    return strips
 
 
 def _strip(
@@ -197,8 +190,9 @@ def _documents(plan: "RunPlan") -> Iterator[dict[str, Any]]:
         for start, stop in zip(mine.starts, mine.stops, strict=True):
             labels = document["labels"][start:stop]
             kinds[start:stop] = _kinds({"input_ids": labels, "labels": labels})
-        words = f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"
-        yield _document(plan, f"Too long: document {row:,} before the cut", document, kinds, words)
+        yield _document(
+            plan, f"Too long: document {row:,} before the cut", document, kinds, is_cut=True
+        )
 
 
 def _kinds(document: Mapping[str, Any]) -> np.ndarray:
@@ -210,7 +204,12 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
-    plan: "RunPlan", name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
+    plan: "RunPlan",
+    name: str,
+    document: Mapping[str, Any],
+    kinds: np.ndarray,
+    *,
+    is_cut: bool = False,
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
     ids = document["input_ids"]
@@ -231,11 +230,14 @@ def _document(
         for first, last in pairwise([start, *inside, stop]):
             text = "".join(texts[first - start : last - start])
             parts.append((_ELEMENTS[kinds[first]], escape_hidden(text)))
-    trained = int((kinds == _TRAINED).sum())
-    of_images = quantity(len(images), "image") if images else ""
-    facts = [quantity(len(ids), "token"), f"{trained:,} trained", of_images, words]
-    note = ", ".join(filter(None, facts))
-    return {"hue": trained % 6, "name": name, "note": note, "parts": parts}
+    return {
+        "name": name,
+        "parts": parts,
+        "tokens": len(ids),
+        "trained": int((kinds == _TRAINED).sum()),
+        "lost": int((kinds == _LOST).sum()) if is_cut else None,
+        "images": len(images),
+    }
 
 
 def _windows(size: int, places: Sequence[int]) -> list[tuple[int, int]]:
