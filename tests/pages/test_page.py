@@ -9,9 +9,12 @@ from trl_packing.pages.page import render
 TEMPLATE = """{% extends "page.html" %}
 {% from "parts.html" import bars, card, cards, section, table %}
 {% block body %}
-{% call section(texts[1], texts[4]) %}{% call cards() %}{{ card(texts[2], texts[3]) }}{% endcall %}{% endcall %}
+{% call section(texts[1], texts[4]) %}
+{% call cards() %}{{ card(texts[2], texts[3]) }}{% endcall %}
+{% endcall %}
 {{ table(texts, [texts, [2]]) }}
-{% call(bar) bars([{"name": texts[0], "size": 2}, {"name": "b", "size": 1}], "size") %}{{ texts[3] }}{% endcall %}
+{% set items = [{"name": texts[0], "size": 2}, {"name": "b", "size": 1}] %}
+{% call(item) bars(items, "size") %}{{ texts[3] }}{% endcall %}
 <p id="said" title="{{ texts[3] }}"></p>
 {% endblock %}"""
 

@@ -140,12 +140,20 @@ class Mixture:
 
     def shares(self, documents: ArrowDocuments) -> tuple[SourceShare, ...]:
         """Return what the first epoch draws of each source."""
-        names, held, ids = self.sources.names, self.sources.num_documents, self.sources.ids
-        drawn = np.arange(len(ids)) if self.draw is None else self.draw.documents(0)
-        values = (np.ones(len(ids)), documents.lengths(), documents.num_trained())
-        sums = [np.bincount(ids[drawn], each[drawn], len(names)) for each in values]
-        numbers = np.stack([held, *sums]).astype(np.int64).T.tolist()
-        return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
+        lengths, trained = documents.lengths(), documents.num_trained()
+        drawn = np.arange(len(lengths)) if self.draw is None else self.draw.documents(0)
+        shares = []
+        for number, name in enumerate(self.sources.names):
+            of_source = drawn[self.sources.ids[drawn] == number]
+            share = SourceShare(
+                name,
+                documents=int(self.sources.num_documents[number]),
+                drawn=len(of_source),
+                tokens=int(lengths[of_source].sum()),
+                trained=int(trained[of_source].sum()),
+            )
+            shares.append(share)
+        return tuple(shares)
 
 
 def training_sources(dataset: Any, options: PackingOptions) -> Sources | None:
