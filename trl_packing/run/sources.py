@@ -140,17 +140,19 @@ class Mixture:
 
     def shares(self, documents: ArrowDocuments) -> tuple[SourceShare, ...]:
         """Return what the first epoch draws of each source."""
-        lengths, trained = documents.lengths(), documents.num_trained()
-        drawn = np.arange(len(lengths)) if self.draw is None else self.draw.documents(0)
+        names, ids = self.sources.names, self.sources.ids
+        places = np.arange(len(ids)) if self.draw is None else self.draw.documents(0)
+        drawn = np.bincount(ids[places], minlength=len(names))
+        tokens = np.bincount(ids[places], documents.lengths()[places], len(names))
+        trained = np.bincount(ids[places], documents.num_trained()[places], len(names))
         shares = []
-        for number, name in enumerate(self.sources.names):
-            of_source = drawn[self.sources.ids[drawn] == number]
+        for number, name in enumerate(names):
             share = SourceShare(
                 name,
                 documents=int(self.sources.num_documents[number]),
-                drawn=len(of_source),
-                tokens=int(lengths[of_source].sum()),
-                trained=int(trained[of_source].sum()),
+                drawn=int(drawn[number]),
+                tokens=int(tokens[number]),
+                trained=int(trained[number]),
             )
             shares.append(share)
         return tuple(shares)
