@@ -249,11 +249,8 @@ class PackedSFTTrainer(SFTTrainer):
             loss_is_ours=lambda: self.compute_loss_func is None and self._loss_is_ours(),
             balances_experts=self.aux_loss_enabled,
         )
-        sizes = layer_values(text_config(self.model), "hidden_size")
-        hidden_size = max(sizes, default=None)
-        sampling = Sampling(
-            run, self._train_batch_size, hidden_size, sharing.draws_groups, self._data_ranks()
-        )
+        size = max(layer_values(text_config(self.model), "hidden_size"), default=None)
+        sampling = Sampling(run, self._train_batch_size, size, sharing.draws_groups)
         self._epochs = ResumedEpochs(args)
         self._run_report = RunReport(collators, sharing)
         self._before_training = before = BeforeTraining(
@@ -271,6 +268,7 @@ class PackedSFTTrainer(SFTTrainer):
             is_in_train=lambda: self.is_in_train,
             begin=self._before_first_step,
         )
+        self._configure_sampling()
         before.plan(self.train_dataset)
         settle_first(self.model, before.settle)
         if args.world_size == 1:
@@ -405,7 +403,7 @@ class PackedSFTTrainer(SFTTrainer):
 
         run, loaders = self._run, self._loaders
         run.args = self.args
-        self._set_sampling(batch_size=self._train_batch_size, ranks=self._data_ranks())
+        self._configure_sampling()
         check_set_afterwards(self.data_collator, loaders.collators.packed, self.train_dataset)
         if is_training:
             if dataset is not self._before_training.dataset:  # it was set on the built trainer
@@ -426,15 +424,12 @@ class PackedSFTTrainer(SFTTrainer):
             by_trl, self.model, dataset, sampler_fn, dataloader_key, padded=bool(asks)
         )
 
-    def _data_ranks(self) -> tuple[int, int]:
-        """Return the number of data-parallel ranks, and this one; tensor-parallel ones are one."""
+    def _configure_sampling(self, **changes: Any) -> None:
+        """Take the settings of now; tensor-parallel ranks must see the same batch."""
         shared = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-        return ranks_of(self.args, shared)
-
-    def _set_sampling(self, **changes: Any) -> None:
-        """Draw micro-batches by other values from now on."""
-        before = self._before_training
-        before.sampling = replace(before.sampling, **changes)
+        before, size = self._before_training, self._train_batch_size
+        ranks = ranks_of(self.args, shared)
+        before.sampling = replace(before.sampling, batch_size=size, ranks=ranks, **changes)
 
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -450,7 +445,7 @@ class PackedSFTTrainer(SFTTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         seed = broadcast_object_list([seed])[0]
         if self._trl_path is None:
-            self._set_sampling(torch_seed=seed)
+            self._configure_sampling(torch_seed=seed)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         load_renamed(self, checkpoint)
         with (
