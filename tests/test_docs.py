@@ -169,10 +169,10 @@ def options_of(command: str) -> set[str]:
     if command not in commands:
         return set()
     named = [a.option_strings for a in commands[command]._actions]
-    own = options_in(RUN) if command not in ("doctor", "compare") else set()
+    own = options_in(RUN) if command != "doctor" else set()
     own |= {s.lstrip("-").replace("-", "_") for strings in named for s in strings}
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command not in ("doctor", "compare") else set())
+    return own | (fields if command != "doctor" else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -27,11 +27,9 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
         ["plan", "--help"],
         ["plan", "--config", "twice.yaml"],
         ["plan", "none.py"],
-        ["plan", "--model", "m", "--data", "d.jsonl", "--max_lenght", "5"],
         ["inspect", "--model", "m"],
         ["inspect", "--model", "m", "--data", "d.jsonl", "--html", "no/folder/page.html"],
         ["prepare", "out", "--model", "m"],
-        ["compare", "a"],
     ]
     (tmp_path / "twice.yaml").write_text("max_length: 5\nmax_length: 6\n")
     words = [sys.executable, "-c", LOADED.format(commands)]
@@ -42,8 +40,12 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
 
 TYPING_ERRORS = [
     ("paln", "invalid choice: 'paln'"),
-    ("compare a b --jsno", "compare has no option --jsno"),
-    ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
+    ("doctor --jsno", "doctor has no option --jsno"),
+    # Neither "m" nor "d" exists, so nothing is loaded before the refusal.
+    ("plan --model m --data d --max_lenght 5", ": --max_lenght is unknown; did you mean --max_l"),
+    ("inspect chat_data.py --modle m --data d", ": --modle is unknown; did you mean --model?"),
+    ("prepare d out --model m --max-lenght=5", ": --max_lenght is unknown; did you mean"),
+    ("verify --model m --torch_dtype auto", ": --torch_dtype is unknown; write --dtype"),
     ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
     ("plan --config", "--config takes one YAML file"),
     ("\x1b[2Jplan", "\\x1b[2Jplan"),

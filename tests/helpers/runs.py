@@ -9,10 +9,7 @@ from typing import Any
 
 from trl_packing.data.files import records_of as records_of
 from trl_packing.pages.plan import plan_page as plan_page
-from trl_packing.pages.rows import CUT as CUT
-from trl_packing.pages.rows import NO_STOP_TOKEN as NO_STOP_TOKEN
-from trl_packing.pages.rows import NOTHING_TRAINED as NOTHING_TRAINED
-from trl_packing.pages.rows import WEIGHTED as WEIGHTED
+from trl_packing.pages.rows import PROPERTIES as PROPERTIES
 from trl_packing.pages.rows import rows_page as rows_page
 from trl_packing.run.run import TrainerCall as TrainerCall
 from trl_packing.run.sampling import Sampling as Sampling

@@ -11,11 +11,14 @@ from trl_packing.pages.histograms import histogram
 from trl_packing.pages.page import render
 
 TEMPLATE = """{% extends "page.html" %}
-{% from "parts.html" import bars, cards, section, table %}
+{% from "parts.html" import bars, card, cards, section, table %}
 {% block body %}
-{% call section(texts[1], texts[4]) %}{{ cards([texts[2:4]]) }}{% endcall %}
+{% call section(texts[1], texts[4]) %}
+{% call cards() %}{{ card(texts[2], texts[3]) }}{% endcall %}
+{% endcall %}
 {{ table(texts, [texts, [2]]) }}
-{{ bars([(texts[0], 2, texts[3]), ("b", 1, "")]) }}
+{% set items = [{"name": texts[0], "size": 2}, {"name": "b", "size": 1}] %}
+{% call(item) bars(items, "size") %}{{ texts[3] }}{% endcall %}
 <p id="said" title="{{ texts[3] }}"></p>
 {% endblock %}"""
 

@@ -1,5 +1,7 @@
 """`make_supervised_dset` turns files of queries and responses into packed rows."""
 
+import json
+
 import pytest
 from helpers.prepared import write_rows
 from helpers.tiny import tiny_model, tiny_tokenizer

@@ -12,10 +12,7 @@ from helpers.browser import HOSTILE, open_page
 from helpers.command import run_command
 from helpers.prepared import call_for, chats
 from helpers.runs import (
-    CUT,
-    NO_STOP_TOKEN,
-    NOTHING_TRAINED,
-    WEIGHTED,
+    PROPERTIES,
     PackedEpoch,
     TrainerCall,
     flags_of,
@@ -29,6 +26,8 @@ from helpers.vision import tiny_processor, tiny_vision_model, vision_trainer
 from PIL import Image
 
 from trl_packing import PackedCollator
+
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 

@@ -35,6 +35,7 @@ from trl_packing.attention.model_facts import (
 )
 from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.ranks import is_sharded
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
@@ -44,7 +45,6 @@ from trl_packing.isolation.preserve import preserve_state
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
-from trl_packing.temporarily import temporarily
 from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
