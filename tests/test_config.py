@@ -49,7 +49,6 @@ VALUES = [  # settings, and words of the sentence
     ({"mixture": {"a": 2}}, r"mixture\['a'\]=2 must have"),
     ({"instruction_template": "Q"}, "has no effect without response_template"),
     ({"overflow": "overlap", "packing_strategy": "wrapped"}, "exclude each other; leave one"),
-    ({"static_shapes": True, "packing": False}, "exclude each other; leave one"),
     ({"auto_find_batch_size": True, "documents_per_step": 4}, "=4; set max_tokens_per_micro_batch"),
     ({"max_tokens_per_micro_batch": 0}, "^max_tokens_per_micro_batch=0 must be at least 1$"),
     ({"max_tokens_per_micro_batch": 9, "prefix_sharing": "bin"}, "exclude each other; leave one"),
@@ -129,13 +128,11 @@ def test_a_model_is_read_at_the_revision_and_with_the_trust_that_trl_loads_it_wi
     assert loading_options(trusting) == {"revision": "v2", "trust_remote_code": False}
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_used"),
-    [({}, False), ({"bf16": True}, True), ({"fp16": True}, False), ({"bf16": False}, False)],
-)
-def test_a_cpu_without_amx_trains_in_float32_unless_bf16_is_asked_for(
-    settings, is_used, monkeypatch, tmp_path
-):
+BF16 = [({}, False), ({"bf16": True}, True), ({"fp16": True}, False), ({"bf16": False}, False)]
+
+
+@pytest.mark.parametrize(("settings", "is_used"), BF16)
+def test_a_cpu_without_amx_trains_in_float32_unless_asked(settings, is_used, monkeypatch, tmp_path):
     here = {"output_dir": str(tmp_path), "use_cpu": True} | settings
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": False}, raising=False)

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from helpers import messages
+from helpers.command import says
 
 import trl_packing
 
@@ -168,10 +169,10 @@ def options_of(command: str) -> set[str]:
     if command not in commands:
         return set()
     named = [a.option_strings for a in commands[command]._actions]
-    own = options_in(RUN) if command not in ("doctor", "compare") else set()
+    own = options_in(RUN) if command != "doctor" else set()
     own |= {s.lstrip("-").replace("-", "_") for strings in named for s in strings}
     fields = {f.name for f in dataclasses.fields(PackedSFTConfig)}
-    return own | (fields if command not in ("doctor", "compare") else set())
+    return own | (fields if command != "doctor" else set())
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda p: str(p.relative_to(ROOT)))
@@ -192,26 +193,21 @@ def test_python_on_a_page_compiles_and_its_imports_exist(path):
 
 
 def test_the_plan_of_the_quick_start_is_what_the_command_prints(capsys):
-    from trl_packing.cli import main
-
     page = DOCS / "index.md"
     (shown,) = blocks(page, "text")
     (command,) = [c for c in code_of(page) if c.startswith("--model recipes/demo")]
     options = [str(ROOT / o) if o.startswith("recipes/") else o for o in command.split()]
-    assert main(["plan", *options]) == 0
-    printed = [line for line in capsys.readouterr().out.splitlines() if "───" not in line]
+    printed = [line for line in says(capsys, "plan", *options).splitlines() if "───" not in line]
     assert shown.splitlines() == printed
 
 
 def test_the_report_of_the_readme_is_that_of_the_demo(capsys):
-    from trl_packing.cli import main
     from trl_packing.isolation.check import IsolationReport
     from trl_packing.isolation.guard import Checked
 
     (shown,) = blocks(ROOT / "README.md", "text")
     *plan, attention, checked = shown.splitlines()
-    assert main(["plan", str(ROOT / "recipes" / "sft_packed.py")]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    printed = says(capsys, "plan", str(ROOT / "recipes" / "sft_packed.py")).splitlines()
     assert [line for line in printed if line in plan] == plan
     assert attention == "attention    document-wise SDPA (cpu, float32)"
     difference, allowed, leak = map(float, re.findall(r" (\d[\d.e-]*)", checked))

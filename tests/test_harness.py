@@ -1,8 +1,9 @@
-"""The harness finds faults and forgives rounding; no test has a bound that fits one machine."""
+"""The harness finds faults and forgives rounding; mutations are where they were written for."""
 
 import ast
 from pathlib import Path
 
+import mutations
 import pytest
 from harness import alone, assert_exact
 from helpers.tiny import documents_of_lengths, tiny_model
@@ -58,3 +59,13 @@ def test_a_bound_below_what_rounding_explains_has_a_reason_on_its_line():
         ]
     assert not bare, f"take assert_exact or TWO_RUNS of harness.py, or give a reason: {bare}"
     assert {*small_bounds(ast.parse("assert a == approx(b, rel=2e-6)"))} == {1}, "the control"
+
+
+@pytest.mark.parametrize(("file", "name", "old", "new"), [row[1:] for row in mutations.table()])
+def test_a_mutation_is_once_in_its_function_and_layout_does_not_matter(file, name, old, new):
+    text = (HERE.parent / "trl_packing" / file).read_text()
+    other_layout = ast.unparse(ast.parse(text))
+    mutated = mutations.mutated(text, name, old, new)
+    assert mutated == mutations.mutated(other_layout, name, old, new) != other_layout
+    with pytest.raises(ValueError, match="is 0 times in"):  # it is not there any more
+        mutations.mutated(mutated.replace(name.split(".")[-1], "gone"), name, old, new)

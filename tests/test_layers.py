@@ -18,9 +18,8 @@ PACKAGE = Path(__file__).parent.parent / "trl_packing"
 # folder or module -> (those of ours that it imports, packages that it imports at the top of files)
 TABLE: dict[str, tuple[str, str]] = {
     "versions": ("", "packaging"),
-    "temporarily": ("", ""),
     "documents": ("", "datasets numpy pyarrow torch"),
-    "attention": ("documents temporarily", "numpy torch transformers"),
+    "attention": ("documents", "numpy torch transformers"),
     "packing": ("attention documents", "numpy pyarrow torch transformers"),
     "config": ("documents packing", "numpy torch transformers trl"),
     "loss": ("attention documents", "accelerate datasets numpy pyarrow torch trl"),
@@ -33,32 +32,32 @@ TABLE: dict[str, tuple[str, str]] = {
         "attention data documents isolation packing",
         "datasets numpy packaging pyarrow torch transformers trl",
     ),
-    "pages": (
-        "data documents packing versions vision",
-        "datasets jinja2 markupsafe numpy",
-    ),
+    "pages": ("data documents packing versions vision", "datasets jinja2 markupsafe numpy"),
     "run": (
-        "attention config data documents isolation loss packing pages temporarily vision",
+        "attention config data documents isolation loss packing pages vision",
         "accelerate datasets numpy torch transformers trl",
     ),
     "training": (
-        "attention config data documents isolation loss packing pages run temporarily",
+        "attention config data documents isolation loss packing pages run",
         "accelerate datasets numpy safetensors torch transformers trl",
     ),
     "plain_trainer": (
-        "attention config data documents isolation loss packing temporarily versions",
+        "attention config data documents isolation loss packing versions",
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention data documents isolation loss pages run temporarily training versions",
+        "attention data documents isolation loss pages run training versions",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (
         "attention config data documents isolation packing pages run trainer versions vision",
-        "datasets numpy pandas torch transformers trl",
+        "datasets numpy torch transformers trl",
     ),
     "cli": ("data pages run tools", ""),
 }
+
+# Types of what pages are given: mypy reads these imports, and no run does.
+TYPES = {"pages": {"run", "tools"}}
 
 
 def files_of(room: str) -> list[Path]:
@@ -76,6 +75,12 @@ def imports_of(path: Path) -> tuple[set[str], set[str]]:
     """Return modules of ours imported anywhere in the file, and packages imported at its top."""
     tree = ast.parse(path.read_text())
     ours, third_party = set(), set()
+    types = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+    if path.parent.name in TYPES:
+        for block in types:
+            tree.body.remove(block)
+            named = {node.module.split(".")[1] for node in block.body}
+            assert named <= TYPES[path.parent.name]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [node.module or ""]

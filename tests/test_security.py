@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 import pytest
+from harness import make_trainer
+from helpers.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "trl_packing").rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
@@ -39,12 +41,11 @@ def test_nothing_runs_code_or_unpickles():
     assert {path: found for path in FILES if (found := dangers_in(path.read_text()))} == {}
 
 
-def test_a_prompt_template_takes_columns_and_no_attributes():
-    from trl_packing.data.row_format import PromptTemplate
-
-    row = {"query": "{response} {query.__class__}", "response": "four"}
-    filled = PromptTemplate.from_setting("Q: {query}", "query").prompt(row)
-    assert filled == "Q: {response} {query.__class__}"  # the text of a row is no template
+def test_a_prompt_template_takes_columns_and_no_attributes(tmp_path):
+    rows = [{"query": "{response} {query.__class__}", "response": "four"}]
+    trainer = make_trainer(tmp_path, rows, prompt_template="Q: {query}")
+    text = tiny_tokenizer().decode(trainer.train_dataset[0]["input_ids"])
+    assert text == "Q: {response} {query.__class__}four<eos>"  # the text of a row is no template
     for attack in ("{query.__class__}", "{query.__class__.__mro__}", "{query[0]}"):
         with pytest.raises(ValueError, match="column"):
-            PromptTemplate.from_setting(attack, "query").prompt(row)
+            make_trainer(tmp_path, rows, prompt_template=attack)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -121,6 +121,11 @@ class PackingOptions:
         ours: Any = fields(PackingOptions)
         return PackingOptions(**{f.name: getattr(args, f.name, f.default) for f in ours})
 
+    @property
+    def tokens_per_forward(self) -> int | None:
+        """Most tokens of a forward in training; None: a micro-batch is one, whatever its size."""
+        return self.max_tokens_per_micro_batch or self.max_tokens_in_memory
+
     def named_columns(self) -> list[str]:
         """Return the columns of a data set that settings name, with a value for each document."""
         order = self.curriculum and column_of(self.curriculum)
@@ -191,34 +196,72 @@ def _is_float32_better(args: Any) -> bool:
 
 
 # Smallest values; transformers does not check its own.
-_FROM_ONE = ["per_device_train_batch_size", "gradient_accumulation_steps", "documents_per_step"]
-_FROM_ONE += ["max_length", "pad_to_multiple_of", "max_patches", "sequence_parallel_size"]
-_FROM_ONE += ["max_tokens_per_micro_batch", "max_tokens_in_memory"]
-_LEAST = dict.fromkeys(_FROM_ONE, 1) | {"seed": 0, "data_seed": 0, "prefix_group_size": 2}
-_BINS: dict[str, Any] = {"packing": (False,), "documents_per_step": None}
-_SHARING: dict[str, Any] = {"prefix_sharing": ("bin", "group")}
-_WRAPPED: dict[str, Any] = {"packing_strategy": ("wrapped",)}
-_ORDERS: dict[str, Any] = _WRAPPED | {"prefix_sharing": ("group",)}
-_NOT_DIVIDED: dict[str, Any] = {"neftune_noise_alpha": None, "torch_compile": (True,)}
-_NOT_DIVIDED |= {"attention": ("model", "mask", "by_document", "padded", "equal_lengths")}
-_UNDIVIDED: dict[str, Any] = _SHARING | {"static_shapes": (True,)}
-# A setting, or one value of it, and values of others beside which it is refused; None is any.
-_EXCLUDED: dict[tuple[str, str | None], dict[str, tuple[Any, ...] | None]] = {
-    ("train_on", None): {"assistant_only_loss": (True,)},
-    ("response_template", None): {"train_on": None, "assistant_only_loss": (True,)},
-    ("static_shapes", None): _BINS | _SHARING | {"attention": ("padded", "equal_lengths")},
-    ("max_tokens_per_micro_batch", None): _UNDIVIDED,
-    ("max_tokens_in_memory", None): _UNDIVIDED
-    | _NOT_DIVIDED
-    | {"max_tokens_per_micro_batch": None, "sequence_parallel_size": None, "fp16": (True,)},
-    ("pad_to_multiple_of", None): _SHARING,
-    ("max_patches", None): _BINS,
-    ("curriculum", None): _ORDERS | {"train_sampling_strategy": ("sequential", "group_by_length")},
-    ("mixture", None): _ORDERS | {"train_sampling_strategy": ("sequential",), "curriculum": None},
-    ("prefix_sharing", "group"): _BINS | _WRAPPED,
-    ("sequence_parallel_size", None): _SHARING | _NOT_DIVIDED,
-    ("overflow", "overlap"): _WRAPPED,
+_LEAST = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "documents_per_step": 1,
+    "max_tokens_per_micro_batch": 1,
+    "max_tokens_in_memory": 1,
+    "sequence_parallel_size": 1,
+    "max_length": 1,
+    "pad_to_multiple_of": 1,
+    "max_patches": 1,
+    "seed": 0,
+    "data_seed": 0,
+    "prefix_group_size": 2,
 }
+
+
+class _Excluded(NamedTuple):
+    """A setting, or one `value` of it, beside which another is refused, or `others` of its values.
+
+    An empty tuple stands for all values.
+    """
+
+    name: str
+    other: str
+    others: tuple[Any, ...] = ()
+    value: tuple[Any, ...] = ()
+
+
+_GROUP, _WRAPPED = ("group",), ("wrapped",)
+_NOT_DIVIDED = ("model", "mask", "by_document", "padded", "equal_lengths")
+_EXCLUDED = (
+    _Excluded("train_on", "assistant_only_loss", (True,)),
+    _Excluded("response_template", "train_on"),
+    _Excluded("response_template", "assistant_only_loss", (True,)),
+    _Excluded("static_shapes", "packing", (False,)),
+    _Excluded("static_shapes", "documents_per_step"),
+    _Excluded("static_shapes", "prefix_sharing", ("bin", "group")),
+    _Excluded("static_shapes", "attention", ("padded", "equal_lengths")),
+    _Excluded("max_tokens_per_micro_batch", "prefix_sharing", ("bin", "group")),
+    _Excluded("max_tokens_per_micro_batch", "static_shapes", (True,)),
+    _Excluded("max_tokens_in_memory", "max_tokens_per_micro_batch"),
+    _Excluded("max_tokens_in_memory", "sequence_parallel_size"),
+    _Excluded("max_tokens_in_memory", "fp16", (True,)),
+    _Excluded("max_tokens_in_memory", "prefix_sharing", ("bin", "group")),
+    _Excluded("max_tokens_in_memory", "static_shapes", (True,)),
+    _Excluded("max_tokens_in_memory", "neftune_noise_alpha"),
+    _Excluded("max_tokens_in_memory", "torch_compile", (True,)),
+    _Excluded("sequence_parallel_size", "prefix_sharing", ("bin", "group")),
+    _Excluded("sequence_parallel_size", "neftune_noise_alpha"),
+    _Excluded("sequence_parallel_size", "torch_compile", (True,)),
+    _Excluded("sequence_parallel_size", "attention", _NOT_DIVIDED),
+    _Excluded("pad_to_multiple_of", "prefix_sharing", ("bin", "group")),
+    _Excluded("max_patches", "packing", (False,)),
+    _Excluded("max_patches", "documents_per_step"),
+    _Excluded("curriculum", "packing_strategy", _WRAPPED),
+    _Excluded("curriculum", "prefix_sharing", _GROUP),
+    _Excluded("curriculum", "train_sampling_strategy", ("sequential", "group_by_length")),
+    _Excluded("mixture", "packing_strategy", _WRAPPED),
+    _Excluded("mixture", "prefix_sharing", _GROUP),
+    _Excluded("mixture", "train_sampling_strategy", ("sequential",)),
+    _Excluded("mixture", "curriculum"),
+    _Excluded("prefix_sharing", "packing", (False,), _GROUP),
+    _Excluded("prefix_sharing", "documents_per_step", (), _GROUP),
+    _Excluded("prefix_sharing", "packing_strategy", _WRAPPED, _GROUP),
+    _Excluded("overflow", "packing_strategy", _WRAPPED, ("overlap",)),
+)
 
 
 def is_launched_on_gpus() -> bool:
@@ -277,16 +320,14 @@ def _check_exclusions(args: Any, options: PackingOptions) -> None:
         values["packing_strategy"] = None
     if options.sequence_parallel_size == 1:
         values["sequence_parallel_size"] = None
-    for (name, named), others in _EXCLUDED.items():
-        one = values[name]
-        if one in (None, False) or named not in (None, one):
+    for name, other, others, own in _EXCLUDED:
+        one, two = values[name], values.get(other)
+        if one in (None, False) or two is None or (own and one not in own):
             continue
-        for other, excluded in others.items():
-            two = values.get(other)
-            if two is not None and (excluded is None or two in excluded):
-                raise ValueError(
-                    f"{name}={one!r} and {other}={two!r} exclude each other; leave one of them out"
-                )
+        if not others or two in others:
+            raise ValueError(
+                f"{name}={one!r} and {other}={two!r} exclude each other; leave one of them out"
+            )
 
 
 def _check_mixture(mixture: Any) -> None:
@@ -324,9 +365,12 @@ def _types() -> dict[str, tuple[Any, ...]]:
     """
     hints = get_type_hints(SFTConfig) | get_type_hints(PackingOptions)
     inherited = {field.name for field in fields(TrainingArguments)}
-    kinds = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
-    simple = {n: of for n, of in kinds.items() if {*of} <= {*_WORDS}}
-    return {n: of for n, of in simple.items() if not (str in of and n in inherited)}
+    found = {}
+    for name, hint in hints.items():
+        kinds = get_args(hint) or (hint,)
+        if {*kinds} <= {*_WORDS} and not (str in kinds and name in inherited):
+            found[name] = kinds
+    return found
 
 
 def _is(value: Any, kind: Any) -> bool:

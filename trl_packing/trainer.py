@@ -43,6 +43,7 @@ from trl_packing.attention.model_facts import (
     unwrap_model,
 )
 from trl_packing.attention.sequence_parallel import group_of_row
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, send
@@ -63,7 +64,6 @@ from trl_packing.run.report import PackingReport
 from trl_packing.run.run import Run, TrainerCall
 from trl_packing.run.sampling import Sampling, ranks_of
 from trl_packing.run.sources import columns_of, trains_completions
-from trl_packing.temporarily import temporarily
 from trl_packing.training.before_training import BeforeTraining, RunReport, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
@@ -266,16 +266,15 @@ class PackedSFTTrainer(SFTTrainer):
             loss_is_ours=lambda: self.compute_loss_func is None and self._loss_is_ours(),
             balances_experts=self.aux_loss_enabled,
         )
-        sizes = layer_values(text_config(self.model), "hidden_size")
-        self._sampling = Sampling(run, 1, max(sizes, default=None), sharing.draws_groups)
-        self._configure_sampling()
+        size = max(layer_values(text_config(self.model), "hidden_size"), default=None)
+        sampling = Sampling(run, self._train_batch_size, size, sharing.draws_groups)
         self._epochs = ResumedEpochs(args)
         self._run_report = RunReport(collators, sharing)
         self._before_training = before = BeforeTraining(
             run,
             self.accelerator,
             collators,
-            self._sampling,
+            sampling,
             sharing,
             self._run_report,
             self._epochs,
@@ -286,6 +285,7 @@ class PackedSFTTrainer(SFTTrainer):
             is_in_train=lambda: self.is_in_train,
             begin=self._before_first_step,
         )
+        self._configure_sampling()
         before.plan(self.train_dataset)
         settle_first(self.model, before.settle)
         if args.world_size == 1:
@@ -444,14 +444,14 @@ class PackedSFTTrainer(SFTTrainer):
             by_trl, self.model, dataset, sampler_fn, dataloader_key, padded=bool(asks)
         )
 
-    def _configure_sampling(self) -> None:
+    def _configure_sampling(self, **changes: Any) -> None:
         """Take the settings of now; ranks that divide a row must see the same batch."""
         shared = self._ranks_with_same_rows() * self._run.options.sequence_parallel_size
         size = self._train_batch_size
         if self._max_tokens() is not None:  # the budget is lowered, and steps stay as they are
             size = self.args.per_device_train_batch_size
-        self._sampling.batch_size = size
-        self._sampling.ranks = ranks_of(self.args, shared)
+        before, ranks = self._before_training, ranks_of(self.args, shared)
+        before.sampling = replace(before.sampling, batch_size=size, ranks=ranks, **changes)
 
     def _ranks_with_same_rows(self) -> int:
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
@@ -459,7 +459,7 @@ class PackedSFTTrainer(SFTTrainer):
     def _max_tokens(self) -> int | None:
         """Return the budget of a micro-batch, of which `auto_find_batch_size` has left a part."""
         options = self._run.options
-        most = options.max_tokens_per_micro_batch or options.max_tokens_in_memory
+        most = options.tokens_per_forward
         if most is None:
             return None
         if options.max_tokens_in_memory and not self._loss_is_ours():
@@ -472,7 +472,7 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if isinstance(train_dataset, ArrowDocuments):
-            return self._sampling.for_training(train_dataset)
+            return self._before_training.sampling.for_training(train_dataset)
         return super()._get_train_sampler(train_dataset)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -483,7 +483,7 @@ class PackedSFTTrainer(SFTTrainer):
         seed = self.args.seed if self.model_init is not None else torch.initial_seed()
         seed = broadcast_object_list([seed])[0]
         if self._trl_path is None:
-            self._sampling.torch_seed = seed
+            self._configure_sampling(torch_seed=seed)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         load_renamed(self, checkpoint)
         with (

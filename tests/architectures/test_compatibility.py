@@ -4,43 +4,31 @@
 """
 
 import json
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from helpers.combinations import fast
+from helpers.command import run_command, says
+from helpers.shared_prefixes import share_unchecked, siblings_see_each_other, spoil_trees
 
 from architectures.compatibility import Verdict, judge_architecture
 from architectures.shared_step import judge_sharing
 from architectures.tiny_models import tiny_model
-from trl_packing.cli import main
-from trl_packing.packing import prefix_tree
-from trl_packing.training.prefix_sharing import PrefixSharing
 
 # architecture: the backend that must be exact, the result of TRL's packing, whether it shares
 # prefixes; the others say why not, and train the documents apart.
+EXACT = ("documents", "exact", True)
 SOME = {
-    "llama": ("documents", "exact", True),
-    "mistral": ("documents", "exact", True),
-    "gemma3": ("documents", "exact", True),
-    "deepseek_v3": ("documents", "exact", True),
-    "gpt_oss": ("documents", "differs", True),
-    "opt": ("documents", "differs", True),
-    "gpt_neo": ("model", "exact", False),
+    **dict.fromkeys(("llama", "mistral", "gemma3", "deepseek_v3"), EXACT),
+    **dict.fromkeys(("gpt_oss", "opt"), ("documents", "differs", True)),
+    **dict.fromkeys(("gpt_neo", "deepseek_v32", "dots3_note"), ("model", "exact", False)),
     "mpt": ("mask", "differs", False),
-    "bart": ("padded", "differs", False),
-    "bloom": ("padded", "differs", False),
-    "mamba": ("documents", "differs", False),
-    "jamba": ("documents", "differs", False),
+    **dict.fromkeys(("bart", "bloom"), ("padded", "differs", False)),
+    **dict.fromkeys(("mamba", "jamba"), ("documents", "differs", False)),
     "rwkv": ("by_document", "differs", False),
     "phi3+longrope": ("padded", "differs", True),  # shared documents are below its threshold
     "llama+dynamic": ("equal_lengths", "differs", False),
-    "deepseek_v32": ("model", "exact", False),
     # Layers that differ in the size of their heads, the source of their keys, or their number.
-    "gemma4_text": ("documents", "exact", True),
-    "gemma4_text+experts": ("documents", "exact", True),
-    "dots3_note": ("model", "exact", False),
-    "step3p7": ("documents", "exact", True),
+    **dict.fromkeys(("gemma4_text", "gemma4_text+experts", "step3p7"), EXACT),
 }
 
 
@@ -65,21 +53,12 @@ def test_an_architecture_shares_prefixes_exactly_or_says_why_not(name):
 
 def test_shared_rows_without_their_check_differ_where_siblings_see_each_other(monkeypatch):
     """The negative control of the column: a fault in the rows is a silent difference."""
-    make = prefix_tree.build_prefix_tree
-
-    def chain(*args, **options):
-        tree = make(*args, **options)
-        ends = tree.cu_seqlens[1:].astype(np.int64)
-        index = np.concatenate([np.arange(end) for end in ends])
-        ends = np.cumsum([0, *ends]).astype(np.int32)
-        return replace(tree, cu_seqlens_k=ends, key_index=index)
-
-    monkeypatch.setattr(prefix_tree, "build_prefix_tree", chain)
+    spoil_trees(monkeypatch, siblings_see_each_other)
     model = tiny_model("llama")
     refused = judge_sharing(model)
     assert refused.outcome == "apart"
     assert "LEAK" in refused.reason
-    monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
+    share_unchecked(monkeypatch)
     unchecked = judge_sharing(model)
     assert unchecked.outcome == "differs"
     assert unchecked.error > 100 * unchecked.tolerance
@@ -100,15 +79,15 @@ def test_shared_keys_are_shared_with_gradient_checkpointing_too():
     assert (verdict.outcome, verdict.backend) == ("exact", "documents")
 
 
-@pytest.mark.parametrize(
-    ("name", "attention", "words"),
-    [
-        ("dots3_note_text", "documents", "index_topk=8 needs the mask"),
-        # The ranking is wrong for some contents only, so a check on a few documents may miss it.
-        ("minimax_m3_vl_text", "padded", "index_topk_blocks=2 ranks blocks of the whole row"),
-        ("rwkv", "model", "LEAK"),
-    ],
-)
+NOT_EXACT = [
+    ("dots3_note_text", "documents", "index_topk=8 needs the mask"),
+    # The ranking is wrong for some contents only, so a check on a few documents may miss it.
+    ("minimax_m3_vl_text", "padded", "index_topk_blocks=2 ranks blocks of the whole row"),
+    ("rwkv", "model", "LEAK"),
+]
+
+
+@pytest.mark.parametrize(("name", "attention", "words"), NOT_EXACT)
 def test_a_named_backend_that_is_not_exact_is_refused(name, attention, words):
     verdict = judge_architecture(name, attention=attention)
     assert verdict.outcome == "refused"
@@ -120,11 +99,9 @@ def test_verify_judges_a_model_and_its_shared_prefixes(name, tmp_path, capsys):
     backend, _, shares = SOME[name]
     tiny_model(name).save_pretrained(tmp_path)
     words = ["verify", "--model", str(tmp_path), "--device", "cpu", "--gradients"]
-    assert main(words) == 0
-    assert f"exact with attention={backend!r}" in capsys.readouterr().out
-    assert main([*words, "--attention", "model"]) == (name == "rwkv")
-    capsys.readouterr()
-    assert main([*words, "--prefixes", "--json"]) == (0 if shares else 1)
-    found = json.loads(capsys.readouterr().out)["prefixes"]
+    assert f"exact with attention={backend!r}" in says(capsys, *words)
+    assert run_command([*words, "--attention", "model"]) == (name == "rwkv")
+    printed = says(capsys, *words, "--prefixes", "--json", status=int(not shares))
+    found = json.loads(printed)["prefixes"]
     assert found["verdict"] == ("isolated" if shares else "refused")
     assert not shares or found["gradient_difference"] < 1e-5

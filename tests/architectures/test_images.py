@@ -10,14 +10,13 @@ pytest.importorskip("transformers", "5.23")  # processors before it have other m
 
 
 from helpers.combinations import fast
-from helpers.vision import images_of_others
+from helpers.vision import FAMILIES, images_of_others
 
 from architectures import image_step
 from architectures.compatibility import Verdict
 from architectures.image_step import judge_images
 from architectures.tiny_processors import tiny_processor
 from architectures.tiny_vision import image_names, tiny_vision_model
-from trl_packing.vision.support import FAMILIES
 
 # GLM-4V's processor reads tensors in a way that NumPy deprecates (transformers 5.23).
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

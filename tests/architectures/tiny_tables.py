@@ -149,19 +149,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     | {"downsample_rate": "4/8"},
     "granitemoehybrid": {"layer_types": [_LINEAR, _FULL]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "inkling2_text": {  # the first layer has no blocks before it
-        "num_hidden_layers": 3,
-        "layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"],
-        "n_layers_per_attn_res_block": 2,
-    },
-    "inkling2_loop_text": {  # the third and fourth layer run three times
-        "num_hidden_layers": 5,
-        "layer_types": [*["hybrid_sliding"] * 3, "hybrid", "hybrid"],
-        "n_layers_per_attn_res_block": 2,
-        "loop_layer_index_start": 2,
-        "loop_layer_index_end": 4,
-        "loop_gate_rank": 8,
-    },
+    # The first layer has no blocks before it. Of the loop, the third and fourth run three times.
+    "inkling2_text": {"num_hidden_layers": 3, "n_layers_per_attn_res_block": 2}
+    | {"layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid"]},
+    "inkling2_loop_text": {"num_hidden_layers": 5, "n_layers_per_attn_res_block": 2}
+    | {"layer_types": [*["hybrid_sliding"] * 3, "hybrid", "hybrid"], "loop_gate_rank": 8}
+    | {"loop_layer_index_start": 2, "loop_layer_index_end": 4},
     "inkling_text": {"swa_num_key_value_heads": 4},
     "janus_vision_model": {"projection_dim": 64},
     "janus_vqgan": {"base_channels": 32, "num_embeddings": 64}
@@ -177,8 +170,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": [_FULL, _SLIDING]},
     "minicpm3": {"dim_model_base": 64, "v_head_dim": 8},
     "minimax_m3_vl_text": {"layer_types": [_FULL, "minimax_m3_sparse"], "index_topk_blocks": 2}
-    | {"index_n_heads": 4}
-    | {"mlp_layer_types": ["dense", "sparse"]},
+    | {"index_n_heads": 4, "mlp_layer_types": ["dense", "sparse"]},
     "mllama_text_model": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
     "muse_spark_audio": {"num_hidden_layers": 4, "hidden_sizes": [64] * 4, "depths": [1] * 4},
     "muse_spark_text": {"moe_hidden_size": 64},
@@ -228,17 +220,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama+dynamic": (  # frequencies change when a row (not a document) is longer than 32
         "llama",
-        {
-            "max_position_embeddings": 32,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        },
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+        | {"max_position_embeddings": 32},
     ),
     "phi3+longrope": (  # likewise: short or long factors for the whole row
         "phi3",
-        {
-            "sliding_window": None,
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_FACTORS},
-        },
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_FACTORS}}
+        | {"sliding_window": None},
     ),
 }
 

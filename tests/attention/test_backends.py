@@ -7,7 +7,10 @@ from helpers.flash_attn_double import pretend_cuda
 from helpers.tiny import tiny_model
 
 from trl_packing import resolve_attention
-from trl_packing.attention.backends import AttentionChoice
+
+
+def facts_of(choice):
+    return choice.backend, choice.implementation, choice.reason
 
 
 @pytest.mark.parametrize("name", ["gpt_neo", "llama"])
@@ -17,7 +20,7 @@ def test_models_outside_the_interface_keep_their_own_attention(name):
     if name == "llama":
         model.config.attention_chunk_size = 16
         reason = "attention_chunk_size=16 needs the mask"
-    assert resolve_attention(model) == AttentionChoice("model", None, reason)
+    assert facts_of(resolve_attention(model)) == ("model", None, reason)
     with pytest.raises(ValueError, match=r"attention='documents' cannot be exact on .*auto"):
         resolve_attention(model, "documents")
 
@@ -85,8 +88,8 @@ def test_a_named_kernel_that_would_not_be_exact_is_refused(name, attention, opti
 
 def test_a_named_backend_is_taken_and_an_unknown_one_refused():
     model = tiny_model("llama")
-    choice = AttentionChoice("documents", "packed_documents", "attention='documents'")
-    assert resolve_attention(model, "documents") == choice
+    choice = "documents", "packed_documents", "attention='documents'"
+    assert facts_of(resolve_attention(model, "documents")) == choice
     for name, says in {"varlen": "the device is cpu", "flash": "unknown.*one of auto"}.items():
         with pytest.raises(ValueError, match=says):
             resolve_attention(model, name)
@@ -100,4 +103,4 @@ def test_flash_attention_2_is_refused_where_it_would_drop_sinks(loaded):
         resolve_attention(model)
     model = tiny_model("llama")
     model.config._attn_implementation = loaded
-    assert resolve_attention(model) == AttentionChoice(loaded, None, "the model was loaded with it")
+    assert facts_of(resolve_attention(model)) == (loaded, None, "the model was loaded with it")

@@ -39,18 +39,17 @@ def seen_by(**config):
     return found
 
 
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ({}, FULL),
-        ({"sliding_window": WINDOW}, SLIDING),  # mistral: all layers, without saying so
-        ({"layer_types": ["full_attention"] * 2, "sliding_window": WINDOW}, FULL),
-        ({"layer_types": ["sliding_attention"], "sliding_window": None}, FULL),
-        # Kinds of layers that no mask reaches: what reaches the others is one mask.
-        ({"layer_types": ["linear_attention", "full_attention"]}, FULL),
-    ],
-    ids=str,
-)
+ONE_KIND = [
+    ({}, FULL),
+    ({"sliding_window": WINDOW}, SLIDING),  # mistral: all layers, without saying so
+    ({"layer_types": ["full_attention"] * 2, "sliding_window": WINDOW}, FULL),
+    ({"layer_types": ["sliding_attention"], "sliding_window": None}, FULL),
+    # Kinds of layers that no mask reaches: what reaches the others is one mask.
+    ({"layer_types": ["linear_attention", "full_attention"]}, FULL),
+]
+
+
+@pytest.mark.parametrize(("config", "wanted"), ONE_KIND, ids=str)
 def test_one_kind_of_layer_gets_one_mask(config, wanted):
     assert seen_by(**config) == {"all": wanted}
 

@@ -2,27 +2,12 @@
 
 import pytest
 import torch
-from helpers.dense import (
-    LENGTHS,
-    TOLERANCE,
-    assert_equals_dense,
-    boundaries,
-    inputs,
-)
+from helpers.dense import KERNEL_OPTIONS, LENGTHS, TOLERANCE, assert_is_dense, boundaries, inputs
 from helpers.trees import Tree
 
 from trl_packing.attention import document_sdpa as tiles
 from trl_packing.attention.document_sdpa import document_attention
 
-SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
-OPTIONS = {
-    "plain": {},
-    "window of one": {"window": 1},
-    "window longer than documents": {"window": 64},
-    "softcap, window": {"softcap": 2.0, "window": 4},
-    "sinks": {"sinks": SINKS},
-    "softcap, sinks, window": {"softcap": 2.0, "sinks": SINKS, "window": 7},
-}
 SHAPES = {
     "one key head a query head": {"kv_heads": 4},
     "multi-query": {"kv_heads": 1},
@@ -32,7 +17,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("way", ["one tile", "tiles of 4", "bf16", "scores on other devices"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", KERNEL_OPTIONS.values(), ids=KERNEL_OPTIONS)
 def test_document_attention_equals_dense_attention(options, way, monkeypatch):
     tensors = inputs()
     tolerance = TOLERANCE
@@ -43,7 +28,7 @@ def test_document_attention_equals_dense_attention(options, way, monkeypatch):
         monkeypatch.setattr(tiles, "BLOCK", 4)
     if "scores" in way:  # in float32: CPU's fused kernel is CPU's
         monkeypatch.setattr(tiles, "needs_scores", lambda query, options: True)
-    assert_equals_dense(document_attention, tensors, tolerance, **options)
+    assert_is_dense(document_attention, tensors, tolerance, **options)
 
 
 def by_sdpa(query, key, value, cu_seqlens, options, max_length):
@@ -53,8 +38,8 @@ def by_sdpa(query, key, value, cu_seqlens, options, max_length):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_heads_are_grouped_and_values_have_their_own_width(shape):
     for options in ({"window": 4}, {"softcap": 2.0}):
-        assert_equals_dense(document_attention, inputs(**shape), **options)
-    assert_equals_dense(by_sdpa, inputs(**shape))  # of other devices
+        assert_is_dense(document_attention, inputs(**shape), **options)
+    assert_is_dense(by_sdpa, inputs(**shape))  # of other devices
 
 
 def test_the_comparison_sees_a_missing_boundary():
@@ -62,7 +47,7 @@ def test_the_comparison_sees_a_missing_boundary():
         return document_attention(query, key, value, cu_seqlens[[0, -1]], *options)
 
     with pytest.raises(AssertionError):
-        assert_equals_dense(without_boundaries, inputs())
+        assert_is_dense(without_boundaries, inputs())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -4,7 +4,6 @@ A double of the kernel (flash_attn_double.py) computes attention from what it is
 gradients are those of one document at a time only if boundaries, lengths and window are right.
 """
 
-import logging
 from functools import cache
 
 import pytest
@@ -20,11 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import trl_packing.isolation.guard
 from trl_packing import resolve_attention
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.install import (
-    install_attention,
-    restore_implementation,
-    use_attention,
-)
+from trl_packing.attention.install import install_attention, restore_implementation, use_attention
 
 DOCUMENTS = documents_of_lengths([3, 20, 1, 9, 31, 12, 5, 17, 2, 26], prompt=2)
 MODELS = {"llama": None, "mistral": WINDOW}
@@ -115,8 +110,7 @@ def test_a_package_that_does_not_import_is_passed_over(gpu, monkeypatch, tmp_pat
         raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi")
 
     monkeypatch.setattr(flash_utils, "_lazy_imports", undefined_symbol)
-    with caplog.at_level(logging.WARNING, logger="trl_packing"):
-        trainer = make_trainer(tmp_path, DOCUMENTS, max_length=40)
+    trainer = make_trainer(tmp_path, DOCUMENTS, max_length=40)
     assert trainer.attention.backend == "varlen"
     assert "flash_attention_2 refused (ImportError: flash_attn_2_cuda.so" in caplog.text
 

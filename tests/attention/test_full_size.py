@@ -10,13 +10,8 @@ from architectures.tiny_models import NotBuilt, full_size_model, names
 from architectures.tiny_tables import VARIANTS
 from helpers.flash_attn_double import pretend_cuda
 
+from trl_packing.attention import model_facts
 from trl_packing.attention.backends import resolve_attention
-from trl_packing.attention.model_facts import (
-    layer_values,
-    length_constants,
-    rope_thresholds,
-    text_config,
-)
 from trl_packing.packing.collator import StaticShapes
 
 # Of each, the attention to try first on a GPU in bf16 and the lengths at which it changes, by its
@@ -34,11 +29,10 @@ BY_HAND = {
 
 
 SLOW = sorted(set(names()) - VARIANTS.keys() - BY_HAND.keys())
+ALL = [*BY_HAND, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
-@pytest.mark.parametrize(
-    "name", [*BY_HAND, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", ALL)
 def test_a_full_size_model_answers(name, monkeypatch):
     try:
         model = full_size_model(name)
@@ -48,9 +42,9 @@ def test_a_full_size_model_answers(name, monkeypatch):
     pretend_cuda(monkeypatch)
     half = resolve_attention(model, device="cuda", dtype=torch.bfloat16)
     assert half.backend in (on_cpu.backend, "varlen")
-    lengths = length_constants(model)
-    windows = layer_values(text_config(model), "sliding_window")
-    assert {*filter(None, windows), *rope_thresholds(model)} <= set(lengths)
+    lengths = model_facts.length_constants(model)
+    windows = model_facts.layer_values(model_facts.text_config(model), "sliding_window")
+    assert {*filter(None, windows), *model_facts.rope_thresholds(model)} <= set(lengths)
     assert 0 < StaticShapes.for_model(model, 2048, longest=1024).longest_tail <= 1024
     if name in BY_HAND:
         assert (half.backend, lengths) == BY_HAND[name]

@@ -25,14 +25,9 @@ from trl_packing.attention import recurrent
 LENGTHS = (9, 1, 2, 65, 20, 64, 20)
 FEW = (7, 1, 3, 12)
 # Where all tokens of the row pass: what a model has beside its recurrent layers.
-FUNCTIONS = {
-    "lfm2": "feed_forward",
-    "qwen3_5_text": "mlp",
-    "kimi_linear": "mlp",
-    "bamba": "feed_forward",
-    "nemotron_h": "in_proj",
-    "mamba": "in_proj",
-}
+FUNCTIONS = dict.fromkeys(("lfm2", "bamba"), "feed_forward")
+FUNCTIONS |= dict.fromkeys(("qwen3_5_text", "kimi_linear"), "mlp")
+FUNCTIONS |= dict.fromkeys(("nemotron_h", "mamba"), "in_proj")
 MODULES = {"rwkv": "ln2", "minimax": "mlp"}
 
 
@@ -97,10 +92,10 @@ ROWS = [(3,), (1, 2), (2, 2), (1, 1, 1), (5, 3), (4, 4, 8), (20, 12), (60, 4), (
 ROWS += [(65, 64, 1), (100, 92), (144,), (44, 100), (128, 64)]
 
 
-@pytest.mark.parametrize(
-    ("name", "training"),
-    [("lfm2", True), ("bamba", False), ("bamba", True), ("mamba", False), ("rwkv", False)],
-)
+KINDS = [("lfm2", True), ("bamba", False), ("bamba", True), ("mamba", False), ("rwkv", False)]
+
+
+@pytest.mark.parametrize(("name", "training"), KINDS)
 def test_rows_of_all_kinds(name, training):
     model, _ = enabled(tiny_model(name), FEW)
     model.train(training)
@@ -143,11 +138,7 @@ INSTALLED = {
     "lfm2": ["causal_conv1d_fn"],
     "qwen3_5_text": ["causal_conv1d_fn", "chunk_gated_delta_rule"],
     "kimi_linear": ["causal_conv1d_fn", "chunk_kda"],
-    "bamba": [
-        "causal_conv1d_fn",
-        "mamba_chunk_scan_combined",
-        "mamba_split_conv1d_scan_combined",
-    ],
+    "bamba": ["causal_conv1d_fn", "mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"],
 }
 # The convolution in PyTorch runs by document beside the kernel of another package.
 PARTLY = ("qwen3_5_text", ["chunk_gated_delta_rule"])

@@ -6,12 +6,10 @@ a value raises, as it would make the host wait for a GPU.
 
 import pytest
 import torch
-from helpers.flash_attn_double import pretend_cuda
+from helpers.packed_models import install
 from helpers.tiny import documents_of_lengths, tiny_model
 
-from trl_packing import PackedCollator, resolve_attention
-from trl_packing.attention.install import install_attention
-from trl_packing.documents.host_row import for_kernels
+from trl_packing import PackedCollator
 
 # MLA, experts, windows, sinks, learned positions, norms in several places.
 NAMES = ["llama", "mistral", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"]
@@ -24,15 +22,11 @@ def model_on_meta(monkeypatch):
 
     def make(name, checkpointing=None):
         model = tiny_model(name, dtype=torch.bfloat16).to("meta").train()
-        with monkeypatch.context() as patch:
-            pretend_cuda(patch)
-            choice = resolve_attention(model, "varlen", device="cuda", dtype=torch.bfloat16)
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
         if checkpointing:
             model.enable_input_require_grads()
-        install_attention(model, choice)
-        return model
+        return install(model, "varlen", gpu=monkeypatch)
 
     # Autocast is not known on meta.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
@@ -43,7 +37,7 @@ def meta_batch(shares_prefixes=False):
     rows = documents_of_lengths([20, 3, 9, 1])
     if shares_prefixes:
         rows = [{"input_ids": rows[0]["input_ids"][:12] + row["input_ids"]} for row in rows]
-    batch = for_kernels(PackedCollator(shares_prefixes=shares_prefixes)(rows).to("meta"))
+    batch = PackedCollator(shares_prefixes=shares_prefixes)(rows).to("meta")
     names = ("labels", "target_counts")
     return {name: value for name, value in batch.items() if name not in names}
 

@@ -5,15 +5,11 @@ import torch
 from helpers import varlen_double
 from helpers.dense import TOLERANCE
 from helpers.memory import largest_allocation
-from helpers.packed_models import packed_batch, packed_model
+from helpers.packed_models import install, packed_batch, packed_model
 from helpers.tiny import tiny_model
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from trl_packing.attention import document_sdpa
-from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.install import install_attention
 
 
 def test_compiled_models_compute_the_same_and_settle_on_their_graphs():
@@ -54,7 +50,7 @@ def test_a_model_that_calls_past_its_backbone_keeps_documents_apart(attention):
     model = tiny_model("opt")
     batch = packed_batch((5, 9, 3))
     alone = [model(input_ids=ids).logits for ids in batch["input_ids"].split((5, 9, 3), 1)]
-    install_attention(model, AttentionChoice(attention, None, "a test"))
+    install(model, attention)
     torch.testing.assert_close(model(**batch).logits, torch.cat(alone, 1), rtol=0, atol=TOLERANCE)
 
 
@@ -62,9 +58,9 @@ def test_a_model_that_calls_past_its_backbone_keeps_documents_apart(attention):
 def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
     """nn.DataParallel hands each GPU half of the boundaries; kernels compute no tokens behind."""
     varlen_double.install(monkeypatch)
-    model = tiny_model("llama")
-    implementation = {"documents": "packed_documents", "varlen": "packed_varlen"}.get(attention)
-    install_attention(model, AttentionChoice(attention, implementation, "a test"))
+    model = install(
+        tiny_model("llama"), attention, gpu=monkeypatch if attention == "varlen" else None
+    )
     batch = packed_batch([3, 20, 9, 12])
     model(**batch)
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -74,7 +70,7 @@ def test_boundaries_that_end_before_the_row_are_refused(attention, monkeypatch):
 
 
 def test_what_packed_kernels_do_not_compute_is_refused():
-    attention = ALL_ATTENTION_FUNCTIONS[document_sdpa.NAME]
+    attention = ALL_ATTENTION_FUNCTIONS["packed_documents"]
     q = torch.randn(1, 2, 5, 4)
     ends = {"cu_seq_lens_q": torch.tensor([0, 5])}
     for argument in ("position_bias", "attention_bias", "alibi", "head_mask", "dropout"):

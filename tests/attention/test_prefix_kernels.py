@@ -41,16 +41,14 @@ def shared_row():
 def test_gathered_keys_are_not_kept_until_the_backward(monkeypatch):
     varlen_double.install(monkeypatch)
     tree = random_tree(np.random.default_rng(3), 9)
-    saved = []
+    kept = []
     assert len(tree.keys.key_index) > 1.5 * tree.starts[-1]
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append(x.shape) or x, lambda x: x
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         options = KernelOptions(0.4)
         tensors = inputs(num_tokens=tree.starts[-1])
         varlen_attention(*tensors, tree.cu_seqlens, options, None, tree.keys).sum().backward()
-    assert saved
-    assert max(shape[0] for shape in saved if len(shape) == 3) == tree.starts[-1]
+    assert kept
+    assert max(shape[0] for shape in kept if len(shape) == 3) == tree.starts[-1]
 
 
 @pytest.mark.parametrize("backend", NATIVE_ATTENTION)
@@ -75,13 +73,11 @@ def run_on_flash_attention(name, version, folder, monkeypatch, *, backward="", *
     return run(model, forked_documents(), folder, isolation_check="off", **options), double
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "checkpointing"),
-    [("llama", 2, True), ("mistral", 3, False), ("gemma2", 2, False)],
-)
-def test_a_run_on_flash_attention_shares_prefixes(
-    name, version, checkpointing, tmp_path, monkeypatch
-):
+FLASH = [("llama", 2, True), ("mistral", 3, False), ("gemma2", 2, False)]
+
+
+@pytest.mark.parametrize(("name", "version", "checkpointing"), FLASH)
+def test_a_run_on_flash_attention_shares(name, version, checkpointing, tmp_path, monkeypatch):
     found, double = run_on_flash_attention(
         name, version, tmp_path, monkeypatch, gradient_checkpointing=checkpointing
     )

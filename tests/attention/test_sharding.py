@@ -4,11 +4,12 @@ Tolerance, float32: as in test_distributed. Losses of around 6 were at most 9.5e
 """
 
 import importlib.util
+from functools import cache
 
 import pytest
 import torch
 from helpers.distributed.engines import ENGINES
-from helpers.distributed.train import Scenario, assert_continues, run, run_on_ranks
+from helpers.distributed.train import Scenario, assert_continues, assert_same_run, run, run_on_ranks
 
 TOLERANCE = 1e-5
 SGD = {"optim": "sgd", "learning_rate": 0.05}
@@ -75,33 +76,30 @@ def two_ranks(engine, tmp_path_factory) -> dict[str, list[dict]]:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
     """Runs of one rank, by name; all engines are compared with them."""
-    found: dict[str, dict] = {}
 
-    def of(name: str, arguments: dict) -> dict:
-        if name not in found:
-            torch.manual_seed(0)
-            folder = tmp_path_factory.mktemp("alone")
-            found[name] = run(scenario(folder, None, name, arguments, 2))
-        return found[name]
+    @cache
+    def of(name: str) -> dict:
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp("alone")
+        return run(scenario(folder, None, name, (SAME | OTHERS)[name], 2))
 
     return of
 
 
-def assert_same_training(ranks: list[dict], alone: dict) -> None:
+def assert_same(ranks: list[dict], alone: dict) -> None:
     """The same losses, norms of gradients and parameters, on a model that is sharded."""
     for rank in ranks:
         assert rank["is_sharded"]
         for same in ("attention", "scores_native_logits"):
             assert rank[same] == alone[same]
-        for close in ("losses", "grad_norms", "parameters"):
-            torch.testing.assert_close(rank[close], alone[close], rtol=0, atol=TOLERANCE)
+        assert_same_run(rank, alone, TOLERANCE, "grad_norms")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_an_engine_trains_as_one_rank_with_twice_the_accumulation(name, two_ranks, one_rank):
-    alone = one_rank(name, SAME[name])
-    assert_same_training(two_ranks[name], alone)
+    alone = one_rank(name)
+    assert_same(two_ranks[name], alone)
     for rank in two_ranks[name]:
         expected = alone["metrics"].get("eval_loss", 0.0)
         assert rank["metrics"].get("eval_loss", 0.0) == pytest.approx(expected, abs=TOLERANCE)
@@ -109,10 +107,10 @@ def test_an_engine_trains_as_one_rank_with_twice_the_accumulation(name, two_rank
 
 @pytest.mark.slow
 def test_a_step_with_other_documents_fails_the_same_comparison(engine, two_ranks, one_rank):
-    alone = one_rank("packed, evaluated, saved", SAME["packed, evaluated, saved"])
+    alone = one_rank("packed, evaluated, saved")
     for other in ("accumulated", "documents weighted"):
         with pytest.raises(AssertionError):
-            assert_same_training(two_ranks[other], alone)
+            assert_same(two_ranks[other], alone)
 
 
 @pytest.mark.slow
@@ -143,7 +141,7 @@ def test_a_leak_on_one_rank_sends_both_the_slower_way(two_ranks):
 @pytest.mark.slow
 def test_bf16_keeps_the_loss_in_float32(two_ranks, one_rank):
     """Rounding in the model moves losses of 6 by up to 5e-3; outputs in bf16, by 1.8e-2."""
-    alone = one_rank("bf16", BF16)
+    alone = one_rank("bf16")
     for rank in two_ranks["bf16"]:
         torch.testing.assert_close(rank["losses"], alone["losses"], rtol=0, atol=1e-2)
         loss = rank["metrics"]["eval_loss"]

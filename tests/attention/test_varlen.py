@@ -7,14 +7,11 @@ import pytest
 import torch
 from architectures.tiny_models import tiny_model
 from helpers import varlen_double
-from helpers.dense import assert_equals_dense, boundaries, inputs
-from helpers.flash_attn_double import pretend_cuda
-from helpers.packed_models import alone, packed_batch
+from helpers.dense import assert_is_dense, boundaries, inputs
+from helpers.packed_models import alone, install, packed_batch
 from helpers.trees import random_tree
 
-from trl_packing import resolve_attention
 from trl_packing.attention import varlen
-from trl_packing.attention.install import install_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.varlen import varlen_attention
 
@@ -36,7 +33,7 @@ def test_varlen_attention_equals_dense_attention(options, kv_heads, is_tree, mon
         keys = tree.keys
         expected = (ends, keys.cu_seqlens_k.tolist(), max(tree.lengths), keys.max_length)
         tensors = inputs(kv_heads, num_tokens=ends[-1])
-    assert_equals_dense(varlen_attention, tensors, tree=tree, **options)
+    assert_is_dense(varlen_attention, tensors, tree=tree, **options)
     left = options.get("window", 0) - 1
     assert calls == [(*expected, left, left < 0)]
 
@@ -54,7 +51,7 @@ def test_heads_of_any_width_equal_dense_attention(widths, sinks, monkeypatch):
     tensors = inputs(value_dim=widths[1])
     for place in (0, 1):
         tensors[place] = torch.randn(*tensors[place].shape[:2], widths[0], requires_grad=True)
-    assert_equals_dense(varlen_attention, tensors, sinks=sinks)
+    assert_is_dense(varlen_attention, tensors, sinks=sinks)
     assert len(calls) == (max(widths) <= 32)
 
 
@@ -68,15 +65,12 @@ PER_LAYER = {
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_layers_that_the_kernel_lacks_run_document_by_document(name, monkeypatch):
     model = tiny_model(name)
-    with monkeypatch.context() as patch:
-        pretend_cuda(patch)
-        choice = resolve_attention(model, "varlen", device="cuda", dtype=torch.bfloat16)
     batch = packed_batch([3, 21, 1, 9])
     batch["input_ids"] %= model.config.vocab_size
     expected = alone(model, batch)
     monkeypatch.setattr(varlen, "WIDEST", 32)
     calls = varlen_double.install(monkeypatch)
-    install_attention(model, choice)
+    install(model, "varlen", gpu=monkeypatch)
     upstream = torch.randn_like(expected)
     weights = list(model.parameters())
     gradients = torch.autograd.grad((expected * upstream).sum(), weights, allow_unused=True)

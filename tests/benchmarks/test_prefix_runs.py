@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
+OTHER_RESULTS = [
+    ("bin", {"losses": [3.0, 1.5]}, "losses of a step differ: 4.0 apart, 3.0 shared"),
+    ("group", {"losses": [4.0, 1.001]}, r"tools, group: loss 2\.0006"),
+    ("TRL, packed", {"trained": [2, 3]}, "tools, TRL, packed trained 5 tokens, not 6"),
+]
 
-@pytest.mark.parametrize(
-    ("run", "change", "message"),
-    [
-        ("bin", {"losses": [3.0, 1.5]}, "losses of a step differ: 4.0 apart, 3.0 shared"),
-        ("group", {"losses": [4.0, 1.001]}, r"tools, group: loss 2\.0006"),
-        ("TRL, packed", {"trained": [2, 3]}, "tools, TRL, packed trained 5 tokens, not 6"),
-    ],
-)
+
+@pytest.mark.parametrize(("run", "change", "message"), OTHER_RESULTS)
 def test_other_results_stop_the_benchmark(run, change, message, monkeypatch):
     """Runs in other steps pass if their epoch has the same loss."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,19 +1,14 @@
 """`trl-packing prepare`, and commands and recipes on what it wrote."""
 
-import json
 import re
-
-from trl_packing.recipes.recipe_data import SourceConfig, read
 
 import pytest
 import yaml
-from helpers.prepared import chats
-from helpers.runs import run_of_call
+from helpers.command import run_command, says
+from helpers.prepared import chats, write_rows
+from helpers.recipes import module
+from helpers.runs import call_of_command, flags_of, records_of, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
-
-from trl_packing.cli import main
-from trl_packing.data.files import records_of
-from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ["--model", "model", "--max_length", "64", "--train_on", "assistant"]
 COLUMNS = {"prompt_column": "question", "completion_column": "answer"}
@@ -25,27 +20,17 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tiny_tokenizer(chat=True).save_pretrained("model")
-    write("chats.jsonl", chats(20))
-    write("pairs.jsonl", tiny_dataset("question_answer", 20))
+    write_rows("chats.jsonl", chats(20))
+    write_rows("pairs.jsonl", tiny_dataset("question_answer", 20))
     return tmp_path
 
 
 @pytest.fixture
 def pairs(place):
     """Return a folder in which `out` holds prepared splits of the pairs."""
-    words = [part for name, column in COLUMNS.items() for part in (f"--{name}", column)]
-    words += ["--model", "model", "--test_split_size", "0.25"]
-    assert main(["prepare", "pairs.jsonl", "out", *words]) == 0
+    words = [*flags_of(COLUMNS), "--model", "model", "--test_split_size", "0.25"]
+    assert run_command(["prepare", "pairs.jsonl", "out", *words]) == 0
     return place
-
-
-def write(name, rows):
-    with open(name, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def call_of(*words):
-    return TrainingCommand.from_words([*words]).call
 
 
 def mixture_call(entries, **more):
@@ -53,15 +38,7 @@ def mixture_call(entries, **more):
     settings = {"model_name_or_path": "model", "max_length": 64, "output_dir": "out"}
     with open("run.yaml", "w") as file:
         yaml.safe_dump({**settings, "datasets": entries, **more}, file)
-    return call_of("--config", "run.yaml")
-
-
-def says(capsys, *words, status=0):
-    """Run a command and return what it says: an error is one line."""
-    assert main([*words]) == status
-    out, err = capsys.readouterr()
-    assert status == 0 or err.splitlines()[-1:] == err.splitlines()
-    return out if status == 0 else err
+    return call_of_command("--config", "run.yaml")
 
 
 def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
@@ -78,24 +55,23 @@ def test_a_folder_is_planned_and_inspected_like_its_rows(place, capsys):
     assert shown["out"] == shown["chats.jsonl"]
     said = says(capsys, "plan", "--data", "out", *RUN, "--max_length", "32", status=2)
     assert "do not fit this run: max_length=64 there and 32 here; use the same settings" in said
+    assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([*RUN], "name the data and the folder to write first"),
-        (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
-        (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
-        (["out", *RUN], "name the model and the data"),
-        (["out", "--config", "run.yaml"], "the data sets of a mixture are prepared one by one"),
-    ],
-)
+MISTAKES = [
+    ([*RUN], "name the data and the folder to write first"),
+    (["chats.jsonl", "chats.jsonl", *RUN], "chats.jsonl is there already; name"),
+    (["none.jsonl", "out", *RUN], "Unable to find .*none.jsonl"),
+    (["out", *RUN], "name the model and the data"),
+    (["out", "--config", "run.yaml"], "the data sets of a mixture are prepared one by one"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
 def test_mistakes_are_one_line(place, capsys, words, said):
     entry = {"path": "chats.jsonl", "weight": 1}
     mixture_call([entry, entry | {"source": "more"}])
-    capsys.readouterr()
-    assert main(["prepare", *words]) == 2
-    assert re.search(said, capsys.readouterr().err.splitlines()[-1])
+    assert re.search(said, says(capsys, "prepare", *words, status=2).splitlines()[-1])
     assert not (place / "out").exists()
 
 
@@ -104,7 +80,7 @@ def test_mistakes_are_one_line(place, capsys, words, said):
 
 def test_the_recipe_trains_prepared_splits_and_refuses_others(pairs):
     words = ["--model", "model", "--data", "out"]
-    call = call_of(*words, "--prompt_column", "question", "--test_split_size", "0.25")
+    call = call_of_command(*words, "--prompt_column", "question", "--test_split_size", "0.25")
     assert (len(call.train_dataset), len(call.eval_dataset)) == (15, 5)
     assert call.train_dataset.column_names == ["input_ids", "labels"]
     for others, said in (
@@ -112,12 +88,13 @@ def test_the_recipe_trains_prepared_splits_and_refuses_others(pairs):
         ("--test_split_size 0.5", "test_split_size='0.25', and here test_split_size=0.5"),
     ):
         with pytest.raises(ValueError, match=said):
-            call_of(*words, *others.split())
+            call_of_command(*words, *others.split())
 
 
 def test_prepared_entries_take_no_settings_of_rows_and_join_rows_in_a_mixture(pairs):
+    data = module("recipe_data")
     with pytest.raises(ValueError, match="out holds prepared data: leave prompt_column out"):
-        read(SourceConfig("out", prompt_column="question"), streaming=False)
+        data.read(data.SourceConfig("out", prompt_column="question"), streaming=False)
     with pytest.raises(ValueError, match=r"test_split_size=0\.2 cannot divide .* prepared data"):
         mixture_call([{"path": "out"}], test_split_size=0.2)
     rows = {"path": "pairs.jsonl", "fraction": 0.25, "source": "pairs", **COLUMNS}

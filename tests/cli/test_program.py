@@ -5,8 +5,8 @@ import sys
 
 import pytest
 from helpers.attacks import harmful
+from helpers.command import run_command
 
-from trl_packing.cli import main
 from trl_packing.cli.output import uses_color
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "numpy", "jinja2")
@@ -27,11 +27,9 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
         ["plan", "--help"],
         ["plan", "--config", "twice.yaml"],
         ["plan", "none.py"],
-        ["plan", "--model", "m", "--data", "d.jsonl", "--max_lenght", "5"],
         ["inspect", "--model", "m"],
         ["inspect", "--model", "m", "--data", "d.jsonl", "--html", "no/folder/page.html"],
         ["prepare", "out", "--model", "m"],
-        ["compare", "a"],
     ]
     (tmp_path / "twice.yaml").write_text("max_length: 5\nmax_length: 6\n")
     words = [sys.executable, "-c", LOADED.format(commands)]
@@ -40,20 +38,24 @@ def test_help_and_typing_errors_load_no_library(tmp_path):
     assert said == [f"loaded [] by {words}" for words in commands], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("paln", "invalid choice: 'paln'"),
-        ("compare a b --jsno", "compare has no option --jsno"),
-        ("plan --model m --data d --max_lenght 5", "did you mean --max_length?"),
-        ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
-        ("plan --config", "--config takes one YAML file"),
-        ("\x1b[2Jplan", "\\x1b[2Jplan"),
-    ],
-)
+TYPING_ERRORS = [
+    ("paln", "invalid choice: 'paln'"),
+    ("doctor --jsno", "doctor has no option --jsno"),
+    # Neither "m" nor "d" exists, so nothing is loaded before the refusal.
+    ("plan --model m --data d --max_lenght 5", ": --max_lenght is unknown; did you mean --max_l"),
+    ("inspect chat_data.py --modle m --data d", ": --modle is unknown; did you mean --model?"),
+    ("prepare d out --model m --max-lenght=5", ": --max_lenght is unknown; did you mean"),
+    ("verify --model m --torch_dtype auto", ": --torch_dtype is unknown; write --dtype"),
+    ("plan --model m", "name the model and the data (--model NAME --data FILE)"),
+    ("plan --config", "--config takes one YAML file"),
+    ("\x1b[2Jplan", "\\x1b[2Jplan"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), TYPING_ERRORS)
 def test_a_typing_error_is_one_line_with_status_2(words, sentence, capsys):
     try:
-        status = main(words.split())
+        status = run_command(words.split())
     except SystemExit as end:
         status = end.code
     out, err = capsys.readouterr()
@@ -65,7 +67,7 @@ def test_a_typing_error_is_one_line_with_status_2(words, sentence, capsys):
 def test_the_traceback_can_be_had(monkeypatch):
     monkeypatch.setenv("TRL_PACKING_TRACEBACK", "1")
     with pytest.raises(ValueError, match="does not exist"):
-        main(["plan", "nowhere.py"])
+        run_command(["plan", "nowhere.py"])
 
 
 def test_color_follows_the_option_then_the_environment(monkeypatch):

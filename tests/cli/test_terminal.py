@@ -4,9 +4,8 @@ import contextlib
 
 import pytest
 from helpers.attacks import ATTACKS, harmful
+from helpers.command import run_command
 from helpers.tiny import tiny_tokenizer
-
-from trl_packing.cli import main
 
 # A name with a lone surrogate cannot be encoded, and fails elsewhere.
 ALONE = ATTACKS["lone surrogate"]
@@ -29,7 +28,7 @@ def test_names_of_files_columns_and_options_are_shown_as_text(text, tmp_path, ca
         [text],
     ):
         with contextlib.suppress(SystemExit):
-            main(words)
+            run_command(words)
         said = "".join(capsys.readouterr())
         assert len(said.splitlines()) == 1, (words, said)
         assert not harmful(said), (words, said)

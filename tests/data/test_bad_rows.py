@@ -7,21 +7,14 @@ read are named before it runs on any of them.
 
 import numpy as np
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from harness import make_trainer
 from helpers.chat_templates import source_of
-from helpers.tiny import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from helpers.streams import stream_of
+from helpers.tiny import VOCAB_SIZE, assistant, tiny_model, tiny_tokenizer, user
 from trl import SFTTrainer
 
 from trl_packing import PackedDataset, enable_packing
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text, **more):
-    return {"role": "assistant", "content": text, **more}
 
 
 def chat(*messages):
@@ -41,14 +34,10 @@ def every_third(usual, other, number=30):
     return [other if i % 3 == 0 else usual for i in range(number)]
 
 
-def stream_of(rows):
-    return IterableDataset.from_generator(lambda: iter(rows))
-
-
 # --- trained as TRL trains it, or dropped and counted ---------------------------------------------
 
 PAIR = {"prompt": "Why? ", "completion": "Because."}
-TURNS = {"prompt": [user("Hi")], "completion": [said("Yes?")]}
+TURNS = {"prompt": [user("Hi")], "completion": [assistant("Yes?")]}
 
 
 def test_an_empty_completion_trains_its_end_as_trl_does(tmp_path):
@@ -62,7 +51,7 @@ def test_an_empty_completion_trains_its_end_as_trl_does(tmp_path):
 @pytest.mark.parametrize("train_on", ["assistant", None])
 def test_rows_without_messages_are_dropped_and_counted(tmp_path, train_on):
     for usual, empty in (
-        (chat(said("Yes?")), {"messages": []}),
+        (chat(assistant("Yes?")), {"messages": []}),
         (TURNS, {**TURNS, "completion": []}),
     ):
         trainer = trainer_for(tmp_path, [usual] * 5 + [empty] * 3 + [usual], train_on=train_on)
@@ -72,7 +61,7 @@ def test_rows_without_messages_are_dropped_and_counted(tmp_path, train_on):
 
 
 def test_messages_beside_a_text_of_nulls_are_trained(tmp_path):
-    rows = [chat(said("Yes?"))] * 4
+    rows = [chat(assistant("Yes?"))] * 4
     beside = trainer_for(tmp_path / "beside", [{**row, "text": None} for row in rows])
     assert documents(beside) == documents(trainer_for(tmp_path / "alone", rows))
 
@@ -86,8 +75,8 @@ WEIGHTED = {**TOKENS, "loss_weights": [0.5] * 3}
 PACKED = {**TOKENS, "seq_lengths": [2, 1]}
 NEGATIVE = {**TOKENS, "seq_lengths": [4, -1]}
 OF_A_KIND = [
-    (chat(said("Yes?")), {"messages": None}, "row {} .*'messages' is nothing .null."),
-    (chat(said("Yes?")), chat(said(None)), "row {} .*message 1 .* has no content"),
+    (chat(assistant("Yes?")), {"messages": None}, "row {} .*'messages' is nothing .null."),
+    (chat(assistant("Yes?")), chat(assistant(None)), "row {} .*message 1 .* has no content"),
     (TURNS, {**TURNS, "prompt": []}, "row {} .*'prompt' must be a list of messages"),
     (
         MASKED,
@@ -120,24 +109,31 @@ ONE_SENTENCE = [
     ({**TOKENS, "loss_weights": ["a", "b", "c"]}, {}, "'loss_weights' holds .*lists of numbers"),
     ({"messages": [{"role": 5, "content": "a"}]}, {}, "has the role 5, which is none"),
     ({"messages": ["Hi"]}, {}, "message 0 .* is str 'Hi', not a dictionary"),
-    (chat(said("a", tool_calls='[{"name": "f"}]')), {}, "has str .* as tool_calls; make it a list"),
+    (
+        chat(assistant("a", tool_calls='[{"name": "f"}]')),
+        {},
+        "has str .* as tool_calls; make it a list",
+    ),
     ({"messages": []}, {}, "4 read, the longest has 0"),
     ({"input_ids": None}, {}, "'input_ids' has a null row; filter it out"),
     ({"text": "a b", "loss_weight": float("nan")}, {}, "row 0 .* has loss_weight=nan; give finite"),
     ({"text": "a b", "loss_weight": 1e300}, {}, r"=1e\+300; .* float32"),
     ({"messages": '[{"role": "user"}]'}, {}, r"nothing to train on.*json\.loads"),
-    ({"prompt": str([user("a")]), "completion": str([said("b")])}, {}, r"on.*ast\.literal_eval"),
+    (
+        {"prompt": str([user("a")]), "completion": str([assistant("b")])},
+        {},
+        r"on.*ast\.literal_eval",
+    ),
     ({"conversations": [{"from": "alien", "value": "Hi"}]}, {}, "from 'alien'; rename it"),
-    ({**chat(said("a")), "tools": "[not json"}, {}, "'tools' must be a list"),
+    ({**chat(assistant("a")), "tools": "[not json"}, {}, "'tools' must be a list"),
     (chat(user("again")), {"template": "gemma"}, "cannot render it.* roles must alternate"),
-    (chat(said("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
-    ({"text": "a"}, {"train_on": "all", "response_template": "#"}, "exclude each other"),
+    (chat(assistant("a", weight=0.5)), {"response_template": "#"}, "both say what is trained"),
     (LABELLED, {"response_template": "#"}, "has 'labels' and response_template='#' is set"),
     ({"text": "a"}, {"train_on": "assistant"}, "train_on='assistant' is about messages, but"),
     ({"query": "a", "output": "b", "answer": "c"}, ALPACA, r"\['output', 'answer'\]; rename it"),
     ({**TOKENS, "seq_lengths": [3]}, {"max_length": 2}, "packed .* 3 tokens.*raise max_"),
     ({"text": "a", "loss_weights": [1.0]}, {}, "'loss_weight', .*tokenized rows"),
-    (chat(said("a")), {"template": None}, "no chat template; set chat_template_path"),
+    (chat(assistant("a")), {"template": None}, "no chat template; set chat_template_path"),
     ({"text": "a"}, {"eos": None}, "the tokenizer has no eos_token"),
 ]
 
@@ -165,9 +161,7 @@ def test_a_bad_row_is_found_in_its_batch(tmp_path):
         return None if row["n"] == 2500 else "a b c"
 
     rows = Dataset.from_list([{"n": n} for n in range(4000)])
-    with pytest.raises(
-        ValueError, match=r"^row 2500 of the train dataset: the result of formatting"
-    ):
+    with pytest.raises(ValueError, match=r"^row 2500 of the train dataset: the result of form"):
         make_trainer(tmp_path, rows, arguments={"formatting_func": formatted})
     assert len(rendered) < 5000
 
@@ -183,31 +177,31 @@ def test_half_a_character_names_its_row(tmp_path):
 # --- streams --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("usual", "other", "sentence"),
-    [
-        (TOKENS, LABELLED, "has the column 'labels', unlike its first row"),
-        (MASKED, TOKENS, "has no 'completion_mask', unlike"),
-        ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
-        (LABELLED, {**LABELLED, "labels": [1, 2]}, "of the stream has 3 input_ids but 2 entries"),
-    ],
-)
+OTHER_ROWS = [
+    (TOKENS, LABELLED, "has the column 'labels', unlike its first row"),
+    (MASKED, TOKENS, "has no 'completion_mask', unlike"),
+    ({**TOKENS, "loss_weight": 1.0}, TOKENS, "has no 'loss_weight', unlike"),
+    (LABELLED, {**LABELLED, "labels": [1, 2]}, "of the stream has 3 input_ids but 2 entries"),
+]
+
+
+@pytest.mark.parametrize(("usual", "other", "sentence"), OTHER_ROWS)
 def test_a_stream_with_another_row_names_it(tmp_path, usual, other, sentence):
     rows = [other if i == 31 else usual for i in range(40)]
     with pytest.raises(ValueError, match=f"(row|document) 31 .*{sentence}"):
         trainer_for(tmp_path, stream_of(rows), max_steps=20).train()
 
 
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        (PACKED, "train stream were packed before"),
-        ({**TOKENS, "input_ids": [5, 6, 2**63]}, "rows 0 to 3: .* beyond 64 bits"),
-        ({**LABELLED, "input_ids": [5, 6, -(2**63) - 1]}, "rows 0 to 3: .* beyond 64 bits"),
-        ({**WEIGHTED, "loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing"),
-        ({"text": "a", "loss_weights": [1.0]}, "'loss_weight', .*tokenized rows"),
-    ],
-)
+UNTRAINABLE = [
+    (PACKED, "train stream were packed before"),
+    ({**TOKENS, "input_ids": [5, 6, 2**63]}, "rows 0 to 3: .* beyond 64 bits"),
+    ({**LABELLED, "input_ids": [5, 6, -(2**63) - 1]}, "rows 0 to 3: .* beyond 64 bits"),
+    ({**WEIGHTED, "loss_weights": [1.0, None, 1.0]}, "'loss_weights' has a missing"),
+    ({"text": "a", "loss_weights": [1.0]}, "'loss_weight', .*tokenized rows"),
+]
+
+
+@pytest.mark.parametrize(("row", "sentence"), UNTRAINABLE)
 def test_a_stream_that_cannot_be_trained_is_refused(tmp_path, row, sentence):
     with pytest.raises(ValueError, match=sentence):
         trainer_for(tmp_path, stream_of([row] * 4)).train()
@@ -225,20 +219,18 @@ def test_a_stream_with_nothing_to_train_is_refused_in_words(tmp_path, rows):
 # --- flags of messages ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "settings", "name"),
-    [
-        ({"weight": 0.5}, {}, "'weight' of messages"),
-        ({}, {"train_on": "assistant"}, "train_on"),
-    ],
-)
+IGNORED_BY_TRL = [
+    ({"weight": 0.5}, {}, "'weight' of messages"),
+    ({}, {"train_on": "assistant"}, "train_on"),
+]
+
+
+@pytest.mark.parametrize(("flags", "settings", "name"), IGNORED_BY_TRL)
 def test_what_trl_would_ignore_is_refused(tmp_path, flags, settings, name):
     own = tiny_tokenizer(chat=True)
-    own.__class__ = type(
-        "Own", (type(own),), {"__call__": lambda self, *a, **k: {"input_ids": [5]}}
-    )
+    own.__class__ = type("Own", (type(own),), {"__call__": lambda *a, **k: {"input_ids": [5]}})
     with pytest.raises(ValueError, match=rf"{name}.* cannot be used .*because Own renders"):
-        trainer_for(tmp_path, [chat(said("a", **flags))], tokenizer=own, **settings)
+        trainer_for(tmp_path, [chat(assistant("a", **flags))], tokenizer=own, **settings)
 
 
 # --- limits of a model ----------------------------------------------------------------------------
@@ -265,7 +257,7 @@ def test_every_set_is_looked_at_before_the_model_runs_on_it(tmp_path, bad, sente
             trainer_for(tmp_path, given, **options)
     with pytest.raises(ValueError, match=f"(document|row) 31 of .* {sentence}"):
         trainer_for(tmp_path, stream_of(rows), max_steps=40).train()
-    with pytest.raises(ValueError, match=f"document 31 of the data set {sentence}"):
+    with pytest.raises(ValueError, match=f"document 31 of the training dataset {sentence}"):
         enable_packing(tiny_model("llama"), PackedDataset(rows, tiny_tokenizer(), 16))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import QUIET
+from helpers.drop_in import trained_losses
 from helpers.merging import merging_tokenizer
 from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
@@ -38,15 +39,15 @@ def test_rows_are_padded_on_the_side_of_the_tokenizer(side):
         torch.testing.assert_close(batch[name], values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "sentence"),
-    [
-        ({"mlm": True}, ValueError, "mlm=True"),
-        ({"response": ""}, ValueError, "response_template is empty"),
-        ({"mlm_probabilty": 0.1}, TypeError, "mlm_probabilty"),
-        ({"tokenizer": tiny_tokenizer(pad=None)}, ValueError, "padding token"),
-    ],
-)
+IMPOSSIBLE = [
+    ({"mlm": True}, ValueError, "mlm=True"),
+    ({"response": ""}, ValueError, "response_template is empty"),
+    ({"mlm_probabilty": 0.1}, TypeError, "mlm_probabilty"),
+    ({"tokenizer": tiny_tokenizer(pad=None)}, ValueError, "padding token"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "sentence"), IMPOSSIBLE)
 def test_what_it_cannot_do_is_refused(options, error, sentence):
     with pytest.raises(error, match=sentence):
         collator_of(**options)(TWO)
@@ -66,26 +67,13 @@ ROWS = [
 ]
 
 
-SETTINGS = {
-    **QUIET,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "num_train_epochs": 1,
-    "per_device_train_batch_size": 8,
-    "train_sampling_strategy": "sequential",
-}
-
-
-def losses(trainer) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+SETTINGS = QUIET | {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1}
+SETTINGS |= {"num_train_epochs": 1, "per_device_train_batch_size": 8}
+SETTINGS |= {"train_sampling_strategy": "sequential"}
 
 
 def texts() -> list[str]:
-    return [
-        f"### Question: {row['instruction']}\n ### Answer: {row['output']}<eos>" for row in ROWS
-    ]
+    return [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in ROWS]
 
 
 def old_collate(examples):
@@ -106,7 +94,7 @@ def losses_in_transformers(folder, collate) -> list[float]:
     dataset = Dataset.from_dict({"input_ids": tiny_tokenizer()(texts())["input_ids"]})
     arguments = TrainingArguments(str(folder), **SETTINGS)
     model = tiny_model("llama")
-    return losses(Trainer(model, arguments, train_dataset=dataset, data_collator=collate))
+    return trained_losses(Trainer(model, arguments, train_dataset=dataset, data_collator=collate))
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +142,9 @@ def test_the_sfttrainer_sample_of_the_post_trains_as_the_padded_run_did(tmp_path
     assert type(trainer.data_collator) is PackedCollator
     steps = [batch["cu_seq_lens_q"].numel() - 1 for batch in trainer.get_train_dataloader()]
     assert steps == [8, 8, 8, 8]  # documents of an optimizer step: those of the padded run
-    torch.testing.assert_close(losses(trainer), old_losses, **CLOSE)
+    torch.testing.assert_close(trained_losses(trainer), old_losses, **CLOSE)
     # The control: prompts trained as well make another loss.
-    others = losses(trainer_of(tmp_path, collator_of("### Question:")))
+    others = trained_losses(trainer_of(tmp_path, collator_of("### Question:")))
     assert all(abs(one - old) > 1e-2 for one, old in zip(others, old_losses, strict=True))
 
 
@@ -170,7 +158,7 @@ def test_pad_token_eos_as_in_the_post_and_a_template_that_merges_with_its_contex
         assert last == tokenizer.eos_token_id
         assert row["output"].endswith(tokenizer.decode(trained).strip())
         assert len(tokenizer.decode(trained)) >= len(row["output"]) - 4
-    assert len(losses(trainer)) == 4
+    assert len(trained_losses(trainer)) == 4
 
 
 @pytest.mark.parametrize("stream", [False, True])

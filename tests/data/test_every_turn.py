@@ -31,9 +31,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_packing.data.chat_template import ChatTemplate
+from trl_packing.data.counts import FIRST, TURN
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.tokenize_rows import documents_from_rows
-from trl_packing.documents.labels import HANDLED, TURN
+from trl_packing.documents.labels import HANDLED
 
 
 def turns_of(tokenizer: Any, row: Any, **settings: Any) -> list[str]:
@@ -238,10 +239,11 @@ def test_documents_have_the_columns_of_their_row_and_the_number_of_their_turn():
         rows, row_format, keeps_columns=True, document_columns=["source", "loss_weight"]
     )
     kept = {"source", "loss_weight"}
-    assert set(found.column_names) == {"input_ids", "labels", TURN, HANDLED, *kept}
+    assert set(found.column_names) == {"input_ids", "labels", HANDLED, *kept}
     assert found["source"][:] == list("aaabc")
     assert found["loss_weight"][:] == [2.0, 2.0, 2.0, 1.0, 0.5]
-    assert found[TURN][:] == [0, 1, 2, -1, 0]
+    begins = FIRST | TURN
+    assert found[HANDLED][:] == [begins, TURN, TURN, FIRST, begins]
     stream = documents_from_rows(rows.to_iterable_dataset(2), row_format)
     assert [row["input_ids"] for row in stream] == found["input_ids"][:]
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import islice
 
-import datasets
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value, concatenate_datasets
+from helpers.streams import stream_of
 from helpers.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +129,7 @@ def test_the_error_policy_names_the_first_document_that_is_too_long():
     with pytest.raises(ValueError, match=sentence.format("train dataset")):
         fit(THREE, "error")
     with pytest.raises(ValueError, match=sentence.format("stream")):
-        list(fit_stream(stream(THREE), Overflow("error", 4)))
+        list(fit_stream(stream_of(THREE), Overflow("error", 4)))
     assert len(fit(THREE, "error", capacity=6)[0]) == 3
 
 
@@ -241,7 +241,7 @@ def test_any_documents_are_counted_one_by_one_and_a_stream_gives_the_same(policy
     if policy == "overlap":
         assert_trained_once(rows, pieces, capacity)
     rule = EosRule(tiny_tokenizer(), frozenset(STOP_EVERY))
-    streamed = fit_stream(stream(list(dataset)), overflow, rule)
+    streamed = fit_stream(stream_of(list(dataset)), overflow, rule)
     assert list(streamed) == pieces
     assert replace(take_counts(streamed), notes=()) == counts
 
@@ -304,14 +304,9 @@ def test_rows_are_read_through_mappings_chunks_slices_and_formats_and_cached(tmp
 # --- streams --------------------------------------------------------------------------------------
 
 
-def stream(rows) -> datasets.IterableDataset:
-    """A stream that knows neither its columns nor their types before it is read."""
-    return datasets.IterableDataset.from_generator(lambda: iter(rows))
-
-
 def test_a_stream_is_counted_from_time_to_time_and_keeps_token_columns():
     rows = [document(3, 1), *[document(0, 6)] * 2_000, document(0, 0)] * 2
-    streamed = fit_stream(stream([{**row, "n": 1} for row in rows]), Overflow("truncate", 4))
+    streamed = fit_stream(stream_of([{**row, "n": 1} for row in rows]), Overflow("truncate", 4))
     assert set(next(iter(streamed))) == {"input_ids", "labels"}
     take_counts(streamed)
     iterator = iter(streamed)

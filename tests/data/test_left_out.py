@@ -3,7 +3,6 @@
 Templates are those that TRL ships. A row that loses words is refused by its number, or counted.
 """
 
-import logging
 from itertools import product
 
 import pytest
@@ -22,14 +21,15 @@ from helpers.chat_templates import (
     with_template,
 )
 from helpers.prepared import call_for
+from helpers.runs import prepare_run
+from helpers.streams import stream_of
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing import load_prepared
 from trl_packing.data import counts, row_format, tokenize_rows
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from trl_packing.data.row_format import RowFormat
-from trl_packing.data.tokenize_rows import documents_from_rows
-from trl_packing.tools.prepare import prepare_run
+from trl_packing.data.tokenize_rows import documents_from_rows, notes_on_unread
 
 NO_REASONING = "1 document with reasoning that the chat template leaves out"
 PARSED = "1 document with arguments of tool calls as JSON text: parsed"
@@ -66,7 +66,7 @@ def row_of(key, form="messages", **kwargs):
 @pytest.mark.parametrize("form", ["messages", "prompt"])
 def test_keys_of_other_rows_are_written_nowhere(form, monkeypatch, tmp_path):
     rows = [row_of("city", form, enable_thinking=False), row_of("zone", form, effort="low")]
-    expected = texts(IterableDataset.from_generator(lambda: iter(rows)), SHOWS_ALL)
+    expected = texts(stream_of(rows), SHOWS_ALL)
     assert "off" in expected[0]
     assert "on" in expected[1]
     table = Dataset.from_list(rows)
@@ -129,12 +129,11 @@ def test_the_report_counts_parsed_arguments_and_lost_reasoning(tmp_path, caplog,
     tokenizer = tokenizer_for("qwen2_5")
     thoughts = [turn("user", "Hi"), reasoned("Hello", "a greeting", "reasoning_content")]
     rows = [{"messages": m} for m in ([turn("user", "Hi"), calling("{}")], thoughts, SENTENCES)]
-    given_rows = IterableDataset.from_generator(lambda: iter(rows)) if streamed else rows
-    with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(
-            tmp_path, given_rows, tokenizer=tokenizer, max_length=256, max_steps=1, train_on="all"
-        )
-        trainer.train()
+    given_rows = stream_of(rows) if streamed else rows
+    trainer = make_trainer(
+        tmp_path, given_rows, tokenizer=tokenizer, max_length=256, max_steps=1, train_on="all"
+    )
+    trainer.train()
     for words in (PARSED, NO_REASONING):
         assert caplog.text.count(words) == 1
         assert words in " ".join(str(trainer.packing_report).split())
@@ -173,14 +172,14 @@ def test_a_message_whose_words_do_not_reach_the_text_is_refused(name, messages, 
         prepared(chat, [messages], **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "messages", "options"),
-    [
-        ("qwen2_5_training", THOUGHTS, MARKS),
-        ("qwen3", [*THOUGHTS, *SENTENCES], {"train_on": None}),  # reasoning of an earlier turn
-        ("llama3_1", BESIDE, {"train_on": None}),
-    ],
-)
+COUNTED = [
+    ("qwen2_5_training", THOUGHTS, MARKS),
+    ("qwen3", [*THOUGHTS, *SENTENCES], {"train_on": None}),  # reasoning of an earlier turn
+    ("llama3_1", BESIDE, {"train_on": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "messages", "options"), COUNTED)
 def test_parts_that_trl_trains_without_are_counted(name, messages, options):
     rules = RowFormat(ChatTemplate(tokenizer_for(name)), "</s>", **options)
     [document] = rules.documents({"messages": messages}, "messages")
@@ -207,29 +206,33 @@ def test_words_that_a_template_writes_otherwise_are_not_lost(name, messages, opt
 # --- columns beside the conversation --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "column"),
-    [
-        ({"messages": SENTENCES, "system": "Be brief."}, {}, "system"),
-        ({"query": "a", "response": "b", "history": [["c", "d"]]}, {"prompt_template": "qa"}, "hi"),
-        ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, {}, "tools"),
-        ({"messages": SENTENCES, "system": ""}, {}, None),
-        ({"messages": SENTENCES, "tools": [CALL]}, {}, None),
-        ({"query": "a", "response": "b", "system": "c"},
-         {"prompt_template": "{system} {query}"}, None),
-        ({"text": "a", "system": "Be brief."}, {}, None),
-    ],
-)  # fmt: skip
+PARTS_BESIDE = [
+    ({"messages": SENTENCES, "system": "Be brief."}, {}, "system"),
+    ({"query": "a", "response": "b", "history": [["c", "d"]]}, {"prompt_template": "qa"}, "hi"),
+    ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, {}, "tools"),
+    ({"messages": SENTENCES, "system": ""}, {}, None),
+    ({"messages": SENTENCES, "tools": [CALL]}, {}, None),
+    ({"query": "a", "response": "b", "system": "c"},
+     {"prompt_template": "{system} {query}"}, None),
+    ({"text": "a", "system": "Be brief."}, {}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "options", "column"), PARTS_BESIDE)
 def test_columns_with_parts_of_a_conversation_are_named(tmp_path, caplog, row, options, column):
-    streams = [lambda: [row] * 4, lambda: IterableDataset.from_generator(lambda: iter([row] * 4))]
-    for make in streams:
+    for rows in ([row] * 4, stream_of([row] * 4)):
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            make_trainer(
-                tmp_path, make(), tokenizer=tiny_tokenizer(chat=True), max_steps=1, **options
-            )
+        make_trainer(tmp_path, rows, tokenizer=tiny_tokenizer(chat=True), max_steps=1, **options)
         assert ("look like parts of the conversation" in caplog.text) == (column is not None)
         assert column is None or f"has '{column}" in caplog.text
+
+
+def test_only_rows_of_the_data_set_have_values_that_are_not_read():
+    rows = [{"text": "a", "prompt": "b", "completion": "c", "system": said} for said in ("", "Hi")]
+    row_format = RowFormat(ChatTemplate(tiny_tokenizer()), "<eos>")
+    whole = Dataset.from_list(rows)
+    assert len(notes_on_unread(whole, row_format, "train")) == 1
+    assert notes_on_unread(whole.select([0]), row_format, "train") == []
 
 
 # --- every template, form and mode ----------------------------------------------------------------
@@ -288,6 +291,9 @@ def in_form(messages, form):
     return {"prompt": messages[:first], "completion": messages[first:]}
 
 
+LOST = counts.NO_REASONING | counts.NO_WORDS
+
+
 def outcome(chat, messages, options, form="messages"):
     """Assert that no word of a row is lost silently; return what happened to the row."""
     answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -305,7 +311,7 @@ def outcome(chat, messages, options, form="messages"):
         if by_turn and number not in chosen:  # earlier thoughts are not read at inference
             missing = {word for word in missing if "thought" not in word}
         lost |= missing
-    counted = any(document.handled & ~counts.PARSED for document in documents)
+    counted = any(document.handled & LOST for document in documents)
     assert counted or not lost, f"{lost} are lost silently"
     if by_turn:
         spans = [(d.text[a:b]) for d in documents for a, b, _ in d.spans or ()]

@@ -7,10 +7,11 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, IterableDataset, concatenate_datasets, load_dataset
 from harness import make_trainer
+from helpers.command import run_command
+from helpers.prepared import write_rows
 from helpers.tiny import tiny_tokenizer
 
 from trl_packing import load_prepared
-from trl_packing.cli import main
 
 
 def said(*flags):
@@ -38,12 +39,6 @@ ROWS = {
 }
 
 
-def json_lines(rows, folder):
-    path = folder / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
 def loaded(kind, file, folder, **options):
     options |= {"data_files": file, "split": "train", "cache_dir": str(folder)}
     return load_dataset(kind, **options)
@@ -66,7 +61,7 @@ def from_disk(rows, folder):
 
 
 def from_jsonl(rows, folder, **options):
-    return loaded("json", json_lines(rows, folder), folder, **options)
+    return loaded("json", write_rows(folder / "rows.jsonl", rows), folder, **options)
 
 
 def sliced(rows, folder):
@@ -143,8 +138,8 @@ def test_flags_in_a_later_row_are_read_and_decide(tmp_path):
 @pytest.mark.parametrize("name", ["later", "half", "completions"])
 def test_prepared_rows_are_those_of_the_run(tmp_path, name):
     tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
-    data = json_lines(ROWS[name], tmp_path)
+    data = write_rows(tmp_path / "rows.jsonl", ROWS[name])
     out = tmp_path / "out"
     arguments = ["--model", str(tmp_path / "model"), "--max_length", "512"]
-    assert main(["prepare", data, str(out), *arguments]) == 0
+    assert run_command(["prepare", data, str(out), *arguments]) == 0
     assert documents(load_prepared(out), tmp_path) == documents(ROWS[name], tmp_path)

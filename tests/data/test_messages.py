@@ -24,14 +24,14 @@ def test_roles_of_sharegpt_become_those_of_messages():
     assert messages_from_sharegpt(turns, tool_calls=True) == expected
 
 
-@pytest.mark.parametrize(
-    ("value", "calls"),
-    [
-        (json.dumps(CALL), [CALL]),
-        (json.dumps([CALL, {"name": "time"}]), [CALL, {"arguments": {}, "name": "time"}]),
-        *((text, None) for text in ("weather(Bern)", '{"city": "Bern"}', "[1]", "[]")),
-    ],
-)
+CALLS_AS_TEXT = [
+    (json.dumps(CALL), [CALL]),
+    (json.dumps([CALL, {"name": "time"}]), [CALL, {"arguments": {}, "name": "time"}]),
+    *((text, None) for text in ("weather(Bern)", '{"city": "Bern"}', "[1]", "[]")),
+]
+
+
+@pytest.mark.parametrize(("value", "calls"), CALLS_AS_TEXT)
 def test_a_function_call_becomes_tool_calls_or_stays_text(value, calls):
     turns = [{"from": "function_call", "value": value}]
     text = [{"role": "assistant", "content": value}]
@@ -71,16 +71,16 @@ def conversation(*flags: dict) -> list[dict]:
     return [m for flag in flags for m in (dict(USER), {**ANSWER, **flag})]
 
 
-@pytest.mark.parametrize(
-    ("messages", "assistant", "last"),
-    [
-        (conversation({"train": False}, {}), {3: 1}, {3: 1}),
-        (conversation({}, {"train": False}), {1: 1}, {}),
-        (conversation({"train": True}, {"weight": None}), {1: 1, 3: 1}, {1: 1, 3: 1}),
-        (conversation({"weight": 0}, {"weight": 0.5}), {3: 0.5}, {3: 0.5}),
-        ([{**USER, "train": True}, ANSWER, USER], {0: 1, 1: 1}, {0: 1, 1: 1}),
-    ],
-)
+FLAGGED = [
+    (conversation({"train": False}, {}), {3: 1}, {3: 1}),
+    (conversation({}, {"train": False}), {1: 1}, {}),
+    (conversation({"train": True}, {"weight": None}), {1: 1, 3: 1}, {1: 1, 3: 1}),
+    (conversation({"weight": 0}, {"weight": 0.5}), {3: 0.5}, {3: 0.5}),
+    ([{**USER, "train": True}, ANSWER, USER], {0: 1, 1: 1}, {0: 1, 1: 1}),
+]
+
+
+@pytest.mark.parametrize(("messages", "assistant", "last"), FLAGGED)
 def test_a_message_says_whether_it_is_trained_before_train_on_does(messages, assistant, last):
     assert trained_messages(messages, "assistant") == assistant
     assert trained_messages(messages, "last_assistant") == last

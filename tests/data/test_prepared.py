@@ -6,14 +6,12 @@ import json
 import pyarrow as pa
 import pytest
 from datasets import Dataset, concatenate_datasets
-from helpers.prepared import call_for, chats
-from helpers.runs import TrainerCall, run_of_call
+from helpers.prepared import call_for, chats, write_rows
+from helpers.runs import TrainerCall, prepare_run, records_of, run_of_call
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from transformers import TrainingArguments
 
 from trl_packing import PackedSFTConfig, load_prepared, load_rows
-from trl_packing.data.files import is_prepared, records_of
-from trl_packing.tools.prepare import prepare_run
 
 
 def made(out, call, **options):
@@ -168,8 +166,7 @@ def test_a_selection_is_checked_and_counted_anew(tmp_path):
 
 
 def test_sets_are_found_by_their_name_or_their_split(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in chats(20)))
-    file = str(tmp_path / "rows.jsonl")
+    file = write_rows(tmp_path / "rows.jsonl", chats(20))
     train, test = (load_rows(file, split) for split in ("train[:75%]", "train[75%:]"))
     made(tmp_path / "out", call_for(train, test))
     assert len(load_rows(str(tmp_path / "out"), "train[:75%]")) == 15
@@ -192,7 +189,8 @@ def test_a_damaged_folder_is_refused(tmp_path):
         load_prepared(tmp_path / "out")
     with pytest.raises(ValueError, match=r"holds no prepared data: it has no manifest\.json"):
         load_prepared(tmp_path)
-    assert not is_prepared(tmp_path / "none")
+    with pytest.raises(ValueError, match="none"):
+        load_prepared(tmp_path / "none")
     file = tmp_path / "out" / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"trl_packing_prepared": 1}))
     with pytest.raises(ValueError, match=r"in a form that this version cannot read; prepare"):

@@ -171,9 +171,7 @@ def weights_of(tokenizer, text: str, spans, only_whole: bool = False) -> list[fl
 @every_kind
 @settings(max_examples=300, deadline=None)
 @given(before=texts, inside=texts, after=texts)
-def test_tokens_that_hold_a_character_of_a_span_are_trained_or_only_those_within_it(
-    kind, before, inside, after
-):
+def test_tokens_of_a_span_or_only_those_within_it_are_trained(kind, before, inside, after):
     tokenizer = made(kind)
     text = before + inside + after
     start, stop = len(before), len(before + inside)

@@ -1,12 +1,19 @@
 """The whole way of the data, from a user's rows to the trainer's documents and its report."""
 
-import logging
-
 import pytest
-from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
+from datasets import Dataset, concatenate_datasets, interleave_datasets
 from harness import alone, assert_exact, make_trainer, run
 from helpers.chat_templates import source_of
-from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_model, tiny_rows, tiny_tokenizer
+from helpers.streams import stream_of
+from helpers.tiny import (
+    assistant,
+    documents_of_lengths,
+    tiny_dataset,
+    tiny_model,
+    tiny_rows,
+    tiny_tokenizer,
+    user,
+)
 from trl import SFTTrainer
 
 from trl_packing import PackedSFTTrainer
@@ -26,13 +33,8 @@ def trained_texts(trainer) -> list[str]:
     ]
 
 
-def stream_of(rows: list[dict]) -> IterableDataset:
-    return IterableDataset.from_generator(lambda: iter(rows))
-
-
 def chat(*answers: tuple[str, dict]) -> dict:
-    said = [{"role": "assistant", "content": text, **flags} for text, flags in answers]
-    return {"messages": [{"role": "user", "content": "Why?"}, *said]}
+    return {"messages": [user("Why?"), *(assistant(text, **flags) for text, flags in answers)]}
 
 
 # --- weights of messages --------------------------------------------------------------------------
@@ -75,9 +77,7 @@ def test_weights_of_messages_train_as_documents_with_weights_alone(tmp_path, giv
 
 
 @pytest.mark.parametrize("tokenized", [False, True])
-def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
-    tmp_path, caplog, tokenized
-):
+def test_a_response_template_trains_what_follows_or_is_counted(tmp_path, caplog, tokenized):
     tokenizer = tiny_tokenizer()
 
     def rows_of(*texts):
@@ -85,8 +85,7 @@ def test_a_response_template_trains_what_follows_and_its_lack_is_counted(
         return ids if tokenized else [{"text": text} for text in texts]
 
     rows = rows_of(*[f"Why?\n{ANSWER} So.<eos>"] * 3, "nothing<eos>")
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_for(tmp_path, rows, tokenizer=tokenizer, response_template=ANSWER)
+    trainer = trainer_for(tmp_path, rows, tokenizer=tokenizer, response_template=ANSWER)
     sentence = f"1 of 4 documents (25.0%) have no response_template '{ANSWER}'"
     assert sentence in caplog.text
     assert sentence in str(trainer.packing_report)
@@ -104,17 +103,13 @@ def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, lack
         tokenizer.chat_template = plain
     elif lacks == "tools":
         tokenizer.chat_template = source_of("deepseekv3")
-    with caplog.at_level(logging.WARNING):
-        trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
+    trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
     warns = "has tools, but the chat template renders no" in caplog.text
     assert warns == (lacks is not None)
     assert not lacks or f"renders no {lacks};" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_hinted"),
-    [({}, True), ({"train_on": "all"}, False)],
-)
+@pytest.mark.parametrize(("settings", "is_hinted"), [({}, True), ({"train_on": "all"}, False)])
 def test_messages_that_are_trained_whole_get_a_hint_in_the_report(tmp_path, settings, is_hinted):
     trainer = trainer_for(tmp_path, tiny_dataset("conversational_language_modeling"), **settings)
     assert ("train_on='assistant'" in str(trainer.packing_report)) == is_hinted
@@ -139,22 +134,20 @@ def test_rows_that_were_padded_are_refused_by_their_number(tmp_path, streamed):
 
     trained([[1, 1, 1, 1]] * 3)
     for mask in ([1, 1, 1, 0], [0, 1, 1, 1], [1, 1, 2, 2]):
-        with pytest.raises(ValueError, match=r"document 1 of the train .*tokenize without padd"):
+        with pytest.raises(ValueError, match=r"document 1 of the .*tokenize without padd"):
             trained([[1, 1, 1, 1], mask, [1, 1, 1, 1]])
 
 
-@pytest.mark.parametrize(
-    ("join", "column", "is_first"),
-    [
-        (interleave_datasets, "id", False),
-        (interleave_datasets, "source", True),
-        (concatenate_datasets, "tools", False),
-        (concatenate_datasets, "id", True),
-    ],
-)
-def test_joined_streams_of_which_one_has_a_column_more_lose_nothing(
-    tmp_path, join, column, is_first
-):
+JOINED = [
+    (interleave_datasets, "id", False),
+    (interleave_datasets, "source", True),
+    (concatenate_datasets, "tools", False),
+    (concatenate_datasets, "id", True),
+]
+
+
+@pytest.mark.parametrize(("join", "column", "is_first"), JOINED)
+def test_joined_streams_lose_nothing_if_one_has_a_column_more(tmp_path, join, column, is_first):
     if column == "tools":
         more = tiny_rows("tools")
         rows = [{"messages": row["messages"]} for row in more]

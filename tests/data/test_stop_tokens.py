@@ -45,15 +45,15 @@ def arrow(dataset) -> ArrowDocuments:
     return ArrowDocuments(dataset, TOKEN_COLUMNS)
 
 
-@pytest.mark.parametrize(
-    ("template", "names"),
-    [
-        (CHATML, ["<|im_end|>"]),
-        (CHATML.replace("'<|im_end|>'", "' <|other|><|im_end|>'"), ["<|other|>"]),
-        ("{{ raise_exception('no') }}", []),
-        ("{{ messages[0]['content'] }}<|im_end|>", []),  # not the answer's end
-    ],
-)
+ENDS = [
+    (CHATML, ["<|im_end|>"]),
+    (CHATML.replace("'<|im_end|>'", "' <|other|><|im_end|>'"), ["<|other|>"]),
+    ("{{ raise_exception('no') }}", []),
+    ("{{ messages[0]['content'] }}<|im_end|>", []),  # not the answer's end
+]
+
+
+@pytest.mark.parametrize(("template", "names"), ENDS)
 def test_the_end_of_a_turn_is_read_from_the_template(template, names):
     tokenizer = tiny_tokenizer()
     expected = {EOS, *map(tokenizer.convert_tokens_to_ids, names)}
@@ -158,10 +158,9 @@ def test_answers_that_a_template_ends_in_another_token_are_said(tmp_path, caplog
         caplog.clear()
         tokenizer = tiny_tokenizer(chat=True)
         tokenizer.eos_token = "<eos>"
-        with caplog.at_level("WARNING"):
-            trainer = make_trainer(
-                tmp_path, rows, tokenizer=tokenizer, train_on="assistant", **settings
-            )
+        trainer = make_trainer(
+            tmp_path, rows, tokenizer=tokenizer, train_on="assistant", **settings
+        )
         note = (
             "where generation goes on ('<|im_end|>' in document 0, the first; it stops at '<eos>'"
         )
@@ -223,15 +222,13 @@ def test_what_is_trained_now_has_the_weight_1():
 
 def test_the_trainer_counts_and_appends(tmp_path, caplog):
     rows = [{"input_ids": [A, 7, 8, EOS]}] * 3 + [{"input_ids": [A, 7, 8]}]
-    with caplog.at_level("WARNING"):
-        trainer = make_trainer(tmp_path, rows)
+    trainer = make_trainer(tmp_path, rows)
     note = "1 of 4 documents (25.0%) do not end in a trained stop token ('<eos>')"
     assert note in str(trainer.packing_report)
     assert f"train dataset: {note}" in caplog.text
     assert trainer.train_dataset["input_ids"][3] == [A, 7, 8]
     caplog.clear()
-    with caplog.at_level("WARNING"):
-        trainer = make_trainer(tmp_path, rows, append_eos=True)
+    trainer = make_trainer(tmp_path, rows, append_eos=True)
     assert "stop token" not in caplog.text + str(trainer.packing_report)
     for column in ("input_ids", "labels"):
         assert trainer.train_dataset[column][3] == [A, 7, 8, EOS]

@@ -1,7 +1,6 @@
 """Documents are what TRL prepares, token by token; other settings do what they say."""
 
 import json
-import logging
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -11,7 +10,7 @@ from datasets import Dataset, Features, List, load_dataset
 from harness import make_trainer
 from helpers.chat_templates import source_of, turn, with_template
 from helpers.combinations import combined
-from helpers.tiny import WEATHER_TOOL, tiny_model
+from helpers.tiny import WEATHER_TOOL, assistant, tiny_model, user
 from tokenizers import processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from trl import SFTTrainer
@@ -37,37 +36,28 @@ def tokenizer(template: str, bos: bool = False) -> PreTrainedTokenizerFast:
     return chat
 
 
-def user(text: str) -> dict[str, str]:
-    return turn("user", text)
+def chat(question: str, answer: str) -> list[dict[str, Any]]:
+    return [user(question), assistant(answer)]
 
 
-def assistant(text: str) -> dict[str, str]:
-    return turn("assistant", text)
-
-
-MORE = [user("Sure?"), assistant("Yes.")]
+MORE = chat("Sure?", "Yes.")
 # Every form of row that TRL takes.
 FORMS: dict[str, Any] = {
     "text": lambda q, a: {"text": f"{q} {a}"},
     "prompt, completion": lambda q, a: {"prompt": q, "completion": a},
     "prompt and space": lambda q, a: {"prompt": f"{q} ", "completion": a},
-    "messages": lambda q, a: {"messages": [user(q), assistant(a)]},
-    "more messages": lambda q, a: {
-        "messages": [turn("system", "Be brief."), user(q), assistant(a), *MORE]
-    },
+    "messages": lambda q, a: {"messages": chat(q, a)},
+    "more messages": lambda q, a: {"messages": [turn("system", "Be brief."), *chat(q, a), *MORE]},
     "from, value": lambda q, a: {
         "conversations": [{"from": "user", "value": q}, {"from": "assistant", "value": a}]
     },
     "prompt messages": lambda q, a: {"prompt": [user(q)], "completion": [assistant(a)]},
     "prompt messages in turns": lambda q, a: {
-        "prompt": [user("Hi"), assistant("Hello!"), user(q)],
+        "prompt": [*chat("Hi", "Hello!"), user(q)],
         "completion": [assistant(a), *MORE],
     },
-    "tools": lambda q, a: {"messages": [user(q), assistant(a)], "tools": [WEATHER_TOOL]},
-    "tools as text": lambda q, a: {
-        "messages": [user(q), assistant(a)],
-        "tools": json.dumps([WEATHER_TOOL]),
-    },
+    "tools": lambda q, a: {"messages": chat(q, a), "tools": [WEATHER_TOOL]},
+    "tools as text": lambda q, a: {"messages": chat(q, a), "tools": json.dumps([WEATHER_TOOL])},
     "template arguments": lambda q, a: {
         "prompt": [user(q)],
         "completion": [assistant(a)],
@@ -121,8 +111,7 @@ def test_documents_are_those_of_trl(tmp_path, form, caplog):
     rows, chat = data_set(form), tokenizer("qwen3")
     theirs = by_trl(rows, chat, tmp_path)
     caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        ours = documents(rows, chat, tmp_path)
+    ours = documents(rows, chat, tmp_path)
     assert ours == theirs
     assert documents(rows.to_iterable_dataset(num_shards=2), chat, tmp_path, max_steps=1) == theirs
     # A prompt that tokens reach out of is said.
@@ -132,26 +121,26 @@ def test_documents_are_those_of_trl(tmp_path, form, caplog):
     assert ours != theirs
 
 
-@pytest.mark.parametrize(
-    ("form", "template", "settings"),
-    [
-        *combined(
-            ["messages", "prompt messages", "prompt messages in turns"],
-            ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"],
-            [{}],
-        ),
-        *combined(
-            [form for form in CONVERSATIONS if form != "from, value"],
-            ["qwen3", "qwen2_5", "lfm2_2_5"],
-            [{"assistant_only_loss": True}],
-        ),
-        *combined(
-            ["prompt and space", "prompt messages", "messages"],
-            ["qwen2_5"],
-            [{"completion_only_loss": True}, {"completion_only_loss": False}],
-        ),
-    ],
-)
+LIKE_TRL = [
+    *combined(
+        ["messages", "prompt messages", "prompt messages in turns"],
+        ["qwen2_5", "llama3", "gemma3", "phi3", "gptoss", "lfm2_2_5"],
+        [{}],
+    ),
+    *combined(
+        [form for form in CONVERSATIONS if form != "from, value"],
+        ["qwen3", "qwen2_5", "lfm2_2_5"],
+        [{"assistant_only_loss": True}],
+    ),
+    *combined(
+        ["prompt and space", "prompt messages", "messages"],
+        ["qwen2_5"],
+        [{"completion_only_loss": True}, {"completion_only_loss": False}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "template", "settings"), LIKE_TRL)
 def test_other_templates_and_settings_give_the_documents_of_trl(tmp_path, form, template, settings):
     chat = tokenizer(template)
     ours = documents(data_set(form), chat, tmp_path, **settings)
@@ -225,9 +214,7 @@ class OwnTemplate(PreTrainedTokenizerFast):
 
 @pytest.mark.filterwarnings("ignore:This sequence already has")
 @pytest.mark.parametrize("form", ["text", "more messages"])
-def test_slow_tokenizers_and_those_that_render_by_themselves_give_the_documents_of_trl(
-    tmp_path, form
-):
+def test_tokenizers_that_are_slow_or_render_by_themselves_take_the_code_of_trl(tmp_path, form):
     """These take the code of TRL."""
     chat, plain = tokenizer("qwen2_5"), tokenizer("qwen2_5")
     chat.__class__ = OwnTemplate
@@ -280,28 +267,22 @@ def test_a_tokenizer_of_mistral_common_gives_the_documents_of_trl(tmp_path, capl
     assert "mistral_format=False)), or rows of input_ids" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("form", "settings", "words"),
-    [
-        ("prompt messages", {}, "cannot be prepared: Expected last role Assistant"),
-        ("prompt messages", {"stream": True}, "cannot be prepared: Expected last role Assistant"),
-        ("messages", {"train_on": "assistant"}, "train_on cannot be used on the train dataset"),
-        (
-            "messages",
-            {"assistant_only_loss": True},
-            "needs a chat template, .* has none",
-        ),
-        ("messages", {"chat_template_path": "c.jinja"}, "tokenizer reads no chat template"),
-        (
-            "prompt messages",
-            {"chat_template_path": "c.jinja", "assistant_only_loss": True},
-            "tokenizer reads no chat template",
-        ),
-    ],
-)
-def test_a_tokenizer_of_mistral_common_is_refused_with_the_one_that_can(
-    tmp_path, monkeypatch, form, settings, words
-):
+MISTRAL_REFUSES = [
+    ("prompt messages", {}, "cannot be prepared: Expected last role Assistant"),
+    ("prompt messages", {"stream": True}, "cannot be prepared: Expected last role Assistant"),
+    ("messages", {"train_on": "assistant"}, "train_on cannot be used on the train dataset"),
+    ("messages", {"assistant_only_loss": True}, "needs a chat template, .* has none"),
+    ("messages", {"chat_template_path": "c.jinja"}, "tokenizer reads no chat template"),
+    (
+        "prompt messages",
+        {"chat_template_path": "c.jinja", "assistant_only_loss": True},
+        "tokenizer reads no chat template",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "settings", "words"), MISTRAL_REFUSES)
+def test_mistral_common_is_refused_with_the_way_out(tmp_path, monkeypatch, form, settings, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.jinja").write_text("{% generation %}{{ messages }}{% endgeneration %}")
     rows = data_set(form)
@@ -332,9 +313,7 @@ def test_a_formatting_func_that_renders_the_messages_gives_the_conversations_of_
 
 
 @pytest.mark.parametrize("completion_only", [True, False])
-@pytest.mark.parametrize(
-    "masks", [(), ("completion_mask",), ("completion_mask", "assistant_masks")]
-)
+@pytest.mark.parametrize("masks", [[], ["completion_mask"], ["completion_mask", "assistant_masks"]])
 def test_masks_of_tokenized_rows_make_the_labels_of_trl(tmp_path, completion_only, masks):
     row = {
         "input_ids": [5, 6, 7, 8],

@@ -70,11 +70,9 @@ def test_workers_of_a_loader_read_the_same_documents_and_carry_no_copy_of_what_w
     assert len(pickle.dumps(documents)) < before + 100
     batches = [[0, 1], [4, 0]]
     options = {"num_workers": 2, "collate_fn": PackedCollator()}
-    found = [
-        batch["input_ids"] for batch in DataLoader(documents, batch_sampler=batches, **options)
-    ]
+    loader = DataLoader(documents, batch_sampler=batches, **options)
     expected = [[[31, 32, 33, 34, 11, 12, 13]], [[21, 31, 32, 33, 34]]]
-    assert [ids.tolist() for ids in found] == expected
+    assert [batch["input_ids"].tolist() for batch in loader] == expected
 
 
 # --- loss weights ---------------------------------------------------------------------------------

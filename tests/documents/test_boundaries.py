@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_packing.documents.boundaries import (
+from trl_packing import (
     block_diagonal_mask,
     cu_seqlens_from_lengths,
     document_ids_from_lengths,
@@ -53,15 +53,15 @@ def test_no_documents_give_no_tokens():
     assert block_diagonal_mask(none).shape == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("input_ids", "eos", "lengths"),
-    [
-        ([0, 5, 0, 7, 8], EOS, [1, 2, 2]),  # EOS also used as BOS; a last document without EOS
-        ([5, 0, 0, 0, 0], EOS, [2, 3]),  # padded with EOS: the padding is a document of its own
-        ([5, 0, 0, 6, 0], EOS, [2, 1, 2]),
-        ([5, 8, 6, 9, 7], [8, 9], [2, 2, 1]),  # every EOS of a model
-    ],
-)
+ENDED_BY_EOS = [
+    ([0, 5, 0, 7, 8], EOS, [1, 2, 2]),  # EOS also used as BOS; a last document without EOS
+    ([5, 0, 0, 0, 0], EOS, [2, 3]),  # padded with EOS: the padding is a document of its own
+    ([5, 0, 0, 6, 0], EOS, [2, 1, 2]),
+    ([5, 8, 6, 9, 7], [8, 9], [2, 2, 1]),  # every EOS of a model
+]
+
+
+@pytest.mark.parametrize(("input_ids", "eos", "lengths"), ENDED_BY_EOS)
 def test_an_eos_ends_its_document_and_a_run_of_them_is_one_more(input_ids, eos, lengths):
     found = lengths_from_eos(torch.tensor(input_ids, dtype=torch.int32), eos)
     assert (found.tolist(), found.dtype) == (lengths, torch.int64)
@@ -77,12 +77,7 @@ def test_a_batch_has_the_lengths_of_each_row_filled_with_zeros(rows):
 
 
 @settings(max_examples=50)
-@given(
-    lengths=ROW,
-    padding=st.integers(0, 2),
-    causal=st.booleans(),
-    window=st.one_of(st.none(), st.integers(1, 4)),
-)
+@given(ROW, st.integers(0, 2), st.booleans(), st.none() | st.integers(1, 4))
 def test_a_token_sees_its_document_only_and_within_window(lengths, padding, causal, window):
     num_tokens = sum(lengths) + padding
     _, owners = slow_row(lengths, num_tokens)
@@ -109,16 +104,16 @@ def test_a_float_mask_is_zero_where_attention_is_allowed_and_the_lowest_number_e
     assert torch.equal(mask, torch.where(allowed, 0.0, lowest).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("function", "given", "options", "words"),
-    [
-        (cu_seqlens_from_lengths, [1.0], {}, "integer tensor .* torch.float32"),
-        (document_ids_from_lengths, [1, -2], {}, "not be negative, got -2"),
-        (position_ids_from_lengths, [[[1]]], {}, r"of shape \(1, 1, 1\)"),
-        (position_ids_from_lengths, [3, 2], {"num_tokens": 4}, "sum to 5 but num_tokens is 4"),
-        (block_diagonal_mask, [3], {"window": 0}, "window must be at least 1"),
-    ],
-)
+REFUSED = [
+    (cu_seqlens_from_lengths, [1.0], {}, "integer tensor .* torch.float32"),
+    (document_ids_from_lengths, [1, -2], {}, "not be negative, got -2"),
+    (position_ids_from_lengths, [[[1]]], {}, r"of shape \(1, 1, 1\)"),
+    (position_ids_from_lengths, [3, 2], {"num_tokens": 4}, "sum to 5 but num_tokens is 4"),
+    (block_diagonal_mask, [3], {"window": 0}, "window must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("function", "given", "options", "words"), REFUSED)
 def test_bad_input_is_refused_by_name(function, given, options, words):
     with pytest.raises(ValueError, match=words):
         function(torch.tensor(given), **options)

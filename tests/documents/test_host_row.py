@@ -26,15 +26,14 @@ DOCUMENTS = documents_of_lengths([3, 21, 17, 5, 30, 9], prompt=2)
 KEYS = {"input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 
 
-@pytest.mark.parametrize(
-    ("documents", "options"),
-    [
-        (DOCUMENTS, {"packing": False, "pad_to_multiple_of": 8, "dataloader_num_workers": 1}),
-        ([d | {"loss_weights": [0.5] * len(d["input_ids"])} for d in DOCUMENTS], {}),
-        (DOCUMENTS, {"static_shapes": True}),
-    ],
-    ids=["workers", "weighted", "static"],
-)
+BATCHES = [
+    (DOCUMENTS, {"packing": False, "pad_to_multiple_of": 8, "dataloader_num_workers": 1}),
+    ([d | {"loss_weights": [0.5] * len(d["input_ids"])} for d in DOCUMENTS], {}),
+    (DOCUMENTS, {"static_shapes": True}),
+]
+
+
+@pytest.mark.parametrize(("documents", "options"), BATCHES, ids=["workers", "weighted", "static"])
 def test_batches_of_every_loader_hold_tensors_only(documents, options, tmp_path):
     evaluated = Dataset.from_list(documents)
     trainer = make_trainer(tmp_path, documents, evaluated=evaluated, max_length=80, **options)

@@ -6,21 +6,10 @@ import torch
 from architectures.tiny_models import tiny_model
 from architectures.tiny_step import tiny_documents
 from datasets import Dataset, concatenate_datasets
-from harness import make_trainer
-from helpers.by_hand import (
-    LAYOUTS,
-    assert_same_step,
-    by_hand,
-    losses_of_tokens,
-    one_step,
-    unweighted,
-    weighted,
-)
+from harness import losses_of_tokens, make_trainer
+from helpers.by_hand import LAYOUTS, assert_same_step, by_hand, one_step, unweighted, weighted
 from helpers.tiny import tiny_dataset
 from helpers.tiny import tiny_tokenizer as text_tokenizer
-
-from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.documents.weights import document_weights_from_rows
 
 DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
 
@@ -31,9 +20,7 @@ def by_document(documents):
         d
         | {
             "loss_weight": weight,
-            "labels": [
-                IGNORE_INDEX if i < number % 4 else label for i, label in enumerate(d["labels"])
-            ],
+            "labels": [-100 if i < number % 4 else label for i, label in enumerate(d["labels"])],
         }
         for number, (d, weight) in enumerate(zip(documents, DOCUMENT_WEIGHTS, strict=False))
     ]
@@ -43,13 +30,22 @@ def by_document(documents):
 
 
 def dataset_of(*weights):
-    return Dataset.from_list([{"input_ids": [1], "loss_weight": w} for w in weights])
+    return Dataset.from_list([{"input_ids": [7, 8, 9], "loss_weight": w} for w in weights])
 
 
-def test_weights_are_read_through_select_and_chunks():
+def test_weights_are_read_through_select_and_chunks(tmp_path):
     dataset = concatenate_datasets([dataset_of(1, -1), dataset_of(3, 4)])
-    weights = document_weights_from_rows(dataset.select([3, 0, 2]), "it")
-    assert (weights.dtype, weights.tolist()) == (np.float32, [4.0, 1.0, 3.0]), "wrong ones left out"
+    trainer = make_trainer(
+        tmp_path, dataset.select([3, 0, 2]), train_sampling_strategy="sequential"
+    )
+    assert trainer.train_dataset["loss_weight"][:] == [4.0, 1.0, 3.0], "wrong ones left out"
+    weights = next(iter(trainer.get_train_dataloader()))["loss_weights"]
+    assert (weights.dtype, {*weights.flatten().tolist()} - {0.0}) == (
+        torch.float32,
+        {4.0, 1.0, 3.0},
+    )
+    with pytest.raises(ValueError, match="row 1 of the train dataset has loss_weight=-1"):
+        make_trainer(tmp_path, dataset)
 
 
 # --- a step; its ways and options are rows of tests/test_oracle.py --------------------------------
@@ -63,7 +59,7 @@ def test_document_weighting_is_the_mean_of_the_means_of_documents(tmp_path):
     for document in documents:
         ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
         logits = model(input_ids=ids[None]).logits[0]
-        trained = labels[1:] != IGNORE_INDEX
+        trained = labels[1:] != -100
         means.append(losses_of_tokens(logits[:-1][trained], labels[1:][trained], "nll").mean())
     loss = torch.stack(means).mean()
     loss.backward()
@@ -109,14 +105,14 @@ def prepared(folder, dataset, **options):
     return make_trainer(folder, dataset, max_length=16, overflow="split", **options)
 
 
-@pytest.mark.parametrize(
-    ("form", "packing"),
-    [
-        ("language_modeling", True),
-        ("prompt_completion", False),
-        ("conversational_language_modeling", True),
-    ],
-)
+FORMS = [
+    ("language_modeling", True),
+    ("prompt_completion", False),
+    ("conversational_language_modeling", True),
+]
+
+
+@pytest.mark.parametrize(("form", "packing"), FORMS)
 def test_rows_of_text_keep_the_weights_of_their_documents(form, packing, tmp_path):
     rows = tiny_dataset(form, 8).add_column("loss_weight", DOCUMENT_WEIGHTS)
     trainer = prepared(tmp_path, rows, packing=packing)

@@ -7,10 +7,10 @@
 004  padding-free training: both samples, and what they promise
 """
 
-import json
-
 import pytest
 import torch
+from helpers.drop_in import logged
+from helpers.prepared import write_rows
 from helpers.tiny import QUESTIONS_AND_ANSWERS, save_tiny_model, tiny_model, tiny_tokenizer
 
 from trl_packing import (
@@ -145,8 +145,7 @@ def places(tmp_path, monkeypatch):
     texts = [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in rows]
     tokens = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
     for name, written in (("rows", rows), ("tokens", tokens)):
-        lines = "".join(json.dumps(row) + "\n" for row in written)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+        write_rows(tmp_path / f"{name}.jsonl", written)
     return {
         "instructlab/merlinite-7b-lab": save_tiny_model(tmp_path, "llama", chat=False),
         "path/to/my/dataset": str(tmp_path / "tokens.jsonl"),
@@ -168,10 +167,6 @@ def run(sample: str, *changes: dict[str, str]):
     return names["trainer"]
 
 
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 THEIR_COLLATOR = "from transformers import DataCollatorWithFlattening"
 THEIR_TRAINER = "from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM"
 OUR_FLATTENING = {THEIR_COLLATOR: "from trl_packing import DataCollatorWithFlattening"}
@@ -191,7 +186,9 @@ ENABLED = {
 
 def assert_same_losses(found, expected):
     # Nine float32 steps of AdamW, which divides by the size of small gradients.
-    torch.testing.assert_close(losses(found), losses(expected), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        logged(found, "loss"), logged(expected, "loss"), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_the_flattening_sample_makes_the_steps_and_losses_of_the_padded_run(places):
@@ -213,7 +210,7 @@ def test_a_model_that_needs_it_takes_one_line_more(places, tmp_path):
 def test_the_completion_only_sample_makes_the_steps_of_the_padded_run(places):
     trainer = run(COMPLETION_ONLY, OUR_TRAINER, places)
     assert trainer.state.global_step == 3 * 3
-    assert all(loss > 0 for loss in losses(trainer))
+    assert all(loss > 0 for loss in logged(trainer, "loss"))
     for row in trainer.train_dataset:
         trained = [label for label in row["labels"] if label != -100]
         assert tiny_tokenizer().decode(trained).strip() == f"{row['output']}<eos>"

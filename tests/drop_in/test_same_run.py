@@ -23,19 +23,11 @@ from helpers.tiny import (
     tiny_rows,
     tiny_tokenizer,
 )
-from helpers.vision import tiny_vlm
-from peft import (
-    LoraConfig,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from helpers.vision import pack_no_images, tiny_vlm
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-
-from trl_packing.attention import backends
-from trl_packing.vision import support
 
 
 def both(folder, **options):
@@ -50,9 +42,10 @@ def test_the_comparison_can_fail(tmp_path):
             assert_same_run(sgd_run(tmp_path, PackedSFTTrainer, **changes), run, ("loss",))
 
 
-@pytest.mark.parametrize(
-    "name", fast((n for n in MODELS if n != "gpt2_dropout"), ("llama", "gemma2", "qwen3_moe"))
-)
+FAST = fast((n for n in MODELS if n != "gpt2_dropout"), ("llama", "gemma2", "qwen3_moe"))
+
+
+@pytest.mark.parametrize("name", FAST)
 def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
     """Completion-only, since TRL scales gpt2's full loss by (tokens − documents) / tokens."""
     coefficient = 0.0 if "moe" in name else None
@@ -61,23 +54,22 @@ def test_unpacked_run_of_every_model_equals_trl(tmp_path, name):
     assert unchanged(dict(tiny_model(name).named_parameters()), ours) == []
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"form": "language_modeling"},
-        {"form": "tokenized_labels", "gradient_accumulation_steps": 2, "rows": 22},
-        {"loss_type": "dft"},
-        {"label_smoothing_factor": 0.1},
-        {"dataloader_drop_last": True},
-        {"max_length": 30},
-        {"max_length": None, "completion_only_loss": False},
-        {"pad_to_multiple_of": 8},
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3},
-        {"average_tokens_across_devices": False},
-        {"include_num_input_tokens_seen": "non_padding"},
-    ],
-    ids=lambda changes: ",".join(map(str, changes)),
-)
+OPTIONS = [
+    {"form": "language_modeling"},
+    {"form": "tokenized_labels", "gradient_accumulation_steps": 2, "rows": 22},
+    {"loss_type": "dft"},
+    {"label_smoothing_factor": 0.1},
+    {"dataloader_drop_last": True},
+    {"max_length": 30},
+    {"max_length": None, "completion_only_loss": False},
+    {"pad_to_multiple_of": 8},
+    {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3},
+    {"average_tokens_across_devices": False},
+    {"include_num_input_tokens_seen": "non_padding"},
+]
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=lambda changes: ",".join(map(str, changes)))
 def test_unpacked_run_with_this_option_equals_trl(tmp_path, changes):
     ours, theirs = both(tmp_path, **{"rows": 14, **changes})
     keys = ["loss", "grad_norm", "learning_rate", "epoch", "num_input_tokens_seen"]
@@ -97,12 +89,16 @@ def test_unpacked_run_over_a_stream_equals_trl_step_by_step(tmp_path, accumulati
     assert_same_run(ours, theirs, ("loss", "grad_norm", "num_tokens"))
 
 
+CHANGES = [
+    {},
+    {"loss_type": "dft"},
+    {"label_smoothing_factor": 0.1},
+    {"completion_only_loss": False},
+]
+
+
 @packed_only
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"loss_type": "dft"}, {"label_smoothing_factor": 0.1}, {"completion_only_loss": False}],
-    ids=lambda changes: ",".join(changes) or "nll",
-)
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: ",".join(changes) or "nll")
 def test_a_packed_step_over_all_documents_equals_trl_unpacked(tmp_path, changes):
     ours = sgd_run(tmp_path, PackedSFTTrainer, packing=True, max_length=2048, **changes)
     theirs = sgd_run(tmp_path, SFTTrainer, per_device_train_batch_size=22, **changes)
@@ -185,7 +181,8 @@ def test_an_activated_adapter_gives_the_steps_of_trl(tmp_path, monkeypatch, pack
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     if PackedSFTTrainer is not SFTTrainer:
         assert ours.attention.backend == "padded"
-        monkeypatch.setattr(backends, "invokes_adapter", lambda model: False)
+        seen = "trl_packing.attention.backends.invokes_adapter"
+        monkeypatch.setattr(seen, lambda model: False)
         with pytest.raises(AssertionError):  # in one row, only the last document has an adapter
             assert_same_run(run(PackedSFTTrainer, **options), theirs, ("loss", "grad_norm"))
 
@@ -204,7 +201,7 @@ def test_images_train_as_in_trl(tmp_path, monkeypatch, is_packed):
     if is_packed:
         pytest.importorskip("transformers", "5.23")  # older ones take TRL's path
     else:
-        monkeypatch.setattr(support, "FAMILIES", ())
+        pack_no_images(monkeypatch)
     options = {"per_device_train_batch_size": 3, "max_length": None, "max_steps": 2}
     options |= {"gradient_checkpointing": False, "dataset": tiny_dataset("images", 6)}
 

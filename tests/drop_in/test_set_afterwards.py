@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import make_trainer
+from helpers.drop_in import trained_losses
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
 from torch.utils.data import WeightedRandomSampler
 from transformers import DataCollatorForSeq2Seq
@@ -25,11 +26,6 @@ SETTINGS |= {"learning_rate": 1e-3, "logging_steps": 1}
 def trainer_of(folder, cls=PackedSFTTrainer, rows=ROWS, **options):
     options = SETTINGS | {"packing": False} | options
     return make_trainer(folder, rows, cls=cls, evaluated=Dataset.from_list(ROWS[:5]), **options)
-
-
-def losses(trainer) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def assert_same_losses(ours, theirs):
@@ -106,7 +102,7 @@ def test_a_sampler_of_a_subclass_says_which_documents_a_step_holds(tmp_path):
         trainer_of(tmp_path, with_sampler(cls), gradient_accumulation_steps=2)
         for cls in (SFTTrainer, PackedSFTTrainer)
     )
-    assert_same_losses(losses(ours), losses(theirs))
+    assert_same_losses(trained_losses(ours), trained_losses(theirs))
     assert ours.packing_report.documents == 18
     assert "4 documents" in str(ours.packing_report)
 
@@ -117,5 +113,5 @@ def test_a_subclass_that_asks_super_for_the_sampler_keeps_the_bins(tmp_path):
             return super()._get_train_sampler(train_dataset)
 
     trainer, plain = (trainer_of(tmp_path, cls, packing=True) for cls in (Asking, PackedSFTTrainer))
-    assert_same_losses(losses(trainer), losses(plain))
+    assert_same_losses(trained_losses(trainer), trained_losses(plain))
     assert trainer.packing_report.bins == plain.packing_report.bins

@@ -128,10 +128,8 @@ def hub(tmp_path_factory) -> Path:
     """A folder that looks like the hub to whoever works in it."""
     root = tmp_path_factory.mktemp("hub")
     source = (Path(TRL_TESTS) / "test_sft_trainer.py").read_text(encoding="utf-8")
-    for name, architecture in {
-        *re.findall(r"trl-internal-testing/(tiny-(\w+?)For[\w.-]+)", source)
-    }:
-        _write_model(root / "trl-internal-testing" / name, architecture)
+    for name, kind in {*re.findall(r"trl-internal-testing/(tiny-(\w+?)For[\w.-]+)", source)}:
+        _write_model(root / "trl-internal-testing" / name, kind)
     for dataset, configs in DATASETS.items():
         made = {
             name: {"train": _rows(name, form, 17), "test": _rows(name, form, 2)}

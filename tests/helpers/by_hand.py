@@ -9,14 +9,14 @@ import copy
 
 import pytest
 import torch
-from harness import SMOOTHING, Alone, assert_exact, losses_of_tokens, make_trainer, relative_error
+from harness import SMOOTHING, Alone, assert_exact, make_trainer, relative_error
 from harness import alone as by_hand
 from harness import run as one_step
 
 from helpers.one_step import ONE_STEP
 from helpers.tiny import tiny_model
 
-__all__ = ["SMOOTHING", "by_hand", "losses_of_tokens", "one_step"]
+__all__ = ["SMOOTHING", "by_hand", "one_step"]
 
 TOLERANCE = 1e-4  # relative, float32; without the weights, gradients are off by tens of percent
 LEARNING_RATE = 0.05  # of plain SGD, in runs that tell their parameters and not their gradients

@@ -1,6 +1,6 @@
 """Dense attention: every score of the row, a mask, a softmax; the reference of `tests/attention`.
 
-`assert_equals_dense` compares a kernel with it, on a row of seven documents or on a tree of
+`assert_is_dense` compares a kernel with it, on a row of seven documents or on a tree of
 segments. Doubles of kernels compute with it from the boundaries, window and scale that they get.
 
 The reference runs in float64: what remains is the rounding of one kernel, 2**-24 of values of size
@@ -14,6 +14,17 @@ from trl_packing.attention.interface import KernelOptions
 
 TOLERANCE = 1e-5
 SCALE = 0.4
+
+_SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
+KERNEL_OPTIONS = {
+    "plain": {},
+    "window of one": {"window": 1},
+    "window of twelve": {"window": 12},
+    "window longer than documents": {"window": 64},
+    "softcap, window": {"softcap": 2.0, "window": 4},
+    "sinks": {"sinks": _SINKS},
+    "softcap, sinks, window": {"softcap": 2.0, "sinks": _SINKS, "window": 5},
+}
 
 # Two documents without tokens, one of a single token, and one longer than every window of a test.
 LENGTHS = (5, 1, 0, 30, 2, 0, 3)
@@ -85,7 +96,7 @@ def outcome(attention, tensors, upstream, sinks=None):
     return [output, *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
 
 
-def assert_equals_dense(
+def assert_is_dense(
     kernel, tensors, tolerance=TOLERANCE, *, tree=None, keys=None, sinks=None, **options
 ):
     """Compare output and gradients of a packed kernel with dense attention in float64.

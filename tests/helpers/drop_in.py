@@ -90,6 +90,12 @@ def logged(trainer, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+def trained_losses(trainer) -> list[float]:
+    """Train, and return the logged losses."""
+    trainer.train()
+    return logged(trainer, "loss")
+
+
 def documents(dataset) -> list[tuple[list[int], list[int]]]:
     """Return the ids and labels of every document."""
     return [(row["input_ids"], row["labels"]) for row in dataset]

@@ -136,9 +136,7 @@ FEATURES = (
     Feature("assistant_only_loss", {"assistant_only_loss": True}),
     Feature("response_template", {"response_template": "<|im_start|>assistant\n"}),
     Feature("loss_weighting", {"loss_weighting": "document"}),
-    Feature(
-        "loss_weight column", data=lambda rows: rows.add_column("loss_weight", [2.0] * len(rows))
-    ),
+    Feature("loss_weight column", data=lambda x: x.add_column("loss_weight", [2.0] * len(x))),
     Feature("NEFTune", {"neftune_noise_alpha": 5.0}),
     Feature("balance of experts", {"router_aux_loss_coef": 0.1}, model="qwen3_moe"),
     Feature("compute_loss_func", arguments=lambda: {"compute_loss_func": _user_loss}),

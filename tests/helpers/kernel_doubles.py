@@ -109,9 +109,8 @@ def _double(name, computes, calls, ignores_boundaries):
         calls.append(lengths)
         if lengths is None or ignores_boundaries:
             lengths = [tokens.shape[dim]]
-        parts = {
-            k: v.split(lengths, dim) for k, v in given.items() if k in _TOKENS and v is not None
-        }
+        of_tokens = {k: v for k, v in given.items() if k in _TOKENS and v is not None}
+        parts = {k: v.split(lengths, dim) for k, v in of_tokens.items()}
         outputs = []
         for document in range(len(lengths)):
             part = given | {k: v[document] for k, v in parts.items()}

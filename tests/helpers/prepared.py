@@ -1,5 +1,8 @@
 """Runs whose data are prepared in a folder: small rows, and the arguments of their trainer."""
 
+import json
+from pathlib import Path
+
 from datasets import Dataset
 
 from helpers.runs import TrainerCall
@@ -19,6 +22,12 @@ def chats(number=24, *, weights=False, sources=False):
             messages.append({**answer, **weight})
         rows.append({"messages": messages} | ({"source": "ab"[i % 2]} if sources else {}))
     return Dataset.from_list(rows)
+
+
+def write_rows(path, rows):
+    """Write rows as JSON lines, and return the name of the file."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
 
 
 def settings(folder="unused", **changes):

@@ -9,6 +9,8 @@ Prompts are untrained in some documents and trained in others, so the weights of
 from document to document.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from harness import Run, run
 
 from trl_packing.documents.host_row import host_row
 from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.packing import prefix_tree
+from trl_packing.training.prefix_sharing import PrefixSharing
 
 
 def forked_documents(seed: int = 0, *, weighted: bool = False) -> list[dict[str, list[Any]]]:
@@ -82,3 +86,44 @@ def one_shared_step(model: Any, documents: Any, folder: Any, **options: Any) -> 
     """Train `documents` in one step of rows that share prefixes; options as of `harness.run`."""
     defaults = {"max_length": 128, "router_aux_loss_coef": None, "prefix_sharing": "bin"}
     return Step(run(model, documents, folder, keep=host_row, **defaults | options))
+
+
+# --- faults, for negative controls ----------------------------------------------------------------
+
+
+def spoil_trees(monkeypatch: Any, change: Callable[[Any], dict[str, Any]]) -> None:
+    """Let `change` return fields of each prefix tree that are built otherwise."""
+    make = prefix_tree.build_prefix_tree
+
+    def spoiled(*args: Any, **options: Any) -> Any:
+        tree = make(*args, **options)
+        return replace(tree, **change(tree))
+
+    monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
+
+
+def with_keys(keys: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the fields of a tree whose segments have these keys."""
+    ends = np.cumsum([0, *map(len, keys)]).astype(np.int32)
+    return {"cu_seqlens_k": ends, "key_index": np.concatenate(keys).astype(np.int64)}
+
+
+def siblings_see_each_other(tree: Any) -> dict[str, np.ndarray]:
+    """Return the keys of segments that see all tokens before them."""
+    return with_keys([np.arange(end) for end in tree.cu_seqlens[1:]])
+
+
+def spoil_rows(monkeypatch: Any, change: Callable[[Any], dict[str, Any]]) -> None:
+    """Let `change` return values of each batch with shared prefixes that are others."""
+    share = prefix_tree.share_prefixes
+
+    def spoiled(*args: Any) -> Any:
+        batch, host = share(*args)
+        return batch | change(batch), host
+
+    monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", spoiled)
+
+
+def share_unchecked(monkeypatch: Any) -> None:
+    """Let runs share prefixes without a check."""
+    monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)

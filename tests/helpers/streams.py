@@ -10,6 +10,11 @@ def documents(lengths) -> list[dict]:
     return [{"input_ids": [i] * length} for i, length in enumerate(lengths)]
 
 
+def stream_of(rows) -> IterableDataset:
+    """A stream that knows neither its columns nor their types before it is read."""
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
 def sharded(lengths, num_shards: int) -> IterableDataset:
     return Dataset.from_list(documents(lengths)).to_iterable_dataset(num_shards)
 
@@ -27,7 +32,7 @@ def batched(batch):
 
 SOURCES = {
     "shards": lambda: sharded(LENGTHS, 3),
-    "generator": lambda: IterableDataset.from_generator(lambda: iter(documents(LENGTHS))),
+    "generator": lambda: stream_of(documents(LENGTHS)),
     "shuffled": lambda: sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20),
     "shuffled, then mapped": lambda: (
         sharded(LENGTHS, 3).shuffle(seed=3, buffer_size=20).map(batched, batched=True, batch_size=7)

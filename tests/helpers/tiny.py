@@ -267,18 +267,18 @@ def _pairs(rows: int) -> list[tuple[str, str]]:
     return [QUESTIONS_AND_ANSWERS[i % len(QUESTIONS_AND_ANSWERS)] for i in range(rows)]
 
 
-def _user(text: str) -> dict[str, str]:
+def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def _assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
 
 
-def _turns(i: int, question: str, answer: str) -> list[dict[str, str]]:
+def _turns(i: int, question: str, answer: str) -> list[dict[str, Any]]:
     """One exchange; every third conversation has a second one."""
-    turns = [_user(question), _assistant(answer)]
-    return [*turns, _user("Are you sure?"), _assistant("Quite sure.")] if i % 3 == 2 else turns
+    turns = [user(question), assistant(answer)]
+    return [*turns, user("Are you sure?"), assistant("Quite sure.")] if i % 3 == 2 else turns
 
 
 def _tokenized(rows: int) -> list[tuple[list[int], list[int]]]:
@@ -319,7 +319,7 @@ def _image_rows(rows: int) -> list[dict[str, Any]]:
 
     return [
         {
-            "messages": [_user(f"What is number {i}?"), _assistant(a)],
+            "messages": [user(f"What is number {i}?"), assistant(a)],
             "images": [Image.new("RGB", (16, 16), (16 * i % 256, 100, 50))],
         }
         for i, (_, a) in enumerate(_pairs(rows))
@@ -350,7 +350,7 @@ FORMS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
         {"messages": _turns(i, q, a)} for i, (q, a) in enumerate(_pairs(n))
     ],
     "conversational_prompt_completion": lambda n: [
-        {"prompt": [_user(q)], "completion": [_assistant(a)]} for q, a in _pairs(n)
+        {"prompt": [user(q)], "completion": [assistant(a)]} for q, a in _pairs(n)
     ],
     "conversations": lambda n: [
         {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]}
@@ -395,11 +395,9 @@ def documents_of_lengths(
     lengths: Iterable[int], *, prompt: int = 0, seed: int = 0
 ) -> list[dict[str, list[int]]]:
     """Pre-tokenized rows with exactly these lengths: random ids, the first `prompt` labels −100."""
-    generator = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(seed)
     documents = []
     for length in lengths:
-        ids = torch.randint(
-            len(SPECIAL_TOKENS), VOCAB_SIZE, (length,), generator=generator
-        ).tolist()
+        ids = torch.randint(len(SPECIAL_TOKENS), VOCAB_SIZE, (length,), generator=draw).tolist()
         documents.append({"input_ids": ids, "labels": [-100] * min(prompt, length) + ids[prompt:]})
     return documents

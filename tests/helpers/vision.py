@@ -20,8 +20,10 @@ from PIL import Image
 
 from helpers.one_step import ONE_STEP
 from helpers.tiny import tiny_tokenizer
-from trl_packing.temporarily import temporarily
+from trl_packing.attention.temporarily import temporarily
+from trl_packing.vision import support
 from trl_packing.vision.batch import ImageBatches
+from trl_packing.vision.support import FAMILIES as FAMILIES
 
 
 def tiny_processor(name: str) -> Any:
@@ -80,6 +82,16 @@ def image_dataset(rows: int = 8, form: str = "prompt_completion") -> Dataset:
     return Dataset.from_list(made)
 
 
+def texts(rows: int = 6) -> Dataset:
+    """Return prompts and completions without images, as messages with plain texts."""
+    made = []
+    for row in range(rows):
+        prompt = [{"role": "user", "content": f"How many are {row} and {row + 1}?" + " Say." * row}]
+        completion = [{"role": "assistant", "content": f"They are {2 * row + 1}."}]
+        made.append({"prompt": prompt, "completion": completion})
+    return Dataset.from_list(made)
+
+
 @contextmanager
 def images_of_others() -> Iterator[None]:
     """Give documents of a row the images of others: those of several are in the wrong order."""
@@ -93,3 +105,8 @@ def images_of_others() -> Iterator[None]:
 
     with temporarily(ImageBatches, tensors=swapped):
         yield
+
+
+def pack_no_images(monkeypatch: Any) -> None:
+    """Send all runs with images to TRL's path."""
+    monkeypatch.setattr(support, "FAMILIES", ())

@@ -103,14 +103,10 @@ def test_the_modules_that_mix_documents_are_found(name):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("make", "backend"),
-    [
-        (llama_with, "by_document"),
-        (attention_with, "by_document"),
-        (shifting_outside, "padded"),
-    ],
-)
+MIXING = {llama_with: "by_document", attention_with: "by_document", shifting_outside: "padded"}
+
+
+@pytest.mark.parametrize(("make", "backend"), MIXING.items())
 def test_a_run_on_a_model_that_mixes_documents_is_exact(make, backend, tmp_path):
     model = make()
     found = run(model, DOCUMENTS, tmp_path)

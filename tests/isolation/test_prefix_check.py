@@ -2,38 +2,34 @@
 
 import numpy as np
 import pytest
+from helpers.packed_models import install
+from helpers.shared_prefixes import spoil_trees
 from helpers.tiny import tiny_model
 
+from trl_packing import PackedCollator
 from trl_packing.attention import document_sdpa as tiles
-from trl_packing.attention.backends import resolve_attention
-from trl_packing.attention.install import install_attention
 from trl_packing.isolation.check import check_prefixes
-from trl_packing.packing import prefix_tree
-from trl_packing.packing.collator import PackedCollator
 
 DOCUMENT = np.random.default_rng(0).integers(6, 300, 400)
 
 
 def check(name="mistral", document=DOCUMENT, **options):
     """Check a model with a window of 8 tokens in two layers: 14 tokens behind the fork see it."""
-    model = tiny_model(name)
-    install_attention(model, resolve_attention(model, "documents"))
+    model = install(tiny_model(name), "documents")
     return check_prefixes(model, [document], collator=PackedCollator(), training=True, **options)
 
 
 def spoil_positions(monkeypatch, first: int, last: int) -> None:
     """Count positions wrongly in tokens ``[first, last)`` of the long branches only."""
-    make = prefix_tree.build_prefix_tree
 
-    def spoiled(*args, **options):
-        tree = make(*args, **options)
+    def change(tree):
         positions = tree.position_ids.copy()
         behind = positions - len(DOCUMENT) // 2
         if len(positions) > len(DOCUMENT):
             positions[(behind >= first) & (behind < last)] += 5
-        return type(tree)(**{**vars(tree), "position_ids": positions})
+        return {"position_ids": positions}
 
-    monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
+    spoil_trees(monkeypatch, change)
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama"])

@@ -15,20 +15,20 @@ WINDOW = {"sliding_window": 4096}
 T4, A100 = (7, 5), (8, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "dtype", "capability", "native", "tokens"),
-    [
-        ("llama", {}, torch.float16, A100, "sdpa", sys.maxsize),
-        ("llama", {}, torch.float16, T4, "sdpa", 4_096),  # 8 bytes × 32 heads for each pair
-        ("llama", {}, torch.float32, A100, "sdpa", 4_096),
-        ("llama", {"head_dim": 512}, torch.bfloat16, A100, "sdpa", 4_096),
-        ("llama", {"num_key_value_heads": 32}, torch.float16, T4, "sdpa", sys.maxsize),
-        ("mistral", WINDOW, torch.bfloat16, A100, "sdpa", 37_837),  # a mask of 3 bytes
-        ("llama", {}, torch.bfloat16, A100, "eager", 4_729),  # 6 bytes × 32 heads
-        ("llama", {}, torch.bfloat16, A100, "flash_attention_2", sys.maxsize),
-        ("mistral", WINDOW, torch.float32, None, "sdpa", 29_308),  # a CPU: 5 bytes
-    ],
-)
+MEMORY = [
+    ("llama", {}, torch.float16, A100, "sdpa", sys.maxsize),
+    ("llama", {}, torch.float16, T4, "sdpa", 4_096),  # 8 bytes × 32 heads for each pair
+    ("llama", {}, torch.float32, A100, "sdpa", 4_096),
+    ("llama", {"head_dim": 512}, torch.bfloat16, A100, "sdpa", 4_096),
+    ("llama", {"num_key_value_heads": 32}, torch.float16, T4, "sdpa", sys.maxsize),
+    ("mistral", WINDOW, torch.bfloat16, A100, "sdpa", 37_837),  # a mask of 3 bytes
+    ("llama", {}, torch.bfloat16, A100, "eager", 4_729),  # 6 bytes × 32 heads
+    ("llama", {}, torch.bfloat16, A100, "flash_attention_2", sys.maxsize),
+    ("mistral", WINDOW, torch.float32, None, "sdpa", 29_308),  # a CPU: 5 bytes
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "dtype", "capability", "native", "tokens"), MEMORY)
 def test_a_document_alone_is_as_long_as_native_attention_has_memory_for(
     name, changes, dtype, capability, native, tokens, monkeypatch
 ):

@@ -62,9 +62,10 @@ def assert_reports(metrics, expected, tolerance=TOLERANCE):
 # --- one mean over the set, and over each source --------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "loss", "mode"), combined(EVALUATIONS, ["nll", "dft", "smoothed"], MODES)
-)
+BY_SOURCE = combined(EVALUATIONS, ["nll", "dft", "smoothed"], MODES)
+
+
+@pytest.mark.parametrize(("evaluation", "loss", "mode"), BY_SOURCE)
 def test_losses_by_source_are_those_of_its_documents_alone(evaluation, loss, mode, tmp_path):
     documents = with_sources(weighted(DOCUMENTS))
     options = {**EVALUATIONS[evaluation], **LOSSES[loss], "loss_weighting": mode}
@@ -178,17 +179,16 @@ def test_two_ranks_evaluate_every_document_once(name, two_ranks):
 # --- the sources of a set -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("sources", "problem"),
-    [
-        (None, "source_column='source'.*no such column: it has .*leave source_column out"),
-        ([[1]] * 8, "holds list.*, not texts"),
-        (["web", *[None] * 7], r"row 1 of an evaluation set .*null"),
-        (range(1001), "1,001 different values"),
-        ("stream", "a stream tells them only by being read"),
-    ],
-    ids=["missing", "lists", "null", "ids", "stream"],
-)
+NO_SOURCES = [
+    (None, "source_column='source'.*no such column: it has .*leave source_column out"),
+    ([[1]] * 8, "holds list.*, not texts"),
+    (["web", *[None] * 7], r"row 1 of an evaluation set .*null"),
+    (range(1001), "1,001 different values"),
+    ("stream", "a stream tells them only by being read"),
+]
+
+
+@pytest.mark.parametrize(("sources", "problem"), NO_SOURCES)
 def test_columns_that_name_no_sources_are_refused(sources, problem, tmp_path):
     if sources in (None, "stream"):
         data = Dataset.from_list(DOCUMENTS)
@@ -199,10 +199,10 @@ def test_columns_that_name_no_sources_are_refused(sources, problem, tmp_path):
         evaluator(data, tmp_path, source_column="source")
 
 
-@pytest.mark.parametrize(
-    ("metric", "greater"),
-    [("eval_loss_gsm8k", False), ("eval_perplexity", False), ("eval_lossless", True)],
-)
+GREATER = [("eval_loss_gsm8k", False), ("eval_perplexity", False), ("eval_lossless", True)]
+
+
+@pytest.mark.parametrize(("metric", "greater"), GREATER)
 def test_the_best_model_has_the_smallest_loss_of_a_source_and_perplexity(tmp_path, metric, greater):
     options = {"use_cpu": True, "bf16": False, "metric_for_best_model": metric}
     assert PackedSFTConfig(str(tmp_path), **options).greater_is_better is greater

@@ -30,10 +30,10 @@ from trl_packing import PackedSFTTrainer
 DOCUMENTS = documents_of_lengths((47, 5, 23, 38, 12, 60, 3, 29), prompt=3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "virtual", "loss"),
-    combined(["PromptTuningConfig", "PrefixTuningConfig"], [1, 4], ["nll", "dft"]),
-)
+VIRTUAL = combined(["PromptTuningConfig", "PrefixTuningConfig"], [1, 4], ["nll", "dft"])
+
+
+@pytest.mark.parametrize(("kind", "virtual", "loss"), VIRTUAL)
 def test_virtual_tokens_shift_no_weight(kind, virtual, loss, tmp_path):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

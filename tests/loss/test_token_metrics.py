@@ -81,13 +81,9 @@ RUNS = {
     },
     "padded rows": {"attention": "padded"},
     "weights": {"documents": weighted(DOCUMENTS)},
-    "several steps a log, and a save between": {
-        "logging_steps": 2,
-        "num_train_epochs": 5,
-        "save_strategy": "steps",
-        "save_steps": 3,
-    },
 }
+SAVED = {"logging_steps": 2, "num_train_epochs": 5, "save_strategy": "steps", "save_steps": 3}
+RUNS |= {"several steps a log, and a save between": SAVED}
 
 
 @pytest.mark.parametrize("name", RUNS)

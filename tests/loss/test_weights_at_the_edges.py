@@ -4,10 +4,10 @@ float32 holds numbers up to 3.4e38 and, with fewer digits, down to 1.4e-45.
 """
 
 import pytest
-from datasets import IterableDataset
 from harness import alone, assert_exact, make_trainer, run
 from helpers.by_hand import LAYOUTS, LOSSES
 from helpers.combinations import combined
+from helpers.streams import stream_of
 from helpers.tiny import documents_of_lengths, tiny_model
 
 from trl_packing import PackedCollator
@@ -25,10 +25,10 @@ def weighted(which, factor=1.0):
     ]
 
 
-@pytest.mark.parametrize(
-    ("loss", "which", "factor"),
-    combined(["nll", "dft"], ["tokens", "documents"], [1.5e38, 1e-30, 1e-37]),
-)
+SIZES = combined(["nll", "dft"], ["tokens", "documents"], [1.5e38, 1e-30, 1e-37])
+
+
+@pytest.mark.parametrize(("loss", "which", "factor"), SIZES)
 def test_a_step_goes_by_ratios_of_weights_of_any_size(loss, which, factor, tmp_path):
     model = tiny_model("llama")
     options = LAYOUTS["three of a bin"] | LOSSES[loss]
@@ -40,10 +40,6 @@ def test_products_beyond_float32_are_refused():
     document = {"input_ids": [5, 6, 7], "loss_weights": [3e38] * 3, "loss_weight": 3e38}
     with pytest.raises(ValueError, match=r"loss_weights times loss_weight .*float32"):
         PackedCollator()([document])
-
-
-def stream(rows):
-    return IterableDataset.from_generator(lambda: iter(rows))
 
 
 ZERO = {
@@ -65,7 +61,7 @@ def test_a_step_that_weighs_nothing_is_one_without_trained_tokens(name, tmp_path
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, 1e39])
-@pytest.mark.parametrize("kind", [stream, list])
+@pytest.mark.parametrize("kind", [stream_of, list])
 def test_a_document_whose_token_weights_are_none_is_named(wrong, kind, tmp_path):
     rows = [d | {"loss_weights": [1.0] * len(d["input_ids"])} for d in DOCUMENTS]
     rows[2]["loss_weights"] = [wrong] * 13

@@ -74,15 +74,15 @@ def test_seeded_bins_come_in_random_order():
     assert 0.7 < contrast(0) < 1.4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1], 4, "best"), r"unknown packing strategy 'best'; choose one of \('bfd'"),
-        (([1], 0), "document 0 has 1 tokens but capacity is 0; raise max_length"),
-        ((pa.array([1, None]), 4), "one integer per document, got float64"),
-        (([1, 0, 2], 4), "document 1 has 0 tokens .*drop empty documents"),
-    ],
-)
+REFUSED = [
+    (([1], 4, "best"), r"unknown packing strategy 'best'; choose one of \('bfd'"),
+    (([1], 0), "document 0 has 1 tokens but capacity is 0; raise max_length"),
+    ((pa.array([1, None]), 4), "one integer per document, got float64"),
+    (([1, 0, 2], 4), "document 1 has 0 tokens .*drop empty documents"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_bad_input_is_refused_with_its_value_and_the_way_out(arguments, message):
     with pytest.raises(ValueError, match=message):
         pack(*arguments)

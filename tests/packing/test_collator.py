@@ -65,15 +65,15 @@ def test_arrays_tensors_and_lists_give_the_same_batch(convert):
     assert ours["input_ids"].dtype == torch.int64
 
 
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ({"input_ids": [1.0, 2.0]}, "must be integers"),
-        ({"completion_mask": [1, 1]}, "completion_mask has 2 entries but input_ids has 3"),
-        ({"loss_weights": [1, 2, -3]}, r"loss_weights has -3\.0 at token 2; give finite numbers"),
-        ({"seq_lengths": [2, 2]}, "row 1 has 3 tokens, and its seq_lengths sum to 4"),
-    ],
-)
+MISMATCHES = [
+    ({"input_ids": [1.0, 2.0]}, "must be integers"),
+    ({"completion_mask": [1, 1]}, "completion_mask has 2 entries but input_ids has 3"),
+    ({"loss_weights": [1, 2, -3]}, r"loss_weights has -3\.0 at token 2; give finite numbers"),
+    ({"seq_lengths": [2, 2]}, "row 1 has 3 tokens, and its seq_lengths sum to 4"),
+]
+
+
+@pytest.mark.parametrize(("row", "sentence"), MISMATCHES)
 def test_what_does_not_match_input_ids_is_refused(row, sentence):
     with pytest.raises(ValueError, match=sentence):
         PackedCollator()([TWO[0], {"input_ids": [1, 2, 3], **row}])

@@ -87,14 +87,14 @@ def test_numbers_are_read_through_a_shuffle():
     assert stages.argsort().tolist() == [1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("column", "problem"),
-    [
-        ({"other": [1]}, "curriculum='hard' must name a column with a number.*'other'"),
-        ({"hard": ["much"]}, "curriculum='hard' must name .*string"),
-        ({"hard": [None, 1.0]}, "curriculum='hard' must name .*for each document"),
-    ],
-)
+NO_NUMBERS = [
+    ({"other": [1]}, "curriculum='hard' must name a column with a number.*'other'"),
+    ({"hard": ["much"]}, "curriculum='hard' must name .*string"),
+    ({"hard": [None, 1.0]}, "curriculum='hard' must name .*for each document"),
+]
+
+
+@pytest.mark.parametrize(("column", "problem"), NO_NUMBERS)
 def test_a_column_without_numbers_is_refused(column, problem):
     rows = len(next(iter(column.values())))
     dataset = Dataset.from_dict({"input_ids": [[1]] * rows, **column})

@@ -75,20 +75,13 @@ def test_the_trainer_packs_wrapped_pieces_into_full_rows(tmp_path):
     assert trainer.packing_report.bins == 22
 
 
+packed = {name: layouts[name] for name in ("bins_per_batch", "strategy")}
+packings = st.builds(dict, capacity=st.just(CAPACITY), **packed)
+numbers = st.builds(dict, documents_per_step=st.integers(4, 20))
+
+
 @settings(max_examples=40, deadline=None)
-@given(
-    lengths=lengths_of_documents,
-    epoch=st.integers(0, 2),
-    options=st.one_of(
-        st.builds(
-            dict,
-            capacity=st.just(CAPACITY),
-            bins_per_batch=st.integers(1, 3),
-            strategy=layouts["strategy"],
-        ),
-        st.builds(dict, documents_per_step=st.integers(4, 20)),
-    ),
-)
+@given(lengths=lengths_of_documents, epoch=st.integers(0, 2), options=packings | numbers)
 def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
     one, two, four = (
         steps(all_ranks(lengths, n, epoch, accumulation=4 // n, **options), 4 // n)
@@ -99,24 +92,17 @@ def test_steps_are_the_same_for_1x4_2x2_and_4x1(lengths, epoch, options):
 
 # --- a step is a number of documents --------------------------------------------------------------
 
+cuts = {"accumulation": st.integers(1, 3), "shuffle": st.booleans()}
+
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @settings(max_examples=40, deadline=None)
-@given(
-    lengths=lengths_of_documents,
-    epoch=st.integers(0, 3),
-    accumulation=st.integers(1, 3),
-    extra=st.integers(-5, 20),
-    shuffle=st.booleans(),
-)
-def test_steps_hold_exactly_the_documents_asked_for(
-    num_ranks, lengths, epoch, accumulation, extra, shuffle
-):
-    per_step = max(num_ranks * accumulation + extra, 1)
-    options = {"documents_per_step": per_step, "accumulation": accumulation, "shuffle": shuffle}
-    ranks = all_ranks(lengths, num_ranks, epoch, **options)
+@given(lengths_of_documents, st.integers(0, 3), st.fixed_dictionaries(cuts), st.integers(-5, 20))
+def test_steps_hold_what_is_asked_for(num_ranks, lengths, epoch, cut, extra):
+    per_step = max(num_ranks * cut["accumulation"] + extra, 1)
+    ranks = all_ranks(lengths, num_ranks, epoch, documents_per_step=per_step, **cut)
     assert_exactly_once(ranks, len(lengths))
-    *full, last = [len(step) for step in steps(ranks, accumulation)]
+    *full, last = [len(step) for step in steps(ranks, cut["accumulation"])]
     assert full == [per_step] * (len(full))
     assert 1 <= last <= per_step
 
@@ -147,15 +133,8 @@ def test_rows_that_stay_as_they_are_come_in_another_order_every_epoch():
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    number=st.integers(6, 40),
-    num_ranks=st.integers(1, 3),
-    accumulation=st.integers(1, 3),
-    batch_size=st.integers(1, 2),
-)
-def test_drop_last_leaves_out_what_does_not_fill_a_micro_batch(
-    number, num_ranks, accumulation, batch_size
-):
+@given(st.integers(6, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
+def test_drop_last_leaves_out_unfilled_micro_batches(number, num_ranks, accumulation, batch_size):
     per_step = batch_size * accumulation * num_ranks
     options = {"documents_per_step": per_step, "accumulation": accumulation, "drop_last": True}
     ranks = all_ranks([5] * number, num_ranks, **options)
@@ -168,21 +147,22 @@ def test_drop_last_leaves_out_what_does_not_fill_a_micro_batch(
 # --- refusals and plugging in ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{"capacity": CAPACITY}, {"documents_per_step": 8}, {"rows": True}]
-)
+KINDS = [{"capacity": CAPACITY}, {"documents_per_step": 8}, {"rows": True}]
+
+
+@pytest.mark.parametrize("options", KINDS)
 def test_ranks_without_documents_have_empty_micro_batches(options):
     ranks = all_ranks([5], 4, shuffle=False, **options)
     assert ranks == [[[0]], [[]], [[]], [[]]]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"capacity": 8, "num_ranks": 2, "rank": 2}, "rank=2 is not one of 2 ranks"),
-        ({"documents_per_step": 4, "drop_last": True}, "drop_last=True drops all 3 documents"),
-    ],
-)
+BAD_ARGUMENTS = [
+    ({"capacity": 8, "num_ranks": 2, "rank": 2}, "rank=2 is not one of 2 ranks"),
+    ({"documents_per_step": 4, "drop_last": True}, "drop_last=True drops all 3 documents"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), BAD_ARGUMENTS)
 def test_bad_arguments_are_named(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         PackedBatchSampler([5, 3, 2], **options)

@@ -11,7 +11,8 @@ import torch
 from architectures import tiny_models as architectures
 from datasets import Dataset
 from harness import TWO_RUNS, make_trainer
-from helpers.distributed.train import Scenario, run_on_ranks
+from helpers.distributed.train import Scenario, assert_same_run, run_on_ranks
+from helpers.drop_in import trained_losses
 from helpers.tiny import documents_of_lengths, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,14 +36,14 @@ def collated(lengths, shapes=SHAPES, **options):
 # --- the batch ----------------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.integers(1, 32), max_size=7).filter(lambda lengths: sum(lengths) <= 64),
-    st.sampled_from(["token", "document", "sqrt"]),
-)
+rows_of_64 = st.lists(st.integers(1, 32), max_size=7).filter(lambda lengths: sum(lengths) <= 64)
+
+
+@given(rows_of_64, st.sampled_from(["token", "document", "sqrt"]))
 @settings(deadline=None)
-def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, weighting):
+def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, mode):
     shapes = StaticShapes(num_tokens=64, max_length=32, num_documents=16, longest_tail=20)
-    batch = collated(lengths, shapes, loss_weighting=weighting)
+    batch = collated(lengths, shapes, loss_weighting=mode)
     assert batch["max_length_q"] == batch["max_length_k"] == 32
     found = batch["cu_seq_lens_q"].diff().tolist()
     tails = [n for n in found[len(lengths) :] if n]
@@ -55,9 +56,7 @@ def test_a_row_holds_its_documents_then_empty_ones_then_masked_ones(lengths, wei
     assert row.boundaries.tolist() == batch["cu_seq_lens_q"].tolist()
     # All else is as if the masked documents were of the data set.
     masked = [{"input_ids": [3] * n, "labels": [-100] * n} for n in tails]
-    plain = PackedCollator(loss_weighting=weighting)(
-        documents_of_lengths(lengths, prompt=1) + masked
-    )
+    plain = PackedCollator(loss_weighting=mode)(documents_of_lengths(lengths, prompt=1) + masked)
     assert plain.keys() == batch.keys()
     for name in plain.keys() & {"input_ids", "labels", "position_ids", "seq_idx", "loss_weights"}:
         torch.testing.assert_close(batch[name], plain[name], rtol=0, atol=0, msg=name)
@@ -116,8 +115,7 @@ def test_two_ranks_with_static_shapes_end_where_they_end_without(tmp_path):
         assert len({inputs["input_ids"].shape for rank in ranks for inputs in rank["inputs"]}) == 1
         for held, plain in zip(ranks, results[f"{name} plain"], strict=True):
             assert plain["steps"] == held["steps"] > 1
-            for key in ("losses", "grad_norms", "parameters"):
-                torch.testing.assert_close(held[key], plain[key], rtol=0, atol=TOLERANCE)
+            assert_same_run(held, plain, TOLERANCE, "grad_norms")
             losses = [result["metrics"]["eval_loss"] for result in (plain, held)]
             assert losses[0] == pytest.approx(losses[1], rel=TWO_RUNS)
 
@@ -164,20 +162,17 @@ def dynamo():
     counters.clear()
 
 
-def losses_of(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.slow
 def test_fifty_batches_share_one_graph_and_compute_the_same(tmp_path, dynamo):
-    losses = losses_of(trainer_for(tmp_path, gradient_checkpointing=True, **COMPILED, **COMPILES))
+    losses = trained_losses(
+        trainer_for(tmp_path, gradient_checkpointing=True, **COMPILED, **COMPILES)
+    )
     num_graphs, breaks = dynamo()
     assert num_graphs == 1
     assert len(breaks) == 1
     assert MEANT_BREAK in breaks[0]
     assert len(losses) == 50
-    assert losses == pytest.approx(losses_of(trainer_for(tmp_path, **COMPILED)), abs=TOLERANCE)
+    assert losses == pytest.approx(trained_losses(trainer_for(tmp_path, **COMPILED)), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])

@@ -10,10 +10,13 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.browser import HOSTILE, open_page
 from helpers.combinations import combined
+from helpers.command import run_command
 from helpers.runs import (
     Sampling,
     computed_tokens,
+    flags_of,
     other_max_lengths,
+    plan_page,
     plan_run,
     preview_epoch,
     run_of_settings,
@@ -21,9 +24,6 @@ from helpers.runs import (
 )
 from helpers.tiny import tiny_dataset, tiny_tokenizer
 from trl import SFTTrainer
-
-from trl_packing.cli import main
-from trl_packing.pages.plan import plan_page
 
 
 def texts(number=60, seed=0):
@@ -106,15 +106,15 @@ def test_a_max_length_that_the_run_refuses_has_no_row():
     assert [row.max_length for row in error.what_if] == [1024, 2048, 4096, 8192, 16384, 32768]
 
 
-@pytest.mark.parametrize(
-    ("batch", "options"),
-    [
-        (1, {}),
-        (4, {"pad_to_multiple_of": 8}),
-        (3, {"dataloader_drop_last": True, "data_seed": 7}),
-        (4, {"train_sampling_strategy": "group_by_length"}),
-    ],
-)
+PADDED = [
+    (1, {}),
+    (4, {"pad_to_multiple_of": 8}),
+    (3, {"dataloader_drop_last": True, "data_seed": 7}),
+    (4, {"train_sampling_strategy": "group_by_length"}),
+]
+
+
+@pytest.mark.parametrize(("batch", "options"), PADDED)
 def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     dataset = texts(50)
     options = {"per_device_train_batch_size": batch, "max_length": 100, **options}
@@ -122,8 +122,7 @@ def test_the_padded_run_computes_what_trl_computes(tmp_path, batch, options):
     trainer = make_trainer(tmp_path, dataset, cls=SFTTrainer, tokenizer=tokenizer, **options)
     torch.manual_seed(trainer.args.seed)  # the state in which `train` reads the first batch
     batches = [batch["input_ids"] for batch in trainer.get_train_dataloader()]
-    settings = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    run = previewed(dataset, *settings, limit=100)
+    run = previewed(dataset, *flags_of(options), limit=100)
     plan = plan_run(run)
     way = plan.ways[0]
     if batch == 1:  # nobody pads batches of one document: the page names another size
@@ -239,7 +238,7 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     tiny_dataset("conversational_language_modeling").to_json(tmp_path / "data.jsonl")
     words = ["plan", "--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
     page = tmp_path / "plan.html"
-    assert main([*words, "--max_length", "64", "--ranks", "2", "--html", str(page)]) == 0
+    assert run_command([*words, "--max_length", "64", "--ranks", "2", "--html", str(page)]) == 0
     said = capsys.readouterr()
     assert "documents    " in said.out
     assert f"wrote {page}" in said.err

@@ -103,17 +103,17 @@ def test_no_text_is_harmful_once_it_is_escaped(text):
 # --- rows -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "drawn"),
-    [
-        ([[3, 2], [4], []], {"capacity": 6}, "AAABB·\nCCCC··\n······"),
-        ([[3, 0, 2]], {}, "AAACC"),
-        ([[3, 4]], {"cells_per_line": 5}, "AAABB\nBB"),
-        # A cell is what its middle token belongs to.
-        ([[9, 7]], {"tokens_per_cell": 4, "capacity": 24}, "AABB··"),
-        ([[2, 2]], {"documents": [[51, 52]], "tokens_per_cell": 2}, "zA"),
-    ],
-)
+DRAWN = [
+    ([[3, 2], [4], []], {"capacity": 6}, "AAABB·\nCCCC··\n······"),
+    ([[3, 0, 2]], {}, "AAACC"),
+    ([[3, 4]], {"cells_per_line": 5}, "AAABB\nBB"),
+    # A cell is what its middle token belongs to.
+    ([[9, 7]], {"tokens_per_cell": 4, "capacity": 24}, "AABB··"),
+    ([[2, 2]], {"documents": [[51, 52]], "tokens_per_cell": 2}, "zA"),
+]
+
+
+@pytest.mark.parametrize(("rows", "options", "drawn"), DRAWN)
 def test_rows_are_drawn_a_letter_a_document(rows, options, drawn):
     assert show_rows(rows, **options) == drawn
 

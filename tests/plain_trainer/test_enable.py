@@ -103,23 +103,23 @@ WARNED = {"attention": "mask", "isolation_check": "warn"}
 ACTIVATED = LoraConfig(task_type=TaskType.CAUSAL_LM, alora_invocation_tokens=[5])
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "says"),
-    [
-        (lambda: "llama", {}, "takes a transformers model, got str"),
-        (lambda: tiny_model("qwen3_moe", output_router_logits=True), {}, "output_router_logits"),
-        (lambda: tiny_model("llama"), {"isolation_check": "no"}, "isolation_check='no'"),
-        (lambda: adapted(PrefixTuningConfig(**VIRTUAL)), {}, "virtual tokens"),
-        (lambda: adapted(ACTIVATED), {}, "alora_invocation_tokens activate .* PackedSFTTrainer"),
-        (
-            lambda: leak_in_long_rows(tiny_model("llama")),
-            {"attention": "documents"},
-            "documents LEAK into each other",
-        ),
-        # A warning would only come before the same error in the first step.
-        (lambda: any_model("bloom"), WARNED, "BloomForCausalLM cannot run packed documents"),
-    ],
-)
+REFUSED = [
+    (lambda: "llama", {}, "takes a transformers model, got str"),
+    (lambda: tiny_model("qwen3_moe", output_router_logits=True), {}, "output_router_logits"),
+    (lambda: tiny_model("llama"), {"isolation_check": "no"}, "isolation_check='no'"),
+    (lambda: adapted(PrefixTuningConfig(**VIRTUAL)), {}, "virtual tokens"),
+    (lambda: adapted(ACTIVATED), {}, "alora_invocation_tokens activate .* PackedSFTTrainer"),
+    (
+        lambda: leak_in_long_rows(tiny_model("llama")),
+        {"attention": "documents"},
+        "documents LEAK into each other",
+    ),
+    # A warning would only come before the same error in the first step.
+    (lambda: any_model("bloom"), WARNED, "BloomForCausalLM cannot run packed documents"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "says"), REFUSED)
 def test_a_model_that_cannot_be_enabled_is_refused(make, options, says):
     with pytest.raises((TypeError, ValueError, RuntimeError), match=says):
         enable_packing(make(), **options)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.prepared import write_rows
 from helpers.tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
@@ -14,9 +15,7 @@ MATH = [{"q": f"What is {i} + {i}?", "a": f"It is {2 * i}."} for i in range(12)]
 
 @pytest.fixture
 def math_file(tmp_path):
-    path = tmp_path / "math.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in MATH))
-    return str(path)
+    return write_rows(tmp_path / "math.jsonl", MATH)
 
 
 def read(path, q="q", a="a", pack_len=200, **options):
@@ -41,10 +40,17 @@ def test_queries_and_responses_become_packed_rows(math_file):
     )
 
 
+def test_columns_and_prompts_of_which_something_is_not_read_are_told(tmp_path, caplog):
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"q": "Why", "a": "So.", "tools": [{"name": "f"}]}) + "\n")
+    with caplog.at_level("WARNING"):
+        read(str(path), prompt_template="{query} ")
+    assert "'tools' beside what is trained" in caplog.text
+
+
 def test_several_files_have_fields_of_their_own(math_file, tmp_path):
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"query": "Why?", "response": "So."}) + "\n")
-    assert len(read([math_file, str(other)], ["q", "query"], ["a", "response"]).lengths) == 13
+    other = write_rows(tmp_path / "other.jsonl", [{"query": "Why?", "response": "So."}])
+    assert len(read([math_file, other], ["q", "query"], ["a", "response"]).lengths) == 13
     with pytest.raises(ValueError, match="2 fields"):
         read([math_file] * 3, ["q", "query"])
 
@@ -56,8 +62,7 @@ def test_without_a_pack_len_documents_stay_documents(math_file):
 
 
 def test_what_is_cut_is_told(math_file, caplog):
-    with caplog.at_level("WARNING", "trl_packing.plain_trainer.dataset"):
-        dataset = read(math_file, pack_len=18, prompt_template="{query} ")
+    dataset = read(math_file, pack_len=18, prompt_template="{query} ")
     assert dataset.lengths.max() == 18
     assert "lost" in caplog.text
     with pytest.raises(ValueError, match="18"):

@@ -5,7 +5,6 @@ tests/attention/test_sharding.py trains with FSDP2.
 """
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from helpers.ports import free_port
+from helpers.prepared import write_rows
 from helpers.tiny import save_tiny_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -42,7 +42,7 @@ def run(name: str, folder: Path, launcher: str = "", arguments: str = "") -> str
     data = folder / "data.jsonl"
     if not data.exists():
         rows = [{"prompt": f"What is {i}?", "completion": f" {i} and {i}."} for i in range(24)]
-        data.write_text("\n".join(map(json.dumps, rows)))
+        write_rows(data, rows)
         save_tiny_model(folder, "qwen2", chat=False)
     words = (
         f"-m accelerate.commands.launch --config_file {CONFIGS / name}.yaml {launcher} "

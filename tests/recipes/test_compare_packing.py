@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 
-from trl_packing.recipes import FOLDER
-from trl_packing.recipes.compare_packing import RUNS
-
 import pytest
+from helpers.recipes import FOLDER, module
 
 SMALL = ["--num_documents", "24", "--max_length", "256", "--per_device_train_batch_size", "2"]
 
@@ -19,10 +17,9 @@ def test_the_comparison_runs_and_its_numbers_are_those_of_the_plans(tmp_path):
     run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     done = subprocess.run(command, timeout=900, **run)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = {
-        n: line for line in done.stdout.splitlines() for n in RUNS if line.startswith(n + "  ")
-    }
-    rows = {name: line.removeprefix(name).split() for name, line in lines.items()}
+    runs = module("compare_packing").RUNS
+    lines = done.stdout.splitlines()
+    rows = {n: x.removeprefix(n).split() for x in lines for n in runs if x.startswith(n + "  ")}
     steps = {name: int(row[0]) for name, row in rows.items()}
     fill = {name: float(row[5].rstrip("%")) for name, row in rows.items()}
     padded = ("padding to max", "padding to longest", "... in padded steps")

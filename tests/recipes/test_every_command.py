@@ -14,13 +14,12 @@ from architectures.tiny_models import build_tiny, tiny_config
 from datasets import Dataset, IterableDataset, load_dataset
 from helpers.chat_templates import tokenizer_for
 from helpers.recipes import FOLDER, ROOT, YAMLS, assert_prints, commands_of, module
-from helpers.runs import run_of_call
+from helpers.runs import call_of_command, run_of_call
 from helpers.tiny import save_tiny_model, tiny_rows
 from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.tools.training_command import TrainingCommand
 
 VISION: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 COMPARISONS = ("compare_packing", "padding_free")
@@ -88,8 +87,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 def previewed(recipe: str | None, words: list[str]) -> Any:
     """Return the documents that `trl-packing inspect` shows."""
     script = [] if recipe is None else [f"recipes/{recipe}.py"]
-    run = run_of_call(TrainingCommand.from_words([*script, *words]).call)
-    return run.documents()[0]
+    return run_of_call(call_of_command(*script, *words)).documents()[0]
 
 
 def tokens_of(documents: Any) -> list[tuple[list[int], list[int]]]:

@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trl_packing.recipes import FOLDER, sft_packed
-
 import pytest
+from helpers.recipes import FOLDER, module
 
 SHARED = FOLDER.parents[1] / "shared"
 
@@ -32,7 +31,7 @@ def test_a_real_model_trains_on_real_data(smollm2, tmp_path):
     rows = (SHARED / "data" / "gsm8k_train.jsonl").read_text().splitlines(keepends=True)[:100]
     (tmp_path / "gsm8k.jsonl").write_text("".join(rows))
     out = tmp_path / "out"
-    sft_packed.main(
+    module("sft_packed").main(
         [
             *("--model_name_or_path", smollm2, "--dataset_name", str(tmp_path / "gsm8k.jsonl")),
             *("--prompt_column", "question", "--completion_column", "answer"),

@@ -4,7 +4,6 @@ It must print what the "Expected output" of its docstring promises: the same wor
 numbers ("…" matches anything).
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness import TWO_RUNS
+from helpers.drop_in import logged
+from helpers.prepared import write_rows
 from helpers.recipes import FOLDER, RECIPES, assert_prints, module
 from helpers.tiny import save_tiny_model, tiny_rows
 from safetensors.torch import load_file
@@ -33,8 +34,7 @@ def options(recipe: str, model: str, folder: Path) -> list[str]:
     rows = sourced if recipe == "evaluation" else tiny_rows("question_answer", 48)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for name, part in {"train": rows, "test": rows[:12]}.items():
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        (folder / "data" / f"{name}.jsonl").write_text(lines)
+        write_rows(folder / "data" / f"{name}.jsonl", part)
     return [
         *("--config", str(FOLDER / f"{RECIPES.get(recipe, recipe)}.yaml")),
         *("--model_name_or_path", model, "--dataset_name", str(folder / "data")),
@@ -50,7 +50,7 @@ def run(recipe: str, model: str, folder: Path, *further: str) -> PackedSFTTraine
 
 
 def decreases(trainer: PackedSFTTrainer) -> bool:
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = logged(trainer, "loss")
     return losses[-1] < losses[0]
 
 
@@ -58,16 +58,15 @@ def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Te
     return load_file(folder / name)
 
 
-@pytest.mark.parametrize(
-    ("name", "further", "trained"),
-    [
-        ("full_0.1b", (), None),
-        ("lora_0.1b", (), "lora_B"),
-        ("lora_0.1b", ("--use_dora", "true"), "magnitude"),
-        ("lora_0.1b", ("--load_in_4bit", "true"), "lora_B"),
-    ],
-    ids=["full", "lora", "dora", "qlora"],
-)
+TRAINED = [
+    ("full_0.1b", (), None),
+    ("lora_0.1b", (), "lora_B"),
+    ("lora_0.1b", ("--use_dora", "true"), "magnitude"),
+    ("lora_0.1b", ("--load_in_4bit", "true"), "lora_B"),
+]
+
+
+@pytest.mark.parametrize(("name", "further", "trained"), TRAINED)
 def test_weights_or_an_adapter_are_trained(name, further, trained, model, tmp_path, capsys):
     if "--load_in_4bit" in further:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -99,9 +98,7 @@ class Killed(BaseException):
     """Nothing in between catches it, as nothing catches SIGKILL."""
 
 
-def test_resuming_goes_on_before_the_checkpoint_that_was_being_written(
-    model, tmp_path, capsys, monkeypatch
-):
+def test_resuming_goes_on_before_a_half_written_checkpoint(model, tmp_path, capsys, monkeypatch):
     saves = []
     save = PackedSFTTrainer._save_rng_state
 

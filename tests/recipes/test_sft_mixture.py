@@ -1,16 +1,12 @@
 """`datasets:` of TRL's sft.py works in sft_packed.py, and shares beside it reach the trainer."""
 
-import json
-
-from trl_packing.recipes import sft_packed
-
 import pytest
 import yaml
 from datasets import concatenate_datasets
-from helpers.runs import run_of_call
+from helpers.prepared import write_rows
+from helpers.recipes import module
+from helpers.runs import call_of_command, run_of_call
 from trl import DatasetMixtureConfig, get_dataset
-
-from trl_packing.tools.training_command import TrainingCommand
 
 # Files of data sets as people have them, by source.
 FILES = {
@@ -39,9 +35,9 @@ OWN = {
 def config_of(tmp_path, own, **more) -> str:
     """Write the files of some sources, and a YAML file with an entry for each."""
     for name, rows in FILES.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     settings = {
-        "model_name_or_path": str(sft_packed.DEMO_FILES / "tokenizer"),
+        "model_name_or_path": str(module("sft_packed").DEMO_FILES / "tokenizer"),
         "datasets": [{"path": str(tmp_path / f"{name}.jsonl"), **own[name]} for name in own],
         "max_length": 128,
         "output_dir": str(tmp_path / "out"),
@@ -54,7 +50,7 @@ def config_of(tmp_path, own, **more) -> str:
 
 def call_of(config):
     """Return the arguments of the trainer that the recipe would build."""
-    return TrainingCommand.from_words(["--config", config]).call
+    return call_of_command("--config", config)
 
 
 @pytest.mark.parametrize("shares", [(None, None), (0.5, 0.5), (0.75, 0.25)])
@@ -86,16 +82,16 @@ def test_each_entry_names_its_own_columns_and_shares(tmp_path):
     assert {n: list(r) for n, r in streams.items()} == {n: list(r) for n, r in sets.items()}
 
 
-@pytest.mark.parametrize(
-    ("source", "named", "sentence"),
-    [
-        ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
-        ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
-        ("more", {"fractoin": 1}, "entry 2: unknown key 'fractoin'; its keys are .*fraction"),
-        ("more", {"path": None}, "entry 2: no path; its keys are .*path"),
-        ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),
-    ],
-)
+MISTAKES = [
+    ("alpaca", {}, "alpaca: no column to train on .* options fit: prompt_template alpaca"),
+    ("tools", {"messages_column": "n"}, "the 'tools' dataset .* 'messages' is int"),
+    ("more", {"fractoin": 1}, "entry 2: unknown key 'fractoin'; its keys are .*fraction"),
+    ("more", {"path": None}, "entry 2: no path; its keys are .*path"),
+    ("more", {"source": "trl"}, "two entries of datasets have the name 'trl'"),
+]
+
+
+@pytest.mark.parametrize(("source", "named", "sentence"), MISTAKES)
 def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, named, sentence):
     config = config_of(tmp_path, {"trl": {}, source: named})
     with pytest.raises(ValueError, match=sentence) as refusal:
@@ -103,13 +99,13 @@ def test_a_mistake_in_an_entry_is_one_sentence_that_names_it(tmp_path, source, n
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        ({"eval_strategy": "steps"}, "evaluation needs a test_split_size"),
-        ({"mixture": {"trl": {"epochs": 2}}}, "say the same; give one"),
-    ],
-)
+MISPLACED = [
+    ({"eval_strategy": "steps"}, "evaluation needs a test_split_size"),
+    ({"mixture": {"trl": {"epochs": 2}}}, "say the same; give one"),
+]
+
+
+@pytest.mark.parametrize(("more", "sentence"), MISPLACED)
 def test_settings_that_belong_into_entries_are_refused(tmp_path, more, sentence):
     config = config_of(tmp_path, {"trl": {"epochs": 1}, "more": {}}, **more)
     with pytest.raises(ValueError, match=sentence):

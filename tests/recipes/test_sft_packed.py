@@ -7,17 +7,16 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from trl_packing.recipes import FOLDER, make_demo_data, sft_packed
-from trl_packing.recipes.recipe_data import DataArguments, load_data
-
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
-from helpers.recipes import parse
+from helpers.prepared import write_rows
+from helpers.recipes import FOLDER, module, parse
 from transformers import AutoModelForCausalLM
 
 from trl_packing import PackedSFTConfig, load_rows
 
+sft_packed, recipe_data = module("sft_packed"), module("recipe_data")
 ROWS = [{"question": f"What is {i}?", "answer": f"A number: {i}.", "n": i} for i in range(10)]
 NAMED = {"prompt_column": "question", "completion_column": "answer"}
 MESSAGES = [{"role": "user", "content": "Why?"}]
@@ -31,7 +30,7 @@ def write(path, rows):
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     return str(path)
 
 
@@ -39,8 +38,8 @@ def load(name, *, chat_template=None, prompt_template=None, needs_test=False, **
     """Return the rows to train and those held out, of a run with these settings."""
     run = PackedSFTConfig("unused", prompt_template=prompt_template, use_cpu=True, bf16=False)
     tokenizer = SimpleNamespace(chat_template=chat_template)
-    arguments = DataArguments(dataset_name=name, **named)
-    return load_data(arguments, run, tokenizer, needs_test=needs_test)
+    arguments = recipe_data.DataArguments(dataset_name=name, **named)
+    return recipe_data.load_data(arguments, run, tokenizer, needs_test=needs_test)
 
 
 # --- what it reads ------------------------------------------------------------------------------
@@ -87,19 +86,17 @@ def test_rows_of_later_files_bring_keys_and_no_key_is_invented(tmp_path, monkeyp
     assert load_rows(str(tmp_path / "traces.jsonl"))[0] == traces
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--max_lenght 3", r"--max_lenght is unknown; did you mean --max_length\?"),
-        ("--warmup_ratio=0.1", "--warmup_ratio is unknown; write --warmup_steps, where"),
-        ("--evaluation_strategy steps", "--evaluation_strategy is unknown; write --eval_strategy"),
-        ("--config old.yaml", "--max_seq_length is unknown; write --max_length"),
-        ("more", "'more' belongs to no option"),
-    ],
-)
-def test_an_option_that_is_unknown_is_refused_as_in_a_preview(
-    tmp_path, monkeypatch, words, sentence
-):
+UNKNOWN = [
+    ("--max_lenght 3", r"--max_lenght is unknown; did you mean --max_length\?"),
+    ("--warmup_ratio=0.1", "--warmup_ratio is unknown; write --warmup_steps, where"),
+    ("--evaluation_strategy steps", "--evaluation_strategy is unknown; write --eval_strategy"),
+    ("--config old.yaml", "--max_seq_length is unknown; write --max_length"),
+    ("more", "'more' belongs to no option"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), UNKNOWN)
+def test_an_unknown_option_is_refused_as_in_a_preview(tmp_path, monkeypatch, words, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old.yaml").write_text("max_seq_length: 64\n")
     for recipe in ("sft_packed", "chat_data"):
@@ -107,13 +104,13 @@ def test_an_option_that_is_unknown_is_refused_as_in_a_preview(
             parse(recipe, ["--model_name_or_path", "m", "--dataset_name", "d", *words.split()])
 
 
-@pytest.mark.parametrize(
-    ("row", "options"),
-    [
-        ("question answer", "--prompt_column question --completion_column answer"),
-        ("instruction input output", "--prompt_template alpaca --completion_column output"),
-    ],
-)
+HINTS = [
+    ("question answer", "--prompt_column question --completion_column answer"),
+    ("instruction input output", "--prompt_template alpaca --completion_column output"),
+]
+
+
+@pytest.mark.parametrize(("row", "options"), HINTS)
 def test_columns_that_no_option_names_are_refused_with_options_that_fit(tmp_path, row, options):
     name = write(tmp_path / "data.jsonl", [{name: f"the {name}" for name in row.split()}] * 3)
     with pytest.raises(ValueError, match=f"these options fit: {options}"):
@@ -138,27 +135,23 @@ def test_strings_become_messages_where_the_tokenizer_has_a_chat_template(tmp_pat
 # --- what it refuses ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "arguments", "sentence"),
-    [
-        ("data.jsonl", {"prompt_template": "{q}"}, "'q' among .*--prompt_template"),
-        ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
-        ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),
-        ("data.jsonl", {"test_split_size": 1.5, **NAMED}, "between 0 and 1"),
-        ("no/such/folder", NAMED, "no folder and no file that ends in .json, .jsonl, .parquet"),
-        ("empty.jsonl", NAMED, "it is empty"),
-        ("missing.jsonl", NAMED, "row 1 has no value in the column 'answer'"),
-        ("images.jsonl", {}, "'images'.* recipes/vision.py"),
-        ("data.jsonl", {"needs_test": True, **NAMED}, 'split "test".*; .* --test_split_size 0.02'),
-        ("broken.jsonl", {}, r"line 3 of .*broken\.jsonl is no JSON: .* \(column 8\); mend or"),
-        ("broken.json", {}, r"line 2 of .*broken\.json is no JSON: "),
-        (
-            "kinds",
-            {},
-            r"column 'n' of .* has values of several types \(int, text\); write one",
-        ),
-    ],
-)
+BAD_DATA = [
+    ("data.jsonl", {"prompt_template": "{q}"}, "'q' among .*--prompt_template"),
+    ("data.jsonl", {"prompt_template": "{n}", **NAMED}, "not both"),
+    ("data.jsonl", {"messages_column": "chat", **NAMED}, "name no prompt"),
+    ("data.jsonl", {"test_split_size": 1.5, **NAMED}, "between 0 and 1"),
+    ("no/such/folder", NAMED, "no folder and no file that ends in .json, .jsonl, .parquet"),
+    ("empty.jsonl", NAMED, "it is empty"),
+    ("missing.jsonl", NAMED, "row 1 has no value in the column 'answer'"),
+    ("images.jsonl", {}, "'images'.* recipes/vision.py"),
+    ("data.jsonl", {"needs_test": True, **NAMED}, 'split "test".*; .* --test_split_size 0.02'),
+    ("broken.jsonl", {}, r"line 3 of .*broken\.jsonl is no JSON: .* \(column 8\); mend or"),
+    ("broken.json", {}, r"line 2 of .*broken\.json is no JSON: "),
+    ("kinds", {}, r"column 'n' of .* has values of several types \(int, text\); write one"),
+]
+
+
+@pytest.mark.parametrize(("file", "arguments", "sentence"), BAD_DATA)
 def test_bad_data_is_refused_in_one_sentence(tmp_path, file, arguments, sentence):
     write(tmp_path / "data.jsonl", ROWS)
     write(tmp_path / "empty.jsonl", [])
@@ -198,7 +191,7 @@ def test_the_committed_demo_is_what_its_script_writes(tmp_path):
         files = (path for path in folder.rglob("*") if path.is_file())
         return {path.relative_to(folder): path.read_bytes() for path in files}
 
-    make_demo_data.main(tmp_path)
+    module("make_demo_data").main(tmp_path)
     assert files_in(tmp_path) == files_in(FOLDER / "demo")
 
 

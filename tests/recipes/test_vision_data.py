@@ -1,10 +1,9 @@
 """recipes/vision.py reads several data sets, with images and without, as one mixture."""
 
-import json
 from types import SimpleNamespace
 
-from trl_packing.recipes.recipe_data import load_data
-from trl_packing.recipes.vision import Arguments, in_folder
+from helpers.prepared import write_rows
+from helpers.recipes import module
 
 from trl_packing import PackedSFTConfig
 
@@ -16,17 +15,17 @@ FILES = {
 
 
 def test_sets_with_images_and_without_are_one_mixture(tmp_path):
-    for name, rows in FILES.items():
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    paths = [{"path": str(tmp_path / f"{name}.jsonl")} for name in FILES]
+    files = [write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in FILES.items()]
+    paths = [{"path": file} for file in files]
     entries = [paths[0] | {"epochs": 2}, paths[1] | {"source": "talk"}]
+    vision = module("vision")
     run = PackedSFTConfig(str(tmp_path), use_cpu=True, bf16=False)
 
     def load(**named):
         processor = SimpleNamespace(chat_template="any")
-        rows, _ = load_data(Arguments(**named), run, processor, kept=("images", "image"))
-        return in_folder(rows, "photos")
+        arguments, kept = vision.Arguments(**named), ("images", "image")
+        rows, _ = module("recipe_data").load_data(arguments, run, processor, kept=kept)
+        return vision.in_folder(rows, "photos")
 
     rows = load(datasets=entries)
     assert run.mixture == {"pictures": {"epochs": 2}}

@@ -23,17 +23,17 @@ def test_a_yaml_file_parses_with_the_recipe_that_it_names(name):
         assert by_engine != written.get("gradient_checkpointing", True)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("max_lenght: 5", "max_lenght"),
-        ("max_length: 8", "gives 'max_length' twice; keep one"),
-        ("null: 8", "the key None, which is no name of an option"),
-        ("dataset_test_split: [a, b]", "dataset_test_split=.* must be one value"),
-        ("datasets: a.jsonl", "datasets must be a list of entries"),
-        ("datasets: [{path: a, chat: 'false'}]", "entry 1: chat='false' must be true or false"),
-    ],
-)
+WRONG = [
+    ("max_lenght: 5", "max_lenght"),
+    ("max_length: 8", "gives 'max_length' twice; keep one"),
+    ("null: 8", "the key None, which is no name of an option"),
+    ("dataset_test_split: [a, b]", "dataset_test_split=.* must be one value"),
+    ("datasets: a.jsonl", "datasets must be a list of entries"),
+    ("datasets: [{path: a, chat: 'false'}]", "entry 1: chat='false' must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG)
 def test_a_key_or_a_value_that_cannot_be_is_refused(tmp_path, line, words):
     path = tmp_path / "wrong.yaml"
     path.write_text((FOLDER / "full_0.1b.yaml").read_text() + line + "\n")

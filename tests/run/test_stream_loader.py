@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -65,37 +66,26 @@ def read_all(source, num_ranks, **options) -> list[list[list[int]]]:
 # --- steps ----------------------------------------------------------------------------------------
 
 
+some_lengths = st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60)
+LAYOUTS = {"bins_per_batch": st.integers(1, 3), "accumulation": st.integers(1, 3)}
+LAYOUTS |= {"capacity": st.sampled_from([CAPACITY, None]), "seed": st.sampled_from([None, 0])}
+LAYOUTS |= {"strategy": st.sampled_from(list(STRATEGIES))}
+
+
 @settings(max_examples=30, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, CAPACITY), min_size=8, max_size=60),
-    num_ranks=st.integers(1, 4),
-    num_shards=st.integers(1, 8),
-    bins_per_batch=st.integers(1, 3),
-    accumulation=st.integers(1, 3),
-    capacity=st.sampled_from([CAPACITY, None]),
-    strategy=st.sampled_from(list(STRATEGIES)),
-    seed=st.sampled_from([None, 0]),
-)
-def test_ranks_have_equally_many_micro_batches(
-    lengths, num_ranks, num_shards, bins_per_batch, accumulation, capacity, **packing
-):
-    ranks = read_all(
-        lambda: sharded(lengths, num_shards),
-        num_ranks,
-        bins_per_batch=bins_per_batch,
-        accumulation=accumulation,
-        capacity=capacity,
-        **packing,
-    )
-    assert_exactly_once(ranks, len(lengths), accumulation)
-    if capacity is not None:
+@given(some_lengths, st.integers(1, 4), st.integers(1, 8), st.fixed_dictionaries(LAYOUTS))
+def test_ranks_have_equally_many_micro_batches(lengths, num_ranks, num_shards, layout):
+    ranks = read_all(lambda: sharded(lengths, num_shards), num_ranks, **layout)
+    assert_exactly_once(ranks, len(lengths), layout["accumulation"])
+    if layout["capacity"] is not None:
         tokens = [sum(lengths[d] for d in batch) for batches in ranks for batch in batches]
-        assert max(tokens) <= bins_per_batch * capacity
+        assert max(tokens) <= layout["bins_per_batch"] * CAPACITY
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "num_workers", "num_shards"), [(1, 2, 4), (2, 0, 1), (2, 0, 4)]
-)
+NUMBERS = [(1, 2, 4), (2, 0, 1), (2, 0, 4)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers", "num_shards"), NUMBERS)
 def test_what_is_read_and_lost_is_counted_once(num_ranks, num_workers, num_shards):
     """Two documents of every nine are too long, and the last shards hold nothing else."""
     rows = [row | {"labels": row["input_ids"]} for row in documents([9, 30, 14, 21] * 9 + [40] * 9)]
@@ -170,9 +160,7 @@ class Run:
             for _ in range(skipped * self.accumulation):
                 assert next(batches) == {}
             skipped = 0
-            while step := [
-                names(b) for _, b in zip(range(self.accumulation), batches, strict=False)
-            ]:
+            while step := [names(batch) for batch in islice(batches, self.accumulation)]:
                 found.append(step)
                 self.global_step += 1
                 self.stream.save(self.file(self.global_step))
@@ -219,13 +207,13 @@ def test_without_a_position_of_each_rank_all_refuse(tmp_path):
     on_ranks(2, resume)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, "saved with a stream of seed=0, and now it is 1"),
-        ({"shards": 4}, "num_shards=3, and now it is 4"),
-    ],
-)
+OTHER_SETTINGS = [
+    ({"seed": 1}, "saved with a stream of seed=0, and now it is 1"),
+    ({"shards": 4}, "num_shards=3, and now it is 4"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OTHER_SETTINGS)
 def test_a_position_of_other_settings_is_refused(change, message, tmp_path):
     Run(tmp_path, sharded(LENGTHS, 3)).steps(0)
     source = sharded(LENGTHS, change.pop("shards", 3))

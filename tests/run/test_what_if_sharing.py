@@ -6,11 +6,10 @@ import re
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers.runs import plan_run, run_of_settings
+from helpers.runs import plan_page, plan_run, run_of_settings
 from helpers.tiny import tiny_tokenizer
 
-from trl_packing.packing.collator import PackedCollator
-from trl_packing.pages.plan import plan_page
+from trl_packing import PackedCollator
 
 
 def previewed(rows, *settings):
@@ -59,9 +58,8 @@ def test_the_page_shows_the_ways_and_strips_of_whole_documents(sharing):
     part = page[page.index("<h2>Shared prefixes") :]
     body = part[part.index("<tbody>") : part.index("</tbody>")]
     cells = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr.*?</tr>", body, re.S)]
-    assert [(row[0], row[3]) for row in cells] == [
-        (w.name, f"{w.computed:,}") for w in plan.sharing
-    ]
+    expected = [(what_if.name, f"{what_if.computed:,}") for what_if in plan.sharing]
+    assert [(row[0], row[3]) for row in cells] == expected
     assert str(plan.report.prefixes) in html.unescape(page)
     assert ("also where it shares tokens" in page) == is_group == ('class="free"' not in page)
     widths = re.findall(r"left:([\d.]+)%;width:([\d.]+)%", page)

@@ -6,12 +6,16 @@ import pytest
 from datasets import Dataset
 from harness import make_trainer
 from helpers.prepared import call_for
-from helpers.runs import plan_run, preview_epoch, preview_rows, run_of_call
+from helpers.runs import (
+    PackedEpoch,
+    documents_by_trl,
+    plan_page,
+    plan_run,
+    preview_epoch,
+    preview_rows,
+    run_of_call,
+)
 from helpers.tiny import documents_of_lengths, tiny_dataset, tiny_tokenizer
-
-from trl_packing.pages.plan import plan_page
-from trl_packing.tools.compare_rows import documents_by_trl
-from trl_packing.tools.rows import PackedEpoch
 
 FORMS = ("language_modeling", "prompt_completion", "conversational_prompt_completion")
 MIXTURE = {"prompt_completion": {"epochs": 2.5}, "language_modeling": {"weight": 1}}

@@ -5,13 +5,11 @@ import json
 import pytest
 from datasets import Dataset
 from harness import make_trainer
+from helpers.command import says
 from helpers.prepared import chats
-from helpers.runs import run_of_settings, with_row_numbers
+from helpers.runs import EQUAL, Side, compare, documents_by_trl, run_of_settings, with_row_numbers
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
-
-from trl_packing.cli import main
-from trl_packing.tools.compare_rows import EQUAL, Side, compare, documents_by_trl
 
 
 def run_of(rows, *options, tokenizer=None):
@@ -35,15 +33,15 @@ def changed(rows, row, column, at, value):
     return Dataset.from_list(lists)
 
 
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [
-        (chats(12), ["--assistant_only_loss", "true", "--shuffle_dataset", "true"]),
-        (chats(12), ["--eos_token", "<|other|>", "--max_length", "30"]),
-        (Dataset.from_dict({"prompt": ["Why? ", "Who?"], "completion": ["So.", ""]}), []),
-        (tokenized([[7, 8, 9], [-100, 8], [-100, -100]]), []),
-    ],
-)
+SAME_AS_TRL = [
+    (chats(12), ["--assistant_only_loss", "true", "--shuffle_dataset", "true"]),
+    (chats(12), ["--eos_token", "<|other|>", "--max_length", "30"]),
+    (Dataset.from_dict({"prompt": ["Why? ", "Who?"], "completion": ["So.", ""]}), []),
+    (tokenized([[7, 8, 9], [-100, 8], [-100, -100]]), []),
+]
+
+
+@pytest.mark.parametrize(("rows", "options"), SAME_AS_TRL)
 def test_settings_that_trl_has_prepare_the_same(rows, options):
     tokenizer = tiny_tokenizer(chat="generation")
     run = run_of(rows, "--max_length", "64", *options, tokenizer=tokenizer)
@@ -96,17 +94,15 @@ def test_the_command_compares_with_trl_and_files(tmp_path, capsys):
     )
 
     def kinds(*words, status):
-        assert main([*words, "--json"]) == status
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(says(capsys, *words, "--json", status=status))
         return {kind: n for kind, n in found["counts"].items() if n}
 
     words = [*words, "--train_on", "assistant"]
     assert kinds(*words, "--against", str(config), status=1) == {EQUAL: 2, "labels differ": 4}
     assert kinds(*words[:-2], "--against", "trl", status=0) == {EQUAL: 6}
-    assert main([*words, "--against", "trl"]) == 1
-    lines = capsys.readouterr().out.split("\n")
+    lines = says(capsys, *words, "--against", "trl", status=1).split("\n")
     assert lines[0].split() == ["labels", "differ", "6", "rows"]
     assert lines[2:5] == ["row 0 · labels differ", "--- this run", "+++ TRL"]
     assert any(line.startswith("-⟦So 0. <|im_end|>") for line in lines)
-    assert main([*words, "--against", "none.yaml"]) == 2
-    assert "neither trl nor a .yaml file" in capsys.readouterr().err
+    refused = says(capsys, *words, "--against", "none.yaml", status=2)
+    assert "neither trl nor a .yaml file" in refused

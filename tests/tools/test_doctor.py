@@ -3,14 +3,13 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
+from helpers.command import says
+from helpers.shared_prefixes import siblings_see_each_other, spoil_trees
 
 from trl_packing.attention.backends import CHOICES
-from trl_packing.cli import main
 from trl_packing.isolation import guard
-from trl_packing.packing import prefix_tree
 from trl_packing.tools import doctor
 from trl_packing.tools.doctor import PREFIXES, Device, Trial, advice, diagnose, try_backends
 
@@ -61,15 +60,7 @@ def test_a_backend_that_leaks_differs_and_is_not_chosen(monkeypatch):
 
 def test_siblings_that_see_each_other_differ(monkeypatch):
     """The negative control: the keys of a segment are all tokens before it."""
-    make = prefix_tree.build_prefix_tree
-
-    def leaking(ids, **options):
-        tree = make(ids, **options)
-        keys = [np.arange(end) for end in tree.cu_seqlens[1:]]
-        ends = np.cumsum([0, *map(len, keys)]).astype(np.int32)
-        return type(tree)(**{**vars(tree), "cu_seqlens_k": ends, "key_index": np.concatenate(keys)})
-
-    monkeypatch.setattr(prefix_tree, "build_prefix_tree", leaking)
+    spoil_trees(monkeypatch, siblings_see_each_other)
     tried = try_backends("cpu", torch.float32)
     assert tried[PREFIXES].verdict == "differs"
     (text,) = found(tried, PREFIXES)
@@ -84,15 +75,15 @@ def test_kernels_of_recurrent_layers_are_named_by_family(trials):
     assert text.endswith("pip install mamba-ssm")
 
 
-@pytest.mark.parametrize(
-    ("capability", "chosen", "missing", "words"),
-    [
-        (None, "documents", "", "need an NVIDIA GPU from sm80"),
-        ((8, 0), "varlen", "", "varlen is the fastest"),
-        ((9, 0), "varlen", "", "folder hopper"),
-        ((8, 0), "documents", "no sinks", "not possible (no sinks)"),
-    ],
-)
+ADVICE = [
+    (None, "documents", "", "need an NVIDIA GPU from sm80"),
+    ((8, 0), "varlen", "", "varlen is the fastest"),
+    ((9, 0), "varlen", "", "folder hopper"),
+    ((8, 0), "documents", "no sinks", "not possible (no sinks)"),
+]
+
+
+@pytest.mark.parametrize(("capability", "chosen", "missing", "words"), ADVICE)
 def test_advice_on_flash_attn_fits_the_gpu(capability, chosen, missing, words):
     flash = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
     trials = {name: Trial("not installed", missing) for name in flash}
@@ -107,7 +98,6 @@ def test_the_command_prints_text_that_fits_and_json(capsys, monkeypatch, trials)
     assert "error: \\x1b[2J" in text
     assert "Training would fail" in text
     monkeypatch.setattr(doctor, "try_backends", lambda *_: trials)
-    assert main(["doctor", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(says(capsys, "doctor", "--json"))
     assert (shown["trains"], shown["attention"]["chosen"]) == (True, "documents")
     assert re.fullmatch(r"\d+ threads?, .*", shown["machine"]["devices"][0])

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from datasets import Dataset
 from helpers.prepared import call_for, chats
+from helpers.runs import prepare_run
 from helpers.tiny import tiny_dataset, tiny_iterable
 
 from trl_packing import load_prepared
-from trl_packing.tools.prepare import prepare_run
 
 
 def test_an_interrupted_command_leaves_nothing_behind(tmp_path):

@@ -9,16 +9,25 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.attacks import harmful
 from helpers.browser import HOSTILE, open_page
+from helpers.command import run_command
 from helpers.prepared import call_for, chats
-from helpers.runs import TrainerCall, run_of_call, run_of_settings, trace_documents
+from helpers.runs import (
+    PROPERTIES,
+    PackedEpoch,
+    TrainerCall,
+    flags_of,
+    rows_page,
+    run_of_call,
+    run_of_settings,
+    trace_documents,
+)
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.vision import tiny_processor, tiny_vision_model, vision_trainer
 from PIL import Image
 
 from trl_packing import PackedCollator
-from trl_packing.cli import main
-from trl_packing.pages.rows import CUT, NO_STOP_TOKEN, NOTHING_TRAINED, WEIGHTED, rows_page
-from trl_packing.tools.rows import PackedEpoch
+
+NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -81,10 +90,9 @@ SETTINGS = {
 def test_the_page_holds_the_batches_of_the_data_loader(name, tmp_path):
     make, options = SETTINGS[name]
     options = {"per_device_train_batch_size": 1} | options
-    words = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     tokenizer = tiny_tokenizer(chat=True)
     model = save_tiny_model(tmp_path / "model", "llama")
-    epoch = PackedEpoch.of(run_of_settings(make(), tokenizer, words, model))
+    epoch = PackedEpoch.of(run_of_settings(make(), tokenizer, flags_of(options), model))
     trainer = make_trainer(tmp_path, make(), tokenizer=tokenizer, **{"packing": True} | options)
     # After the check of a model.
     trainer._loaders.collators.packed.shares_prefixes = "shared" in name
@@ -274,7 +282,7 @@ def test_rows_filters_and_tokens_are_explored(tmp_path, width, capsys):
     words = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl")]
     words += ["--max_length", "100", "--prefix_sharing", "bin", "--hub_token", "hf_123"]
     path = tmp_path / "rows.html"
-    assert main(["inspect", *words, "--rows", "0", "--html", str(path)]) == 0
+    assert run_command(["inspect", *words, "--rows", "0", "--html", str(path)]) == 0
     assert f"wrote {path}" in capsys.readouterr().err
     row = data_of(path.read_text())["rows"][0]
     shared = next(s for s in row["segments"] if len(s["documents"]) > 1)

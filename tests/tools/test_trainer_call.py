@@ -5,13 +5,12 @@ import json
 import sys
 
 import pytest
-from helpers.runs import run_of_call
+from helpers.command import run_command, says
+from helpers.runs import call_of_script, run_of_call
 from helpers.tiny import save_tiny_model, tiny_rows, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.cli import main
-from trl_packing.tools.training_command import call_of_script
 
 START = """
 import sys
@@ -77,33 +76,33 @@ def test_a_script_of_a_user_is_previewed(name, model, tmp_path, capsys):
 LOSS = "def loss(outputs, labels, num_items_in_batch=None):\n    return outputs.loss\n\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("pass", "train.py builds no PackedSFTTrainer"),
-        (
-            "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
-            "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
-        ),
-        ("PackedSFTTrainer(model, PackedSFTConfig(out))", "args and a train_dataset"),
-        ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
-        (
-            f"{LOSS}texts = texts.add_column('loss_weight', [0.5] * 6)\n"
-            "PackedSFTTrainer(model, PackedSFTConfig(out), None, texts, compute_loss_func=loss)",
-            "loss_weight",
-        ),
-    ],
-)
+REFUSED = [
+    ("pass", "train.py builds no PackedSFTTrainer"),
+    (
+        "SFTTrainer(model, SFTConfig(out), train_dataset=texts).train()",
+        "train.py builds trl.SFTTrainer; only a PackedSFTTrainer can be shown",
+    ),
+    ("PackedSFTTrainer(model, PackedSFTConfig(out))", "args and a train_dataset"),
+    ("{}['key']", "KeyError: 'key' (TRL_PACKING_TRACEBACK=1 shows where)"),
+    (
+        f"{LOSS}texts = texts.add_column('loss_weight', [0.5] * 6)\n"
+        "PackedSFTTrainer(model, PackedSFTConfig(out), None, texts, compute_loss_func=loss)",
+        "loss_weight",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), REFUSED)
 def test_a_script_that_cannot_be_previewed_is_one_line(text, sentence, model, tmp_path, capsys):
-    assert main(["plan", script(tmp_path, text), model, str(tmp_path / "out")]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    words = ["plan", script(tmp_path, text), model, str(tmp_path / "out")]
+    last = says(capsys, *words, status=2).splitlines()[-1]
     assert last.startswith("trl-packing: ")
     assert sentence in last
 
 
 def test_the_output_of_a_script_is_no_part_of_the_result(model, tmp_path, capsys):
     file = script(tmp_path, "print('loading')\n" + SCRIPTS["positional"])
-    assert main(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
+    assert run_command(["plan", file, model, str(tmp_path / "out"), "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["documents"] == 6
     assert "loading" in err
@@ -120,14 +119,13 @@ def test_a_stream_is_read_no_further_than_needed(model, tmp_path, capsys):
         "PackedSFTTrainer(model, PackedSFTConfig(out), train_dataset=stream).train()"
     )
     words = [script(tmp_path, text), model, str(tmp_path / "out")]
-    assert main(["inspect", *words, "--rows", "2"]) == 0
+    assert run_command(["inspect", *words, "--rows", "2"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("row 2 · ")
     assert "a stream: only its first 3 rows" in err
     assert "read 7" not in (tmp_path / "read").read_text()
-    assert main(["plan", *words, "--stream_rows", "8"]) == 0
-    out, _ = capsys.readouterr()
+    out = says(capsys, "plan", *words, "--stream_rows", "8")
     assert out.startswith("The first 8 rows of a stream, as if they were all:")
     assert "documents    8 ·" in out
-    assert main(["plan", *words, "--stream_rows", "0"]) == 2
-    assert "--stream_rows 0 must be at least 1" in capsys.readouterr()[1]
+    none = says(capsys, "plan", *words, "--stream_rows", "0", status=2)
+    assert "--stream_rows 0 must be at least 1" in none

@@ -1,15 +1,8 @@
 """The script and the options that a command without its launcher means."""
 
-from dataclasses import fields
-
-from trl_packing.recipes.sft_packed import RecipeArguments
-
 import pytest
 from helpers.recipes import FOLDER, module
-from trl import ModelConfig
 
-from trl_packing import PackedSFTConfig
-from trl_packing.tools.options import check_names
 from trl_packing.tools.training_command import TrainingCommand
 
 RUN = ("--model", "m", "--data", "d.jsonl")
@@ -51,12 +44,3 @@ def test_a_model_is_found_without_data_and_with_its_revision(tmp_path):
     assert args.model_init_kwargs["low_cpu_mem_usage"] is True
     with pytest.raises(ValueError, match="name the model"):
         TrainingCommand.from_words(["--max_length", "64"], needs_data=False).model_and_settings()
-
-
-def test_typing_errors_are_known_from_the_files_of_libraries():
-    """Every option of a run is in these files, so none is refused that exists."""
-    kinds = (RecipeArguments, PackedSFTConfig, ModelConfig)
-    check_names([each.name for kind in kinds for each in fields(kind)])
-    check_names(["max_len", "no_remove_unused_columns", "lora_r", "data"])
-    with pytest.raises(ValueError, match=r"--max_lenght is unknown; did you mean --max_length\?"):
-        check_names(["max_lenght"])

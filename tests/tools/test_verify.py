@@ -2,13 +2,12 @@
 
 import json
 
-from trl_packing.cli import main
+from helpers.command import says
 
 
 def test_a_model_that_reads_images_is_verified_on_text_and_says_so(capsys):
-    assert main(["verify", "recipes/vision.py", "--max_length", "256", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    words = ("verify", "recipes/vision.py", "--max_length", "256")
+    found = json.loads(says(capsys, *words, "--json"))
     assert found["class"] == "LlavaNextForConditionalGeneration"
     assert [result["verdict"] for result in found["backends"]] == ["isolated"]
-    assert main(["verify", "recipes/vision.py", "--max_length", "256"]) == 0
-    assert "Text was checked; a run checks its own images." in capsys.readouterr().out
+    assert "Text was checked; a run checks its own images." in says(capsys, *words)

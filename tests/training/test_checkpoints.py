@@ -14,7 +14,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trl_packing import PackedSFTTrainer
 from trl_packing.training.checkpoints import MARK, checkpoint_to_resume, last_whole_checkpoint
-from trl_packing.training.resuming import FILE
 
 TESTS = Path(__file__).parents[1]
 
@@ -27,9 +26,7 @@ def trainer_for(folder, **settings):
 
 
 @pytest.mark.parametrize("each_node", [False, True])
-def test_a_checkpoint_is_marked_while_it_is_written_and_uploaded_when_it_is_whole(
-    tmp_path, monkeypatch, each_node
-):
+def test_a_checkpoint_is_marked_until_it_is_whole_and_uploaded(tmp_path, monkeypatch, each_node):
     """With `save_on_each_node`, the first rank of another node marks its own."""
     uploaded, seen = [], []
     monkeypatch.setattr(
@@ -52,7 +49,7 @@ def test_a_checkpoint_is_marked_while_it_is_written_and_uploaded_when_it_is_whol
 
 def test_a_record_with_other_numbers_is_refused(tmp_path):
     trainer_for(tmp_path).train()
-    path = tmp_path / "checkpoint-4" / FILE
+    path = tmp_path / "checkpoint-4" / "epoch.json"
     text = path.read_text()
     for changed in (text.replace('"steps\\": 4', '"steps\\": 3'), text[:-9], text[:-9] + "]"):
         assert changed != text

@@ -7,8 +7,6 @@ from harness import alone, assert_exact, run
 from helpers.by_hand import weighted
 from helpers.tiny import tiny_model
 
-from trl_packing.documents.labels import IGNORE_INDEX
-
 CUT = {"overflow": "overlap", "max_length": 24}
 PER_TOKEN = ("input_ids", "labels", "loss_weights")
 
@@ -23,8 +21,8 @@ def pieces_by_hand(documents, masked=True):
             stop = min(start + 24, length)
             cut = {k: v[start:stop] if k in PER_TOKEN else v for k, v in document.items()}
             if start and masked:
-                cut["labels"] = [IGNORE_INDEX] * 3 + list(cut["labels"][3:])
-            if any(label != IGNORE_INDEX for label in cut["labels"][1:]):
+                cut["labels"] = [-100] * 3 + list(cut["labels"][3:])
+            if any(label != -100 for label in cut["labels"][1:]):
                 pieces.append(cut)
             if stop == length:
                 break

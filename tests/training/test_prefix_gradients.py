@@ -7,6 +7,7 @@ siblings, or lose their prefix, are apart by more than 0.1 (the negative control
 """
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,12 +27,16 @@ from harness import (
 from helpers.by_hand import LOSSES
 from helpers.combinations import fast
 from helpers.one_step import ONE_STEP
-from helpers.shared_prefixes import forked_documents, one_shared_step
+from helpers.shared_prefixes import (
+    forked_documents,
+    one_shared_step,
+    share_unchecked,
+    siblings_see_each_other,
+    spoil_rows,
+    spoil_trees,
+    with_keys,
+)
 from helpers.tiny import tiny_model
-
-from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.packing import prefix_tree
-from trl_packing.training.prefix_sharing import PrefixSharing
 
 # --- rows at the edges ----------------------------------------------------------------------------
 
@@ -44,7 +49,7 @@ def answers(number, *, seed=0, labels_plus=0):
     ids = rng.integers(DOCUMENT_IDS.start + 7, DOCUMENT_IDS.stop, 40 + number * 20)
     rows = []
     for answer in np.split(ids[40:], number):
-        labels = [IGNORE_INDEX] * 40 + (answer + labels_plus).tolist()
+        labels = [-100] * 40 + (answer + labels_plus).tolist()
         rows.append({"input_ids": [*ids[:40].tolist(), *answer.tolist()], "labels": labels})
     return rows
 
@@ -87,7 +92,7 @@ def metrics_in(dtype, model, documents, loss="nll", weighting="token"):
 
     for document in documents:
         ids, labels = (torch.tensor(document[key]) for key in ("input_ids", "labels"))
-        trained = labels[1:] != IGNORE_INDEX
+        trained = labels[1:] != -100
         with in_dtype(model.eval(), dtype) as ready:
             logits = ready(input_ids=ids[None]).logits[0, :-1][trained]
         targets = labels[1:][trained]
@@ -159,14 +164,7 @@ def test_metrics_are_those_of_documents_alone(name, tmp_path):
 
 def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_path, monkeypatch):
     """The control: entropy and accuracy need the documents that train each position."""
-    share = prefix_tree.share_prefixes
-
-    def lost(*args):
-        batch, host = share(*args)
-        batch["target_counts"].clamp_(max=1)
-        return batch, host
-
-    monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", lost)
+    spoil_rows(monkeypatch, lambda batch: {"target_counts": batch["target_counts"].clamp(max=1)})
     model = tiny_model("llama")
     documents = weighted_documents()
     found = evaluate(model, tmp_path, documents)
@@ -177,31 +175,20 @@ def test_counts_of_a_shared_position_that_are_lost_fail_the_same_comparison(tmp_
 # --- the negative controls ------------------------------------------------------------------------
 
 
-def with_keys(keys):
-    lengths = np.cumsum([0, *map(len, keys)]).astype(np.int32)
-    return {"cu_seqlens_k": lengths, "key_index": np.concatenate(keys).astype(np.int64)}
+def branches_lose_their_prefix(tree):
+    return with_keys([np.arange(*ends) for ends in pairwise(tree.cu_seqlens)])
 
 
 SPOILED = {
-    "siblings see each other": lambda tree: with_keys(
-        [np.arange(end, dtype=np.int64) for end in tree.cu_seqlens[1:]]
-    ),
-    "branches lose their prefix": lambda tree: with_keys(
-        [np.arange(*ends) for ends in zip(tree.cu_seqlens[:-1], tree.cu_seqlens[1:], strict=True)]
-    ),
+    "siblings see each other": siblings_see_each_other,
+    "branches lose their prefix": branches_lose_their_prefix,
     "positions go on": lambda tree: {"position_ids": np.arange(len(tree.position_ids))},
 }
 
 
 @pytest.mark.parametrize("fault", fast(SPOILED, ("siblings see each other",)))
 def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, monkeypatch):
-    make = prefix_tree.build_prefix_tree
-
-    def spoiled(*args, **options):
-        tree = make(*args, **options)
-        return type(tree)(**{**vars(tree), **SPOILED[fault](tree)})
-
-    monkeypatch.setattr(prefix_tree, "build_prefix_tree", spoiled)
+    spoil_trees(monkeypatch, SPOILED[fault])
     model = tiny_model("llama")
     documents = forked_documents()
     checked = one_shared_step(model, documents, tmp_path / "checked")
@@ -209,7 +196,7 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
     assert checked.computed == checked.tokens
     expected = alone(model, documents)
     assert_exact(checked, expected)
-    monkeypatch.setattr(PrefixSharing, "_failure", lambda *args: None)
+    share_unchecked(monkeypatch)
     unchecked = one_shared_step(model, documents, tmp_path / "unchecked")
     assert relative_error(unchecked.gradients, expected[1]) > 0.1
     assert unchecked.computed * 1.5 < unchecked.tokens, "too little was shared to show anything"
@@ -218,14 +205,11 @@ def test_a_spoiled_row_fails_the_same_comparison_and_the_check(fault, tmp_path, 
 
 
 def test_weights_that_count_once_fail_the_same_comparison(tmp_path, monkeypatch):
-    share = prefix_tree.share_prefixes
-
-    def spoiled(*args):
-        batch, host = share(*args)
+    def counted_once(batch):
         weights = batch["loss_weights"]
-        return batch | {"loss_weights": (weights > 0).to(weights.dtype)}, host
+        return {"loss_weights": (weights > 0).to(weights.dtype)}
 
-    monkeypatch.setattr("trl_packing.packing.collator.share_prefixes", spoiled)
+    spoil_rows(monkeypatch, counted_once)
     model = tiny_model("llama")
     documents = forked_documents()
     step = one_shared_step(model, documents, tmp_path)

@@ -49,15 +49,9 @@ APART = documents_of_lengths([30] * 40)
 
 
 def trainer_of(folder, rows=None, model="llama", **options) -> PackedSFTTrainer:
-    settings = {
-        "max_length": 256,
-        "per_device_train_batch_size": 1,
-        "num_train_epochs": 1,
-        "learning_rate": 0.0,  # so that every step compares gradients of the same weights
-        "logging_steps": 1,
-        "prefix_sharing": "bin",
-        "run_page": False,
-    }
+    settings = {"max_length": 256, "per_device_train_batch_size": 1, "num_train_epochs": 1}
+    settings |= {"learning_rate": 0.0}  # so that every step compares gradients of the same weights
+    settings |= {"logging_steps": 1, "prefix_sharing": "bin", "run_page": False}
     rows = Dataset.from_list(rows or answers()) if isinstance(rows, list | None) else rows
     return make_trainer(folder, rows, model, evaluated=rows, **settings | options)
 
@@ -238,16 +232,15 @@ class OwnSampler(PackedSFTTrainer):
 PACKED = [{"input_ids": [7] * 30, "labels": [7] * 30, "seq_lengths": [20, 10]}] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 and prefix_sharing='group' exclude"),
-        ({"rows": PACKED}, "cannot regroup rows that were packed before"),
-        ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
-        ({"cls": OwnStep}, "training_step of OwnStep .*set prefix_sharing='off'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+REFUSED = [
+    ({"pad_to_multiple_of": 8}, "pad_to_multiple_of=8 and prefix_sharing='group' exclude"),
+    ({"rows": PACKED}, "cannot regroup rows that were packed before"),
+    ({"cls": OwnSampler}, "_get_train_sampler of OwnSampler draws documents, not groups"),
+    ({"cls": OwnStep}, "training_step of OwnStep .*set prefix_sharing='off'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_settings_that_cannot_be_combined_are_refused(options, message, tmp_path):
     with pytest.raises((ValueError, RuntimeError), match=message):
         trained(tmp_path, **{"prefix_sharing": "group"} | options)

@@ -2,11 +2,10 @@
 
 import pytest
 from helpers.prepared import chats, settings
-from helpers.runs import TrainerCall
+from helpers.runs import TrainerCall, prepare_run
 from helpers.tiny import tiny_dataset, tiny_model, tiny_tokenizer
 
 from trl_packing import PackedSFTTrainer, load_prepared
-from trl_packing.tools.prepare import prepare_run
 
 STEPS = {"max_steps": 4, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2}
 STEPS |= {"per_device_train_batch_size": 2}

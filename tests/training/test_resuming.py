@@ -2,16 +2,20 @@
 
 import shutil
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from harness import make_trainer
+from helpers.combinations import fast
+from helpers.distributed.train import Scenario, assert_continues, run, run_on_ranks
 from helpers.tiny import SPECIAL_TOKENS, documents_of_lengths
 
 from trl_packing import PackedSFTTrainer
-from trl_packing.training.resuming import FILE
 
+RECORD = "epoch.json"  # of a checkpoint
 NUMBER = 60
 LENGTHS = [3 + (i * 7) % 29 for i in range(NUMBER)]
 FIRST = len(SPECIAL_TOKENS)  # the first token of document 0
@@ -40,20 +44,12 @@ class Recorder(PackedSFTTrainer):
 
 
 def trainer_for(folder, documents=None, ranks=(1, 0), **settings) -> Recorder:
-    defaults = {
-        "max_length": 32,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "isolation_check": "off",
-    }
+    defaults = {"max_length": 32, "num_train_epochs": 1, "isolation_check": "off"}
+    defaults |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    defaults |= {"save_strategy": "steps", "save_steps": 3}
     documents = rows() if documents is None else documents
     trainer = make_trainer(folder, documents, cls=Recorder, **(defaults | settings))
-    trainer.trained = []
-    trainer.steps = []
-    trainer.ranks = ranks
+    trainer.trained, trainer.steps, trainer.ranks = [], [], ranks
     return trainer
 
 
@@ -68,14 +64,12 @@ def documents_of(trainer, until_step=None) -> Counter:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return a function: the run of some settings, which saved after every step."""
-    runs = {}
 
+    @cache
     def run(**settings) -> Recorder:
-        key = tuple(sorted(settings.items()))
-        if key not in runs:
-            runs[key] = trainer_for(tmp_path_factory.mktemp("run"), **settings)
-            runs[key].train()
-        return runs[key]
+        trainer = trainer_for(tmp_path_factory.mktemp("run"), **settings)
+        trainer.train()
+        return trainer
 
     return run
 
@@ -112,12 +106,12 @@ def test_without_the_record_nothing_can_be_verified_and_that_is_said(saved, tmp_
     before = saved()
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(f"{before.args.output_dir}/checkpoint-3", folder)
-    (folder / FILE).unlink()
+    (folder / RECORD).unlink()
     trainer = trainer_for(tmp_path / "run", gradient_accumulation_steps=4)
     trainer.train(resume_from_checkpoint=str(folder))
     seen = documents_of(before, until_step=3) + documents_of(trainer)
     assert seen.keys() < set(range(NUMBER)), "some documents are missed"
-    assert f"has no {FILE}: another trainer wrote it" in caplog.text
+    assert f"has no {RECORD}: another trainer wrote it" in caplog.text
 
 
 def test_between_epochs_anything_may_change(saved, tmp_path):
@@ -186,3 +180,49 @@ def test_a_run_that_is_killed_twice_within_an_epoch_trains_its_steps(saved, tmp_
     once = resume(saved(save_steps=1), 2, tmp_path / "once", save_steps=1)
     twice = resume(once, 4, tmp_path / "twice", save_steps=1)
     assert in_steps(twice) == {step: whole[step] for step in whole if step >= 4} != {}
+
+
+# --- to the bit -----------------------------------------------------------------------------------
+
+EPOCHS = 3
+
+WORKERS = {"dataloader_num_workers": 1}
+MODES = {
+    "packed": {"batch_size": 2, "accumulation": 2, "model": "gpt2_dropout"},
+    "unpacked": {"packing": False, "batch_size": 3, "accumulation": 2},
+    "stream": {"stream": True, "shards": 4, "options": WORKERS, "batch_size": 2, "max_steps": 18},
+    "workers": {"batch_size": 2, "accumulation": 2, "options": WORKERS},
+}
+
+
+def checkpoint_within_epoch(folder: Path, steps: int, epoch: int) -> str:
+    """Return the first checkpoint strictly inside `epoch` of a run of `EPOCHS` epochs."""
+    per_epoch = steps / EPOCHS
+    saved = sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
+    inside = [step for step in saved if epoch * per_epoch < step < (epoch + 1) * per_epoch]
+    return str(folder / f"checkpoint-{inside[0]}")
+
+
+@pytest.mark.parametrize("mode", fast(MODES, ("unpacked", "stream")))
+def test_one_rank_resumes_within_an_epoch(mode, tmp_path):
+    arguments = {"epochs": EPOCHS, "save_steps": 2, **MODES[mode]}
+    whole = run(Scenario(str(tmp_path), LENGTHS, **arguments))
+    checkpoint = checkpoint_within_epoch(tmp_path, whole["steps"], 1)
+    assert_continues(run(Scenario(str(tmp_path), LENGTHS, resume=checkpoint, **arguments)), whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_within_a_later_epoch(tmp_path):
+    arguments = {"lengths": LENGTHS, "epochs": EPOCHS, "batch_size": 2, "save_steps": 2}
+    made = Scenario(str(tmp_path / "run"), **arguments)
+    whole = run_on_ranks({"whole": made}, tmp_path / "first")["whole"]
+    checkpoint = Path(checkpoint_within_epoch(tmp_path / "run", whole[0]["steps"], 1))
+    copied = shutil.copytree(checkpoint, tmp_path / "forgetful" / checkpoint.name)
+    (copied / RECORD).unlink()
+    resumed = replace(made, resume=str(checkpoint))
+    forgetful = replace(made, resume=str(copied), forgets_epoch_on_resume=True)
+    found = run_on_ranks({"resumed": resumed, "forgetful": forgetful}, tmp_path / "again")
+    for rank, expected in enumerate(whole):
+        assert_continues(found["resumed"][rank], expected)
+        with pytest.raises(AssertionError):  # the control: without the mend of `set_epoch`
+            assert_continues(found["forgetful"][rank], expected)

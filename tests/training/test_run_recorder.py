@@ -1,7 +1,5 @@
 """A run writes its record and its page while it trains; nothing that it trains depends on them."""
 
-import logging
-
 import pytest
 from datasets import Dataset
 from harness import make_trainer
@@ -72,7 +70,7 @@ def test_a_resumed_run_continues_the_record(tmp_path):
     found = RunRecord.load(tmp_path / "again" / FILE)
     assert found.log == resumed["history"]
     # transformers logs the loss of step 4 without the step before the checkpoint.
-    points, others = ([p for p in each.points("loss") if p.step != 4] for each in (found, expected))
+    points, others = ([p for p in each.series["loss"] if p.step != 4] for each in (found, expected))
     assert points == others
     assert found.total == expected.total
     assert (found.resumed, found.notes) == ([3], [])
@@ -86,8 +84,8 @@ def test_a_run_resumed_without_a_record_shows_what_it_knows(tmp_path):
     (checkpoint / FILE).write_text('{"format": 1}')
     run(scenario(tmp_path, resume=str(checkpoint), **common))
     found = RunRecord.load(tmp_path / FILE)
-    assert [point.step for point in found.points("loss")] == list(range(1, found.step + 1))
-    assert {point[1:4] for point in found.points("loss")} == {(None, None, None)}
+    assert [point.step for point in found.series["loss"]] == list(range(1, found.step + 1))
+    assert {point[1:4] for point in found.series["loss"]} == {(None, None, None)}
     assert found.total == UNKNOWN
     assert any("shown over steps alone" in note for note in found.notes)
 
@@ -116,8 +114,7 @@ def test_no_fault_of_the_page_stops_a_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("trl_packing.training.run_recorder.replace_file", fails)
     monkeypatch.setattr(RunRecorder, "least_seconds", 0.0)
     made = trainer(tmp_path, save_strategy="steps", save_steps=2)
-    with caplog.at_level(logging.WARNING):
-        made.train()
+    made.train()
     (said,) = [r.message for r in caplog.records if "cannot be written" in r.message]
     assert "No space left" in said
     assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
@@ -134,7 +131,7 @@ def test_a_run_that_fails_leaves_its_curves(tmp_path):
         made.train()
     record = RunRecord.load(tmp_path / FILE)
     assert record.status == "stopped by ZeroDivisionError"
-    assert [point.step for point in record.points("loss")] == [1, 2]
+    assert [point.step for point in record.series["loss"]] == [1, 2]
 
 
 def test_a_second_run_begins_at_zero_and_a_later_evaluation_is_added(tmp_path):
@@ -148,7 +145,7 @@ def test_a_second_run_begins_at_zero_and_a_later_evaluation_is_added(tmp_path):
     assert second.log == made.state.log_history
     found = made.evaluate(made.train_dataset)
     record = RunRecord.load(tmp_path / FILE)
-    (point,) = record.points("eval_loss")
+    (point,) = record.series["eval_loss"]
     assert point.value == found["eval_loss"]
     assert point.documents == record.total.documents > 0
     assert record.status == "finished"

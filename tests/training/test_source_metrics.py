@@ -97,13 +97,13 @@ def test_sources_share_the_positions_of_their_prefixes(weighting, tmp_path):
     assert (off.loss, off.computed) == (step.loss, step.computed)
 
 
-@pytest.mark.parametrize(
-    ("column", "said"),
-    [
-        ([0.5] * 8, "in the training set it holds double"),
-        (["web"] * 7 + [None], "row 7 of the training set has none"),
-    ],
-)
+UNKNOWN_SOURCES = [
+    ([0.5] * 8, "in the training set it holds double"),
+    (["web"] * 7 + [None], "row 7 of the training set has none"),
+]
+
+
+@pytest.mark.parametrize(("column", "said"), UNKNOWN_SOURCES)
 def test_sources_that_cannot_be_told_apart_are_refused(column, said, tmp_path):
     rows = Dataset.from_list(DOCUMENTS).remove_columns("source").add_column("source", column)
     with pytest.raises(ValueError, match=said):

@@ -105,15 +105,15 @@ def test_a_step_without_images_leaves_the_tower_without_gradients():
         assert "language_model" in kept
 
 
-@pytest.mark.parametrize(
-    ("world_size", "sharded", "find_unused", "expected"),
-    [
-        (1, True, None, False),
-        (2, False, True, False),
-        (2, False, False, True),
-        (2, True, True, True),
-    ],
-)
+WAITING = [
+    (1, True, None, False),
+    (2, False, True, False),
+    (2, False, False, True),
+    (2, True, True, True),
+]
+
+
+@pytest.mark.parametrize(("world_size", "sharded", "find_unused", "expected"), WAITING)
 def test_ranks_wait_where_all_of_them_gather_or_reduce(world_size, sharded, find_unused, expected):
     args = SimpleNamespace(world_size=world_size, ddp_find_unused_parameters=find_unused)
     trainer = SimpleNamespace(args=args, is_deepspeed_enabled=False, is_fsdp_enabled=sharded)

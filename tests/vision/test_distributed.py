@@ -42,9 +42,7 @@ RUNS: dict[str, dict[str, dict]] = {
         "LoRA": {"lora": LORA},
     },
     "zero2": {"plain": {"options": NO_DECAY}},
-    "zero3": {
-        "checked": {"options": NO_DECAY | CHECKED},
-    },
+    "zero3": {"checked": {"options": NO_DECAY | CHECKED}},
 }
 SAVED = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 4}
 RESUMED = ("DDP", "fsdp2")
@@ -102,9 +100,8 @@ def one_rank(tmp_path_factory):
 def assert_same(found: dict, expected: dict) -> None:
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert found["metrics"].keys() == expected["metrics"].keys()
-    assert found["metrics"]["eval_loss"] == pytest.approx(
-        expected["metrics"]["eval_loss"], rel=1e-5
-    )
+    loss = expected["metrics"]["eval_loss"]
+    assert found["metrics"]["eval_loss"] == pytest.approx(loss, rel=1e-5)
     for name, parameter in expected["parameters"].items():
         torch.testing.assert_close(found["parameters"][name], parameter, rtol=1e-4, atol=1e-5)
 

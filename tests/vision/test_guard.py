@@ -51,9 +51,7 @@ def test_images_are_isolated(backend, counts, model, processor):
     assert report.leak > 100 * report.noise
 
 
-def test_positions_without_the_row_of_text_leak_through_the_models_mask(
-    monkeypatch, model, processor
-):
+def test_positions_without_text_leak_through_the_models_mask(monkeypatch, model, processor):
     right = ImageBatches.tensors
 
     def without_text(self, documents, input_ids):
@@ -66,9 +64,7 @@ def test_positions_without_the_row_of_text_leak_through_the_models_mask(
 
 
 @pytest.mark.parametrize("check", ["error", "off"])
-def test_gemma3_runs_by_the_next_exact_backend_or_not_without_the_check_that_finds_it(
-    check, tmp_path
-):
+def test_gemma3_runs_by_the_next_exact_backend_and_needs_the_check(check, tmp_path):
     """The backend of text is off by tens of percent with its images."""
     given = (*tiny_vlm("gemma3"), image_dataset(), tmp_path)
     options = {"isolation_check": check}
@@ -97,9 +93,10 @@ def test_no_exact_backend_is_refused(trainer_of, options):
         trainer_of(**options).train()
 
 
-@pytest.mark.parametrize(
-    ("images", "expected"), [((1, 2, 0, 1), [2, 1, 0]), ((1, 1, 1, 1), [1, 1]), ((0, 0), [])]
-)
+PROBED = [((1, 2, 0, 1), [2, 1, 0]), ((1, 1, 1, 1), [1, 1]), ((0, 0), [])]
+
+
+@pytest.mark.parametrize(("images", "expected"), PROBED)
 def test_the_guard_probes_every_number_of_images_that_the_run_has(images, expected, trainer_of):
     rows = image_dataset().select([{1: 0, 2: 1, 0: 2}[count] for count in images])
     trainer = trainer_of(rows)

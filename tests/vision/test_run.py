@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from harness import TWO_RUNS
 from helpers.combinations import fast
-from helpers.vision import image_dataset
+from helpers.vision import image_dataset, pack_no_images
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 from vision.test_exact import LAYOUTS, alone, packed
 
 from trl_packing import PackedSFTConfig
-from trl_packing.vision import run_images, support
 
 
 @pytest.mark.slow
@@ -90,16 +90,15 @@ def test_what_trls_path_would_ignore_is_refused(trainer_of, monkeypatch):
         trainer_of(image_dataset().to_iterable_dataset(), max_patches=8)
     with pytest.raises(ValueError, match="sequence_parallel_size=2 cannot divide rows with images"):
         trainer_of(sequence_parallel_size=2)
-    monkeypatch.setattr(support, "FAMILIES", ())
+    pack_no_images(monkeypatch)
     dataset = image_dataset().add_column("loss_weight", [1.0] * 8)
     with pytest.raises(ValueError, match="loss_weight does nothing on TRL's path"):
         trainer_of(dataset, packing=False)
 
 
-def test_images_take_trls_path_with_an_older_transformers(monkeypatch):
-    data = Dataset.from_list([{"text": "a", "images": []}])
-    monkeypatch.setattr(support.transformers, "__version__", "5.22.4")
-    reason = run_images.RunImages().why_not_packed("none", data, None, None, None)
+def test_images_take_trls_path_with_an_older_transformers(trainer_of, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.22.4")
+    reason = trainer_of(packing=PackedSFTConfig.packing)._trl_path
     assert reason == "the data set has images, and transformers 5.22.4 is older than 5.23"
 
 

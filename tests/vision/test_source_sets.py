@@ -8,22 +8,10 @@ import pytest
 from datasets import Dataset
 from helpers.runs import TrainerCall, documents_of, preview_epoch, run_of_call
 from helpers.tiny import documents_of_lengths
-from helpers.vision import image_dataset
+from helpers.vision import image_dataset, pack_no_images, texts
 from vision.test_exact import batches_of, packed, sized
 
-from trl_packing.vision import support
-
 MIXTURE = {"texts": {"epochs": 2}, "chats": {"epochs": 1}}
-
-
-def texts(rows: int = 6) -> Dataset:
-    """Return prompts and completions without images, as messages with plain texts."""
-    made = []
-    for row in range(rows):
-        prompt = [{"role": "user", "content": f"How many are {row} and {row + 1}?" + " Say." * row}]
-        completion = [{"role": "assistant", "content": f"They are {2 * row + 1}."}]
-        made.append({"prompt": prompt, "completion": completion})
-    return Dataset.from_list(made)
 
 
 def chats(rows: int = 4) -> Dataset:
@@ -46,12 +34,11 @@ def alone(model, processor, copies):
 
 
 #: All 8 + 2 × 6 + 4 documents are in one step.
-@pytest.mark.parametrize(
-    ("size", "accumulated"), [(16, 1), pytest.param(2, 8, marks=pytest.mark.slow)]
-)
-def test_a_mixture_equals_its_documents_one_at_a_time(
-    size, accumulated, model, processor, tmp_path
-):
+STEPS = [(16, 1), pytest.param(2, 8, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("size", "accumulated"), STEPS)
+def test_a_mixture_equals_its_documents_alone(size, accumulated, model, processor, tmp_path):
     options = sized(size, accumulated, mixture=MIXTURE)
     found = packed(model, processor, sets(), tmp_path, **options)
     assert found.trainer._trl_path is None
@@ -93,7 +80,7 @@ def test_a_dictionary_that_only_trl_could_train_is_refused(trainer_of, monkeypat
     refusal = "only packed runs train a dictionary of data sets, but "
     with pytest.raises(ValueError, match=f"{refusal}packing_strategy='wrapped' cuts"):
         trainer_of(sets(), packing_strategy="wrapped")
-    monkeypatch.setattr(support, "FAMILIES", ())
+    pack_no_images(monkeypatch)
     with pytest.raises(ValueError, match=f"{refusal}the data set has images"):
         trainer_of(sets())
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from trl_packing.temporarily import temporarily
+from trl_packing.attention.temporarily import temporarily
 
 
 def loading_options(args: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from trl_packing.attention.model_facts import (
     without_checkpointing,
 )
 from trl_packing.attention.ranks import all_reduce_max, is_alone, is_sharded
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -39,7 +40,6 @@ from trl_packing.documents.host_row import (
     to_device,
 )
 from trl_packing.documents.labels import IGNORE_INDEX
-from trl_packing.temporarily import temporarily
 
 NAME = "padded"
 EQUAL_LENGTHS = "equal_lengths"  # the same without padding

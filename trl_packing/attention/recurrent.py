@@ -33,6 +33,7 @@ from trl_packing.attention.calls import (
     wrap_packed_calls,
 )
 from trl_packing.attention.padded_rows import group_documents, rows_of
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     host_boundaries,
@@ -40,7 +41,6 @@ from trl_packing.documents.host_row import (
     is_cpu,
     to_device,
 )
-from trl_packing.temporarily import temporarily
 
 NAME = "by_document"
 

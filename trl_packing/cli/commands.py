@@ -235,35 +235,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if diagnosis.facts["failures"] else 0
 
 
-def compare(arguments: argparse.Namespace) -> int:
-    """Compare runs: losses, tokens, time, settings and versions.
-
-    examples:
-      trl-packing compare outputs/packed outputs/padded
-      trl-packing compare outputs/* --html compare.html
-      trl-packing compare outputs/packed of_trl/trainer_state.json
-
-    exit status:
-      0  the comparison is printed
-      2  a run cannot be read or compared; stderr has the reason in one line
-    """
-    if len(arguments.runs) < 2:
-        raise ValueError(f"{arguments.runs[0]} has nothing to be compared with; name two runs")
-    from trl_packing.pages.page import storable
-    from trl_packing.pages.runs import compare_page
-    from trl_packing.tools import compare_runs
-
-    records = [compare_runs.load_run(path) for path in arguments.runs]
-    found = compare_runs.compare(records)
-    arguments.say(compare_runs.comparison_text(found))
-    if arguments.json:
-        print_json(storable(found))
-    if arguments.html:
-        _write(compare_page(records, found), arguments)
-    return 0
-
-
-COMMANDS = (inspect, plan, prepare, verify, doctor, compare)  # in the order of the help
+COMMANDS = (inspect, plan, prepare, verify, doctor)  # in the order of the help
 
 
 def _previewed_run(arguments: argparse.Namespace) -> "Run":

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from trl_packing.data.printable import escape_hidden
+from trl_packing.data.printable import SECRET_NAME, SECRET_VALUE, escape_hidden
 
 
 def uses_color(choice: str) -> bool:
@@ -31,8 +31,8 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-# The values of --hub_token, --api_key and --password are secrets, those of --eos_token are not.
-_SECRET = re.compile(r"(?i)(--(?!eos|pad)[\w-]*(?:token|key|password|secret)[=\0])[^\0]*")
+# A named secret and its value in a command whose words are divided by NUL, or a value alone.
+_SECRET = re.compile(rf"(?i)(--{SECRET_NAME}[=\0])[^\0]*|{SECRET_VALUE}")
 
 
 def command_line(program: str, words: Sequence[str]) -> str:
@@ -43,6 +43,10 @@ def command_line(program: str, words: Sequence[str]) -> str:
         "trl-packing plan --hub_token ... --eos_token '</s>'"
         >>> command_line("trl-packing", ["plan", "--password=it's mine", "--api_key", "'a' b"])
         'trl-packing plan --password=... --api_key ...'
+        >>> command_line(
+        ...     "trl-packing", ["plan", "--model_init_kwargs", "{token: hf_" + "1" * 30 + "}"]
+        ... )
+        "trl-packing plan --model_init_kwargs '{token: ...}'"
     """
     shown = _SECRET.sub(r"\1...", "\0".join([program, *words]))  # no word has a NUL
     return shlex.join(shown.split("\0"))

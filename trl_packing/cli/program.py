@@ -19,7 +19,6 @@ from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import command_line, note, short_log
 from trl_packing.tools.options import message_of
 
-_WITHOUT_RUN = ("doctor", "compare")  # take no training command
 _USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
 # The options that a preview needs most often: importing the help of a recipe takes seconds.
@@ -48,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at a packed run before it starts, prepare its data, compare runs.
+    """Look at a packed run before it starts, prepare its data.
 
     examples:
       trl-packing plan --config recipes/lora_8b.yaml --ranks 8
@@ -102,8 +101,8 @@ def check_can_write(path: str | None) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command; `words` are all others, the training command of a run."""
     arguments, words = _parser().parse_known_args(argv)
-    if words and arguments.command in _WITHOUT_RUN:
-        raise ValueError(f"{arguments.command} has no option {' '.join(words)}")
+    if words and arguments.command == "doctor":
+        raise ValueError(f"doctor has no option {' '.join(words)}")
     check_can_write(getattr(arguments, "html", None))
     if getattr(arguments, "stream_rows", 1) < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
@@ -123,12 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         name = run.__name__
         settings = _settings_of(run)
         command = commands.add_parser(name, help=settings["description"], **settings)
-        if name not in _WITHOUT_RUN:
+        if name != "doctor":
             command.usage = _USAGE.format(name, " [DATA] OUT" * (name == "prepare"))
             command.epilog = RUN + settings["epilog"]
         command.set_defaults(run=run)
         adds.append(command.add_argument)
-    inspect, plan, _, verify, _, compare = adds
+    inspect, plan, _, verify, _ = adds
     inspect("--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)")
     inspect("--all", action="store_true", help="count what all rows would lose")
     other = "trl, or the .yaml file of another run, to compare all rows with"
@@ -138,14 +137,11 @@ def _parser() -> argparse.ArgumentParser:
     for add in (inspect, plan):
         rows = "rows to read of a stream (default: 1000)"
         add("--stream_rows", type=int, default=1000, metavar="N", help=rows)
+        add("--html", metavar="FILE", help="write a page: the packed rows, or the plan")
     verify("--dtype", help="bfloat16, auto, ...; default: the run's, or float32")
     verify("--device", help="cpu, cuda, ...; default: cuda if it is available")
     verify("--gradients", action="store_true", help="compare gradients too")
     verify("--prefixes", action="store_true", help="check shared prefixes too")
-    files = "two or more: an output_dir or a checkpoint of a run, or a trainer_state.json"
-    compare("runs", nargs="+", metavar="RUN", help=files)
-    for add in (inspect, plan, compare):
-        add("--html", metavar="FILE", help="write a page: the packed rows, the plan, the curves")
     for add in adds:
         add("--json", action="store_true", help="print one JSON object instead of text")
         add("--color", choices=("auto", "always", "never"), default="auto", help="of the text")

@@ -1,14 +1,14 @@
 """Checks of a data set that run before anything is computed on it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.limits import NO_LIMITS
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.arrow import AnyDataset, ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     MASK_COLUMNS,
@@ -29,7 +29,7 @@ def check_is_dataset(dataset: Any, name: str) -> None:
         raise ValueError(f"rows of the {name} stream were packed before; pass them as a Dataset")
 
 
-def check_not_empty(dataset: Dataset | IterableDataset, name: str) -> None:
+def check_not_empty(dataset: AnyDataset, name: str) -> None:
     """Raise ValueError if `dataset` has no rows."""
     if not len(dataset) if isinstance(dataset, Dataset) else next(iter(dataset), None) is None:
         raise ValueError(f"the {name} dataset is empty: it has no rows; check how it was loaded")
@@ -41,7 +41,7 @@ def check_is_one_set(dataset: Any, reason: str) -> None:
         raise ValueError(f"only packed runs train a dictionary of data sets, but {reason}")
 
 
-def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str) -> None:
+def check_columns(dataset: AnyDataset, name: str, text_field: str) -> None:
     """Raise ValueError if `dataset` has no column to train on, or token columns do not match."""
     columns = dataset.column_names
     if columns is None:  # a stream whose columns are known only by reading it
@@ -52,10 +52,9 @@ def check_columns(dataset: Dataset | IterableDataset, name: str, text_field: str
             f"{text_field!r}, 'messages', 'prompt' or 'input_ids', or pass formatting_func"
         )
     if isinstance(dataset, Dataset) and "input_ids" in columns:
-        of_tokens = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS)
-        documents = ArrowDocuments(dataset, [column for column in of_tokens if column in columns])
-        numbers = getattr(name, "numbers", None)
-        NO_LIMITS.check_documents(documents, f"of the {name} dataset", numbers)  # none is negative
+        documents = ArrowDocuments(dataset, (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS))
+        named = partial(row_name, name=name, unit="document")
+        NO_LIMITS.check_documents(documents, named)  # none is negative
 
 
 def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
@@ -67,41 +66,20 @@ def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:
         )
 
 
-def without_padding(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
-    """Return `dataset`; raise ValueError for tokenized rows whose `attention_mask` is not 1.
+PADDED = "{} has other masks than 1; tokenize without padding"
 
-    A stream is checked as it is read. Packed rows may have any mask.
-    """
-    columns = get_dataset_column_names(dataset)
-    if not {"input_ids", "attention_mask"} <= {*columns} or SEQ_LENGTHS in columns:
-        return dataset
-    if isinstance(dataset, IterableDataset):
-        options = {"batched": True, "with_indices": True, "fn_kwargs": {"name": name}}
-        return dataset.with_format(None).map(_batch_without_padding, **options)
-    masks = ArrowDocuments(dataset, ("attention_mask",))
+
+def check_not_padded(dataset: Dataset, name: str) -> None:
+    """Raise ValueError for tokenized rows whose `attention_mask` is not 1; packed ones may be."""
+    masks = ArrowDocuments(dataset, ("attention_mask", "input_ids"))
+    if len(masks.columns) < 2 or SEQ_LENGTHS in dataset.column_names:
+        return
     if len(rows := masks.rows_where("attention_mask", lambda mask: mask != 1)):
-        raise ValueError(_PADDED.format(row_name(rows[0], name, "document")) + and_others(rows))
-    return dataset
+        raise ValueError(PADDED.format(row_name(rows[0], name, "document")) + and_others(rows))
 
 
-_PADDED = "{} has other masks than 1; tokenize without padding"
-
-
-def _batch_without_padding(
-    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], name: str
-) -> dict[str, Sequence[Any]]:
-    for row, mask in zip(rows, batch["attention_mask"], strict=True):
-        if {*(mask or ())} - {1}:
-            raise ValueError(_PADDED.format(row_name(row, name, "document")))
-    return dict(batch)
-
-
-def check_packed_rows(
-    rows: Dataset, capacity: int | None, name: str, *, append_eos: bool = False
-) -> None:
-    """Raise ValueError if packed rows exceed `capacity`, misstate their lengths, or should grow."""
-    if append_eos:
-        raise ValueError(f"append_eos=True, but the {name} dataset is packed already; leave it out")
+def check_packed_rows(rows: Dataset, capacity: int | None, name: str) -> None:
+    """Raise ValueError if packed rows exceed `capacity` or misstate their lengths."""
     documents = ArrowDocuments(rows, ["input_ids", SEQ_LENGTHS])
     lengths = documents.lengths()
     is_wrong = lengths != documents.sums(SEQ_LENGTHS)

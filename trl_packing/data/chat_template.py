@@ -21,13 +21,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import has_generation_markers
 
 from trl_packing.data.messages import Message, check_lists, is_plain
+from trl_packing.data.spans import Span
 
 try:  # private; without it, every conversation goes through `apply_chat_template`
     from transformers.utils.chat_template_utils import _compile_jinja_template
 except ImportError:  # pragma: no cover
     _compile_jinja_template = None
-
-Span = tuple[int, int]  # [start, stop) in characters
 
 _MOST = 10_000_000  # no template computes with larger numbers
 
@@ -279,6 +278,11 @@ class ChatTemplate:
             return len(self.stop)
         found = re.match(rf"\s*{self._special}", after)
         return found.end() if found else 0
+
+    def up_to_stop(self, text: str) -> str:
+        """Return `text` without the white space behind a special token at its end."""
+        words = text.rstrip()
+        return words if words.endswith(self.special_tokens) else text
 
     @cached_property
     def _special(self) -> str:

@@ -1,5 +1,6 @@
 """Counts of documents and tokens that preparation kept and lost; `str()` is their words."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ WARN_LOST_SHARE = 0.01
 
 # Bits of the column `documents.labels.HANDLED`: what preparation did with parts of a row.
 PARSED, NO_JSON, NO_REASONING, NO_WORDS = 1, 2, 4, 8
+TURN, FIRST = 16, 32  # with `every_turn`: a trained turn, and the first document of a conversation
 _HANDLED = {
     PARSED: "with arguments of tool calls as JSON text: parsed, as the chat template needs them",
     NO_JSON: "with arguments of tool calls that are no JSON object: written as they are",
@@ -43,15 +45,18 @@ class TokenCounts:
     stops: int = 0
 
     def __add__(self, other: "TokenCounts") -> "TokenCounts":
-        return TokenCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return TokenCounts(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: "TokenCounts") -> "TokenCounts":
-        return TokenCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return TokenCounts(*map(operator.sub, astuple(self), astuple(other)))
 
     def __str__(self) -> str:
-        trained = f", {self.trained:,} trained" * bool(self.trained)
-        stops = f", {quantity(self.stops, 'stop token')}" * bool(self.stops)
-        return quantity(self.tokens, "token") + trained + stops
+        words = quantity(self.tokens, "token")
+        if self.trained:
+            words += f", {self.trained:,} trained"
+        if self.stops:
+            words += f", {quantity(self.stops, 'stop token')}"
+        return words
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,21 @@ class Stage:
 
     def __add__(self, other: "Stage") -> "Stage":
         """Return the losses of the same stage on other documents too."""
-        names = ("affected", "lost", "lost_eos", "repeated")
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        return replace(
+            self,
+            affected=self.affected + other.affected,
+            lost=self.lost + other.lost,
+            lost_eos=self.lost_eos + other.lost_eos,
+            repeated=self.repeated + other.repeated,
+        )
 
     def __str__(self) -> str:
-        lost = f"; lost {self.lost}" * self.is_loss
-        repeated = f"; {quantity(self.repeated, 'token')} repeated as context" * bool(self.repeated)
-        return f"{quantity(self.affected, 'document')} {self.why}{repeated}{lost}"
+        words = f"{quantity(self.affected, 'document')} {self.why}"
+        if self.repeated:
+            words += f"; {quantity(self.repeated, 'token')} repeated as context"
+        if self.is_loss:
+            words += f"; lost {self.lost}"
+        return words
 
     @property
     def is_loss(self) -> bool:
@@ -109,9 +122,17 @@ class PreparationCounts:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> "PreparationCounts":
         """Return the counts that `asdict` has stored."""
-        counts = {name: TokenCounts(**stored[name]) for name in ("before", "after")}
-        stages = (Stage(**s | {"lost": TokenCounts(**s["lost"])}) for s in stored["stages"])
-        return cls(**{**stored, **counts, "stages": tuple(stages), "notes": tuple(stored["notes"])})
+        stages = []
+        for stage in stored["stages"]:
+            stages.append(Stage(**stage | {"lost": TokenCounts(**stage["lost"])}))
+        return cls(
+            TokenCounts(**stored["before"]),
+            TokenCounts(**stored["after"]),
+            tuple(stages),
+            tuple(stored["notes"]),
+            stored["conversations"],
+            stored["turns"],
+        )
 
     def __add__(self, other: "PreparationCounts") -> "PreparationCounts":
         """Return the counts of two parts of a data set; notes of the first that has any."""
@@ -150,22 +171,19 @@ class PreparationCounts:
 
     def turns_in_words(self) -> str:
         """Return the numbers of conversations and of their turns; "" without any."""
+        if not self.conversations:
+            return ""
         documents = quantity(self.turns, "document")
-        words = f"{quantity(self.conversations, 'conversation')} → {documents}, one for each turn"
-        return words * bool(self.conversations)
-
-
-def turns_of(places: np.ndarray) -> PreparationCounts:
-    """Return the numbers of conversations and turns, given the values of the column `TURN`."""
-    # The first turn of a conversation, or a conversation without one.
-    conversations = int((places <= 0).sum())
-    return PreparationCounts(conversations=conversations, turns=int((places >= 0).sum()))
+        return f"{quantity(self.conversations, 'conversation')} → {documents}, one for each turn"
 
 
 def handled_in(bits: np.ndarray) -> PreparationCounts:
     """Return how many documents have each bit, given the values of the column `HANDLED`."""
-    numbers = {bit: int(((bits & bit) > 0).sum()) for bit in _HANDLED}
-    return PreparationCounts(stages=tuple(Stage(n, _HANDLED[b]) for b, n in numbers.items() if n))
+    numbers = {bit: int(np.count_nonzero(bits & bit)) for bit in (*_HANDLED, TURN, FIRST)}
+    stages = [Stage(numbers[bit], why) for bit, why in _HANDLED.items() if numbers[bit]]
+    return PreparationCounts(
+        stages=tuple(stages), conversations=numbers[FIRST], turns=numbers[TURN]
+    )
 
 
 def quantity(number: int, unit: str) -> str:

@@ -10,6 +10,7 @@ then leaves the documents as they are.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,10 +154,10 @@ def features_of_json(path: Path) -> Features | None:
     files = [path] if path.is_file() else sorted(path.rglob("*.json*"))
     samples: dict[str, dict[Any, Any]] = {}  # of each column, by type
     for file in files:
-        if LOADERS.get(file.suffix) == "json":
-            for row in filter(lambda row: isinstance(row, dict), _rows_of_json(file)):
-                for name, value in row.items():
-                    samples.setdefault(name, {})[_kind_of(value)] = value
+        rows = _rows_of_json(file) if LOADERS.get(file.suffix) == "json" else ()
+        for row in rows:
+            for name, value in row.items() if isinstance(row, dict) else ():
+                samples.setdefault(name, {})[_kind_of(value)] = value
     features: dict[str, Any] = {}
     for name, by_kind in samples.items():
         kinds = by_kind.keys() - {"null", "empty list"}
@@ -200,19 +201,24 @@ def _rows_of_json(file: Path) -> Iterator[Mapping[str, Any]]:
             ) from error
 
 
+def _manifest_in(folder: str | Path) -> dict[str, Any]:
+    """Return the manifest of a folder, an empty one if there is none."""
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
+    return found
+
+
 def is_prepared(path: str | Path) -> bool:
     """Return whether `path` is a folder of prepared data."""
-    try:
-        return FORMAT_KEY in json.loads((Path(path).expanduser() / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
+    return FORMAT_KEY in _manifest_in(path)
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
     """Return the manifest of a folder of prepared data; ValueError without one of this version."""
-    if not is_prepared(folder):
+    manifest = _manifest_in(folder)
+    if FORMAT_KEY not in manifest:
         raise ValueError(f"{folder} holds no prepared data: it has no {MANIFEST}")
-    manifest: dict[str, Any] = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
     if manifest[FORMAT_KEY] != FORMAT:
         raise ValueError(
             f"{folder} was prepared by trl_packing {manifest['versions']['trl_packing']}, in a "

@@ -10,8 +10,9 @@ The pieces of all documents are counted at once, those without a trained token g
 cut along them. A piece is a document from then on. Streams pass the same functions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from trl import SFTConfig
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts, Stage, TokenCounts, quantity
 from trl_packing.documents.arrow import ArrowDocuments, flat_lists, list_column
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, token_columns
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_IDS, row_name, token_columns
 from trl_packing.packing.bins import find_strategy
 
 _WHY = {
@@ -154,15 +155,14 @@ def fit_and_count(
     Raises ValueError if nothing is left, or if a document is too long under ``"error"``.
     """
     documents = ArrowDocuments(dataset, token_columns(dataset.column_names))
-    where = f"of the {name} dataset"
-    numbers = getattr(name, "numbers", None)
-    pieces, counts = fit(documents, overflow, stop_ids, where=where, numbers=numbers)
+    named = partial(row_name, name=name, unit="document")
+    pieces, counts = fit(documents, overflow, stop_ids, named=named)
     lengths = documents.lengths()
     if not counts.after.trained:
         raise ValueError(
-            f"no document {where} has a trained token left ({len(lengths)} read, the longest has "
-            f"{lengths.max(initial=0)}, max_length={overflow.capacity}, {overflow.policy!r}); "
-            "raise max_length, or check the completion or assistant masks"
+            f"no document of the {name} dataset has a trained token left ({len(lengths)} read, the "
+            f"longest has {lengths.max(initial=0)}, max_length={overflow.capacity}, "
+            f"{overflow.policy!r}); raise max_length, or check the completion or assistant masks"
         )
     if not np.array_equal(pieces.sizes, lengths[pieces.rows]):
         # `map` caches by the function and its arguments, so a second run reads the result.
@@ -189,19 +189,15 @@ def cut_table(
     pieces = pieces._replace(rows=pieces.rows - numbers[0])
     columns = []
     sizes = pieces.sizes
-    known = np.zeros(0, np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    place = at = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
+    place = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)  # of each token in its piece
     for field in table.schema:
         column = table.column(field.name)
         if field.name not in by_token:
             columns.append(column.take(pa.array(pieces.rows)))
             continue
         values, offsets = flat_lists(field.name, column)
-        if not np.array_equal(offsets, known):  # columns of tokens have equal lists
-            at = place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes)
-            known = offsets
-        values = values[at]
+        values = values[place + np.repeat(offsets[pieces.rows] + pieces.starts, sizes)]
         if field.name == "labels" and pieces.contexts.any():
             values[place < np.repeat(pieces.contexts, sizes)] = IGNORE_INDEX
         columns.append(list_column(values, ends, field))
@@ -228,21 +224,20 @@ def fit(
     stop_ids: Iterable[int] = (),
     before: Counted | None = None,
     *,
-    where: str = "",
-    numbers: Sequence[int] | Mapping[int, int] | None = None,
+    named: Callable[[int], str] = str,
 ) -> tuple[Pieces, PreparationCounts]:
     """Return the pieces that are trained, and what came in, what came out, and the losses between.
 
-    `before` is what `count_whole` has returned, if several policies are compared; `where` ends the
-    name of a document, "of the train dataset", and `numbers` None are 0, 1, 2, …
+    `before` is what `count_whole` has returned, if several policies are compared; `named` returns
+    the name of a document by its number, for messages.
     """
     lengths = documents.lengths()
     capacity = overflow.capacity
     if overflow.policy == "error" and capacity is not None and lengths.max(initial=0) > capacity:
         wrong = int(np.argmax(lengths > capacity))
         raise ValueError(
-            f"document {wrong if numbers is None else numbers[wrong]} {where} has "
-            f"{lengths[wrong]} tokens but max_length is {capacity}; raise max_length"
+            f"{named(wrong)} has {lengths[wrong]} tokens but max_length is {capacity}; raise "
+            "max_length"
         )
     pieces = pieces_of(documents, overflow)
     before = cut = before or count_whole(documents, stop_ids)
@@ -260,29 +255,22 @@ def fit(
     never = ~kept & (before.trained[pieces.rows] == 0)
     since_cut = ~kept & ~never
     untrained = np.unique(pieces.rows[never])
-    stages = (
+    stages = [
         Stage(
             len(lengths) - int((cut.tokens == lengths[pieces.rows]).sum()),
             why,
             before.sums() - cut.sums(),
             lost_eos=int((stops_left < before.stops).sum()),
             repeated=int(pieces.contexts[kept].sum()),
-        ),
-        Stage(
-            len(untrained),
-            "without a trained token: dropped",
-            cut.sums(never),
-            is_untrained=True,
-        ),
-        Stage(
-            int(since_cut.sum()),
-            "with no trained token left: dropped",
-            cut.sums(since_cut),
-            is_untrained=True,
-        ),
-    )
-    affected = tuple(stage for stage in stages if stage.affected)
-    return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), affected)
+        )
+    ]
+    for affected, why, chosen in (
+        (len(untrained), "without a trained token: dropped", never),
+        (int(since_cut.sum()), "with no trained token left: dropped", since_cut),
+    ):
+        stages.append(Stage(affected, why, cut.sums(chosen), is_untrained=True))
+    found = tuple(stage for stage in stages if stage.affected)
+    return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), found)
 
 
 def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Counted:

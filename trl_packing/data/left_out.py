@@ -8,11 +8,11 @@ by role, key and place. The words of each row are looked for in its text as well
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from trl_packing.data.chat_template import ChatTemplate, Conversation
-from trl_packing.data.messages import REASONING_KEYS, Message, is_plain, with_function
+from trl_packing.data.messages import REASONING_KEYS, Message, Row, is_plain, with_function
 from trl_packing.data.printable import quote
 
 
@@ -39,11 +39,11 @@ def _rewritten(message: Message, write: Callable[[str, str], str]) -> Message:
         pieces[-1] = write("content", pieces[-1])
         return "".join(pieces)
 
-    def in_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    def in_part(part: Message) -> Message:
         words = part.get("text")
         return {**part, "text": in_text(words)} if isinstance(words, str) else part
 
-    def named(function: Mapping[str, Any]) -> dict[str, Any]:
+    def named(function: Row) -> Message:
         return {**function, "name": write("tool call", str(function.get("name")))}
 
     content = message.get("content")
@@ -86,8 +86,6 @@ def missing_part(message: Message, text: str) -> tuple[str, str] | None:
 
 def left_out(chat: ChatTemplate, conversation: Conversation, text: str) -> list[Part]:
     """Return the parts of a conversation that its text leaves out."""
-    if _is_usual(chat, conversation, text):
-        return []
     messages = conversation.messages
     parts = [part for number, each in enumerate(messages) for part in parts_of(each, number)]
     names = tuple((part.number, part.name) for part in parts)
@@ -97,23 +95,9 @@ def left_out(chat: ChatTemplate, conversation: Conversation, text: str) -> list[
     hidden = chat.hidden_parts.get(shape)
     if hidden is None:
         hidden = chat.hidden_parts[shape] = _hidden(chat, conversation, range(len(parts)))
-        if conversation.is_plain and names == tuple((n, "content") for n in range(len(roles))):
-            chat.hidden_parts[roles] = hidden
     if hidden:  # other words may decide on these
         hidden = _hidden(chat, conversation, hidden)
     return [p for n, p in enumerate(parts) if n in hidden or not _shows(text, p.words.strip())]
-
-
-def _is_usual(chat: ChatTemplate, conversation: Conversation, text: str) -> bool:
-    """Whether words of plain messages are all in the text, and known roles hide none; cheap."""
-    if not conversation.is_plain:
-        return False
-    messages = conversation.messages
-    roles = tuple([message["role"] for message in messages])
-    if chat.hidden_parts.get(roles) != set():
-        return False
-    contents = [message["content"].strip() for message in messages]
-    return all(words and words in text and "think>" not in words for words in contents)
 
 
 def _hidden(chat: ChatTemplate, conversation: Conversation, chosen: Collection[int]) -> set[int]:

@@ -4,7 +4,7 @@ A value beyond them ends the process on CUDA, and is a wrong number in some kern
 set is checked before a model runs on it: in one pass over the Arrow table, or as it is read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,14 @@ from torch import nn
 
 from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_COLUMNS, and_others
+from trl_packing.documents.labels import (
+    IGNORE_INDEX,
+    SEQ_LENGTHS,
+    TOKEN_COLUMNS,
+    Document,
+    and_others,
+    row_name,
+)
 
 # Names of modules with learned positions, from GPT-2 to BERT's decoder and OPT.
 _POSITIONS = {"wpe", "position_embeddings", "positions_embed", "embed_positions"}
@@ -32,30 +39,24 @@ class ModelLimits:
         """Raise ValueError naming the first document of a tokenized data set beyond a limit."""
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
             return
-        present = [c for c in (*TOKEN_COLUMNS, SEQ_LENGTHS) if c in dataset.column_names]
-        if "input_ids" in present:
-            self.check_documents(ArrowDocuments(dataset, present), f"of the {name} dataset")
+        documents = ArrowDocuments(dataset, (*TOKEN_COLUMNS, SEQ_LENGTHS))
+        if "input_ids" in documents.columns:
+            self.check_documents(documents, partial(row_name, name=name, unit="document"))
 
-    def check_documents(
-        self,
-        documents: ArrowDocuments,
-        where: str,
-        numbers: Sequence[int] | Mapping[int, int] | None = None,
-    ) -> None:
+    def check_documents(self, documents: ArrowDocuments, named: Callable[[int], str]) -> None:
         """Raise ValueError naming the first document beyond a limit or with too few entries.
 
-        `where` ends the name of a document: "of the train dataset"; `numbers` None: 0, 1, 2, …
+        `named` returns the name of a document by its number: "document 3 of the train dataset".
         """
-        numbers = range(len(documents)) if numbers is None else numbers
         lengths = documents.lengths()
         columns = documents.columns
         for column in columns:
             entries = lengths if column == SEQ_LENGTHS else documents.lengths(column)
             if len(wrong := np.flatnonzero(entries != lengths)):
-                first = wrong[0]
+                first = int(wrong[0])
                 raise ValueError(
-                    f"document {numbers[first]} {where} has {lengths[first]} input_ids but "
-                    f"{entries[first]} entries in {column!r}{and_others(wrong)}"
+                    f"{named(first)} has {lengths[first]} input_ids but {entries[first]} entries "
+                    f"in {column!r}{and_others(wrong)}"
                 )
         limited = [column for column in (*TOKEN_COLUMNS, SEQ_LENGTHS) if column in columns]
         found = [documents.rows_where(c, partial(self._beyond, c)) for c in limited]
@@ -64,10 +65,9 @@ class ModelLimits:
         for wrong in found:
             if len(wrong):
                 first = int(wrong[0])
-                which = f"document {numbers[first]} {where}"
-                self.check_document(documents[first], which, and_others(wrong))
+                self.check_document(documents[first], named(first), and_others(wrong))
 
-    def check_document(self, document: Mapping[str, Any], which: str, others: str = "") -> None:
+    def check_document(self, document: Document, which: str, others: str = "") -> None:
         """Raise ValueError if a document exceeds a limit; `others` ends the sentence."""
         for column in TOKEN_COLUMNS:
             values = np.asarray(document.get(column, ()))

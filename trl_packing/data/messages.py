@@ -9,7 +9,7 @@ message of a data set decides, not the type of a column, which depends on the lo
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset, LargeList, List
 
 from trl_packing.data.counts import NO_JSON, PARSED
 from trl_packing.data.printable import in_short, quote
+from trl_packing.documents.arrow import AnyDataset
 from trl_packing.documents.weights import LARGEST_WEIGHT
 
 Message = dict[str, Any]
@@ -46,9 +47,7 @@ def is_sharegpt(messages: Any) -> bool:
     return isinstance(first, Mapping) and "from" in first and "value" in first
 
 
-def messages_from_sharegpt(
-    turns: Sequence[Mapping[str, Any]], *, tool_calls: bool
-) -> list[Message]:
+def messages_from_sharegpt(turns: Sequence[Row], *, tool_calls: bool) -> list[Message]:
     """Return messages as chat templates read them; without `tool_calls`, calls stay text."""
     messages = []
     for number, turn in enumerate(turns):
@@ -63,12 +62,16 @@ def messages_from_sharegpt(
     return messages
 
 
-def _calls(value: Any) -> list[dict[str, Any]] | None:
+def _value_in(text: Any) -> Any:
+    """Return the value of JSON, None if it is none."""
+    with suppress(TypeError, ValueError):
+        return json.loads(text)
+    return None
+
+
+def _calls(value: Any) -> list[Message] | None:
     """Return the function calls in JSON, one or a list; None if `value` is something else."""
-    try:
-        calls = json.loads(value)
-    except (TypeError, ValueError):
-        return None
+    calls = _value_in(value)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         return None
@@ -143,8 +146,7 @@ def without_flags(messages: Sequence[Message]) -> list[Message]:
     """Return `messages` for a chat template, without nulls, "train" and "weight"."""
     kept = []
     for message in messages:
-        items = message.items()
-        kept.append({key: x for key, x in items if x is not None and key not in _FLAGS})
+        kept.append({k: x for k, x in message.items() if x is not None and k not in _FLAGS})
     return kept
 
 
@@ -166,7 +168,7 @@ def without_arrow_nulls(value: Any, feature: Any) -> Any:
     return value
 
 
-def with_function(call: Any, change: Callable[[Mapping[str, Any]], Any]) -> Any:
+def with_function(call: Any, change: Callable[[Row], Any]) -> Any:
     """Return a tool call with its function changed; some calls are a function themselves."""
     if call.get("function"):
         return {**call, "function": change(call["function"])}
@@ -179,18 +181,19 @@ def with_arguments(messages: Sequence[Message], form: type | None) -> tuple[list
     `form` is dict, str or None for both. Raises ValueError for text that should be a dictionary,
     and is no JSON object.
     """
-    handled = 0
-    number = 0
+    handled = number = 0
 
-    def change(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    def change(function: Row) -> Row:
         nonlocal handled
         arguments = function.get("arguments")
         if isinstance(arguments, Mapping) and form is str:
             return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
         if not isinstance(arguments, str):
             return function
-        value = _object_in(arguments)
-        if value is None and form is dict:
+        value = _value_in(arguments.strip() or "{}")
+        if not isinstance(value, dict):
+            value = None
+        if form is dict and value is None:
             raise ValueError(
                 f"message {number} has {in_short(arguments)} as arguments of a tool call, but the "
                 "chat template reads a dictionary; make it a JSON object"
@@ -198,7 +201,8 @@ def with_arguments(messages: Sequence[Message], form: type | None) -> tuple[list
         if form is dict:
             handled |= PARSED
             return {**function, "arguments": value}
-        handled |= NO_JSON if value is None else 0
+        if value is None:
+            handled |= NO_JSON
         return function
 
     found = list(messages)
@@ -209,18 +213,7 @@ def with_arguments(messages: Sequence[Message], form: type | None) -> tuple[list
     return found, handled
 
 
-def _object_in(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, {} for an empty text; None if it is something else."""
-    with suppress(ValueError):
-        value = json.loads(text.strip() or "{}")
-        if isinstance(value, dict):
-            return value
-    return None
-
-
-def trained_messages(
-    messages: Sequence[Mapping[str, Any]], train_on: str, *, first: int = 0
-) -> dict[int, float]:
+def trained_messages(messages: Sequence[Row], train_on: str, *, first: int = 0) -> dict[int, float]:
     """Return the weights of the messages that are trained, by index.
 
     "train" and "weight" of a message count before `train_on`; `first` is the index of the first
@@ -249,7 +242,7 @@ def has_flag(message: Any) -> bool:
     return isinstance(message, Mapping) and any(message.get(f) is not None for f in _FLAGS)
 
 
-def has_flags(dataset: Dataset | IterableDataset, first: Row) -> bool:
+def has_flags(dataset: AnyDataset, first: Row) -> bool:
     """Return whether a message has "train" or "weight"; of a stream, one of its first row."""
     rows = [first] if isinstance(dataset, IterableDataset) else rows_with(dataset, _FLAGS)
     return any(has_flag(message) for row in rows for message in messages_in(row))
@@ -261,34 +254,37 @@ def messages_in(row: Row) -> list[Any]:
     return [message for each in lists if isinstance(each, list) for message in each]
 
 
-def rows_with(dataset: Dataset, words: Sequence[str]) -> Iterable[Row]:
-    """Return the messages of all rows; no row if none of `words` is a key or a text in them."""
+def rows_with(dataset: Dataset, keys: Collection[str]) -> Iterable[Row]:
+    """Return the messages of all rows; no row if none of `keys` is a key in them."""
     columns = [name for name in MESSAGES if name in dataset.column_names]
-    if not any(_may_hold(part, words) for c in columns for part in dataset.data.column(c).chunks):
+    if not any(_may_hold(part, keys) for c in columns for part in dataset.data.column(c).chunks):
         return []
     return dataset.select_columns(columns).with_format(None)  # without rows that are left out
 
 
-def _may_hold(values: pa.Array, words: Sequence[str]) -> bool:
-    """Whether a look at the rows is needed: a key has a value, or a text or JSON is a word."""
+def _may_hold(values: pa.Array, keys: Collection[str]) -> bool:
+    """Whether the type of some values has one of the keys, or JSON among them names one."""
     kind = values.type
     if isinstance(kind, pa.BaseExtensionType):
-        quoted = f'"({"|".join(words)})"'
+        quoted = f'"({"|".join(keys)})"'
         return bool(pc.any(pc.match_substring_regex(values.storage, quoted)).as_py())
     if pa.types.is_struct(kind):
-        keys = {*words} & {field.name for field in kind}
-        if any(values.field(key).null_count < len(values) for key in keys):
-            return True
-        return any(_may_hold(part, words) for part in values.flatten())
-    if pa.types.is_nested(kind):
-        return _may_hold(values.flatten(), words)
-    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-    return is_text and bool(pc.any(pc.is_in(values, pa.array(words, kind))).as_py())
+        is_there = any(field.name in keys for field in kind)
+        return is_there or any(_may_hold(part, keys) for part in values.flatten())
+    return pa.types.is_nested(kind) and _may_hold(values.flatten(), keys)
 
 
 def texts_of(content: Sequence[Message]) -> list[str]:
     """Return the texts in a list of parts."""
     return [part["text"] for part in content if isinstance(part.get("text"), str)]
+
+
+def _as_text(message: Message) -> Message:
+    """Return a message with the texts in its content as one text."""
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    return {**message, "content": "".join(texts_of(content))}
 
 
 def check_lists(
@@ -298,19 +294,18 @@ def check_lists(
 
     `render` renders other messages, or returns None.
     """
-    contents = {n: message.get("content") for n, message in enumerate(messages)}
-    lists = {n: each for n, each in contents.items() if isinstance(each, (list, tuple))}
-    for number, content in lists.items():
-        forms = [str(content), json.dumps(content, ensure_ascii=False, default=str)]
-        if messages[number]["role"] in _TOOL_ROLES or not content:  # templates write results so
-            forms = []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if not content or isinstance(content, str):
+            continue
         # Thoughts of earlier turns are left out.
         words = [each.rpartition("</think>")[2].strip() for each in texts_of(content)]
         missing = [each for each in words if each not in text]
         if missing:  # a template may leave out a message in any form
-            joined = {n: {**messages[n], "content": "".join(texts_of(lists[n]))} for n in lists}
-            as_texts = render([joined.get(n, m) for n, m in enumerate(messages)]) or ""
+            as_texts = render([*map(_as_text, messages)]) or ""
             missing = [each for each in missing if each in as_texts]
-        if missing or any(form in text for form in forms):
+        garbled = str(content) in text
+        garbled |= json.dumps(content, ensure_ascii=False, default=str) in text
+        if missing or (garbled and message["role"] not in _TOOL_ROLES):  # that write results so
             which = f"message {number} has a list as content"
             raise ValueError(f"{which}, which the chat template does not read; make it a string")

@@ -1,4 +1,4 @@
-"""Make the text of a data set safe to print, with invisible characters written as escapes.
+"""What may be shown: text with its invisible characters as escapes, settings without secrets.
 
 ESC ] 52 ; c ; … BEL       \\x1b]52;c;…\\x07          a terminal would fill the clipboard
 U+202E                     \\u202e                   the rest of the line would run backwards
@@ -23,6 +23,13 @@ _IGNORABLE = re.compile(
 
 _UNUSUAL = r"[^\n\t -~]"
 
+# Names of settings whose values are not shown, up to "=" or NUL: hub_token, api-key; not eos_token.
+SECRET_NAME = (
+    r"(?!(?:eos|pad|bos|unk)[_-]token(?![^=\0])|[^=\0]*(?:max|num|new)[_-]tokens(?![^=\0]))"
+    r"[^=\0]*(?:tokens?|auth|password|passwd|secret|key)(?![^=\0])"
+)
+SECRET_VALUE = r"hf_[A-Za-z0-9]{16,}"
+
 
 def escape_hidden(text: str) -> str:
     """Return `text` with every hidden character as an escape."""
@@ -38,6 +45,16 @@ def in_short(value: object) -> str:
     """Return the type and the value, for messages about a wrong one."""
     words = "nothing (null)" if value is None else f"{type(value).__name__} {quote(value)}"
     return words if len(words) < 80 else words[:77] + "..."
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the value of a setting or an option of this name is not shown.
+
+    Examples:
+        >>> [is_secret(name) for name in ("hub_token", "api-key", "eos_token", "max_new_tokens")]
+        [True, True, False, False]
+    """
+    return re.match(SECRET_NAME, name, re.IGNORECASE) is not None
 
 
 @cache

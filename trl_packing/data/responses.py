@@ -9,20 +9,23 @@ for the ids that it has inside of a document: alone, a tokenizer may split it di
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.chat_template import tokenizer_in
 from trl_packing.data.printable import quote
+from trl_packing.data.spans import Span
+from trl_packing.documents.arrow import AnyDataset
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
     MASK_COLUMNS,
     SEQ_LENGTHS,
+    Batch,
     check_same_columns,
     document_labels,
     refused_beyond_int64,
@@ -31,13 +34,13 @@ from trl_packing.packing.collator import PackedCollator
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[int, int]  # [start, stop), in tokens or in characters
+Template: TypeAlias = str | Sequence[int]  # text, or token ids
 
 
 class Marker:
     """A template as the `text` and as the `token_ids` that are searched for."""
 
-    def __init__(self, tokenizer: Any, template: str | Sequence[int], name: str):
+    def __init__(self, tokenizer: Any, template: Template, name: str):
         if len(template) == 0:
             raise ValueError(f"{name} is empty: it would be found everywhere")
         if isinstance(template, str):
@@ -63,9 +66,7 @@ class Marker:
 class ResponseTemplate:
     """A response template, with or without an instruction template."""
 
-    def __init__(
-        self, tokenizer: Any, response: str | Sequence[int], instruction: str | Sequence[int] | None
-    ):
+    def __init__(self, tokenizer: Any, response: Template, instruction: Template | None):
         self.tokenizer = tokenizer
         self.response = Marker(tokenizer, response, "response_template")
         self.instruction = None
@@ -116,13 +117,13 @@ class ResponseTemplate:
 
 
 def label_tokenized(
-    dataset: Dataset | IterableDataset,
+    dataset: AnyDataset,
     *,
     completion_only: bool,
     template: ResponseTemplate | None = None,
     num_proc: int | None = None,
     name: str = "train",
-) -> Dataset | IterableDataset:
+) -> AnyDataset:
     """Return tokenized rows with `labels`, by a template or, as TRL does, by their masks."""
     present = get_dataset_column_names(dataset)
     if template is None and "labels" in present:
@@ -137,7 +138,7 @@ def label_tokenized(
 
 
 def _label_batch(
-    batch: Mapping[str, Sequence[Any]],
+    batch: Batch,
     rows: Sequence[int],
     columns: Sequence[str],
     masks: Sequence[str],
@@ -179,8 +180,8 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
 
     def __init__(
         self,
-        response_template: str | Sequence[int],
-        instruction_template: str | Sequence[int] | None = None,
+        response_template: Template,
+        instruction_template: Template | None = None,
         tokenizer: Any = None,
         *,
         mlm: bool = False,
@@ -203,7 +204,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         documents = []
         for example in examples:
             columns = example if isinstance(example, Mapping) else {"input_ids": example}
-            ids = np.asarray(columns["input_ids"]).astype(np.int64, copy=False)
+            ids = np.asarray(columns["input_ids"], np.int64)
             if columns.get("attention_mask") is not None:
                 ids = ids[np.asarray(columns["attention_mask"]) != 0]
             labels, found = self.templates.labels(ids, self.ignore_index)
@@ -220,9 +221,9 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
         options = {"return_attention_mask": True, "return_tensors": "pt"}
         batch = self.tokenizer.pad(rows, pad_to_multiple_of=self.pad_to_multiple_of, **options)
         flat = torch.from_numpy(np.concatenate([document["labels"] for document in documents]))
-        batch["labels"] = torch.full_like(batch["input_ids"], self.ignore_index)
-        batch["labels"][batch["attention_mask"] == 1] = flat
-        return {**batch}
+        of_rows = torch.full_like(batch["input_ids"], self.ignore_index)
+        of_rows[batch["attention_mask"] == 1] = flat
+        return {**batch, "labels": of_rows}
 
     def numpy_call(self, examples: Sequence[Any]) -> dict[str, Any]:
         raise ValueError("return_tensors must be 'pt'")  # the parent's labels would be unmasked

@@ -12,17 +12,17 @@ A row is one document; with `train_on="every_turn"`, one for each turn (`turns.p
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from trl.data_utils import common_prefix_length
 
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate, Conversation
-from trl_packing.data.counts import NO_REASONING, NO_WORDS
+from trl_packing.data.counts import FIRST, NO_REASONING, NO_WORDS, TURN
 from trl_packing.data.left_out import check_thoughts, in_words, left_out, parts_of
 from trl_packing.data.messages import (
     Row,
@@ -37,7 +37,7 @@ from trl_packing.data.messages import (
 )
 from trl_packing.data.printable import in_short
 from trl_packing.data.responses import ResponseTemplate
-from trl_packing.data.spans import Rendered, Tokenized
+from trl_packing.data.spans import Rendered, Tokenized, WeightedSpan
 from trl_packing.data.turns import render_every_turn, trained_spans
 
 # Columns of data sets of other projects that hold a part of the conversation.
@@ -78,9 +78,11 @@ NAMED: dict[str, tuple[str, str | None]] = {
     "qa": ("Question: {query}\nAnswer:\n", None),
 }
 
-# Columns of questions and of answers. The first is taken if it is there, else the only other one.
-_QUERIES = ("query", "instruction", "question")
-_ANSWERS = ("response", "output", "answer", "completion")
+# Columns of questions and of answers: the only one of them is taken where the first is missing.
+_STANDS_FOR = {
+    "query": ("instruction", "question"),
+    "response": ("output", "answer", "completion"),
+}
 
 
 # A brace that is written twice, or the name of a column: "q.text", "q[0]", "the question".
@@ -132,11 +134,12 @@ class PromptTemplate:
 
 def column_among(columns: Iterable[str], name: str) -> str:
     """Return the column that "query" or "response" stands for; any other name is a column."""
-    names = next((names for names in (_QUERIES, _ANSWERS) if names[0] == name), (name,))
-    found = [other for other in names if other in columns]
-    if len(found) > 1 and name not in found:
+    found = [other for other in _STANDS_FOR.get(name, ()) if other in columns]
+    if name in columns or not found:
+        return name
+    if len(found) > 1:
         raise ValueError(f"prompt_template reads one of the columns {found}; rename it {name!r}")
-    return name if name in found or not found else found[0]
+    return found[0]
 
 
 def value_of(row: Row, column: str) -> Any:
@@ -233,6 +236,14 @@ class RowFormat:
             read = self.prompt_template.fields
         return [name for name in BESIDE if name in row and name not in read]
 
+    def lacks(self, row: Row) -> str:
+        """Return what the chat template does not render of the tools of a row; "" if nothing."""
+        if not row.get("tools") or not self.form(row).endswith("messages"):
+            return ""
+        if not self.calls_tools:
+            return "tool calls"
+        return "" if self.chat.reads_tools else "tools"
+
     def documents(self, row: Row, form: str) -> list[Rendered]:
         """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.
 
@@ -270,7 +281,7 @@ class RowFormat:
         if self.formatting_func is None or not row.get("messages") or not self.chat.exists:
             return False
         with suppress(ValueError, *TEMPLATE_ERRORS):  # it reads messages in another form
-            whole = self._messages(row, "messages")[2]
+            whole = self._messages(row, "messages").conversation
             return text in map(self.chat.try_render, (whole, Conversation(whole.messages)))
         return False
 
@@ -288,35 +299,50 @@ class RowFormat:
         return Rendered(text, spans, prompt, True, adds_special_tokens, prompt_ends=ends)
 
     def _conversation(self, row: Row, form: str) -> list[Rendered]:
-        prompt, completion, conversation, handled = self._messages(row, form)
-        messages = [*prompt, *completion]
+        messages, size, conversation, handled = self._messages(row, form)
         weights: dict[int, float] | None = None
         if self.train_on in ("assistant", "last_assistant", "every_turn"):
-            weights = trained_messages(messages, self.train_on, first=len(prompt))
+            weights = trained_messages(messages, self.train_on, first=size)
         elif self.train_on is None and self.flags_decide and any(map(has_flag, messages)):
             raise ValueError(  # of a stream
                 "a message has 'train' or 'weight', unlike those of the first row; set train_on="
                 "'assistant', where it counts, or 'all'"
             )
-        if not completion or (self.makes_turns and not weights):  # dropped and counted later
+        if len(messages) == size or (self.makes_turns and not weights):  # dropped and counted later
             text = (self.chat.try_render(conversation) if messages else "") or ""
-            return [Rendered(text, [], adds_special_tokens=False)]
+            bits = FIRST if self.makes_turns else 0
+            return [Rendered(text, [], adds_special_tokens=False, handled=bits)]
         if weights is None:
-            documents = [self._as_trl(conversation, len(prompt))]
+            documents = [self._as_trl(conversation, size)]
         elif self.makes_turns:
             documents = render_every_turn(self.chat, conversation, weights)
             conversation = conversation.of(conversation.messages[: max(weights) + 1])
         else:
             text, spans = trained_spans(self.chat, conversation, weights)
-            ends = self.chat.prompt_ends(text, [start for start, *_ in spans])
-            documents = [Rendered(text, spans, adds_special_tokens=False, prompt_ends=ends)]
-        first = len(prompt) if self.completion_only and self.train_on is None else 0
+            documents = [self._by_spans(text, spans)]
+        first = size if self.completion_only and self.train_on is None else 0
         handled |= self._left_out(conversation, documents[-1].text, weights, first)
-        return [replace(each, handled=handled) for each in documents] if handled else documents
+        return self._marked(documents, handled)
+
+    def _marked(self, documents: list[Rendered], handled: int) -> list[Rendered]:
+        """Return documents with the bits of the column `HANDLED`."""
+        if self.makes_turns:
+            handled |= TURN
+            documents[0] = replace(documents[0], handled=FIRST)
+        if not handled:
+            return documents
+        return [replace(each, handled=each.handled | handled) for each in documents]
+
+    def _by_spans(
+        self, text: str, spans: Sequence[WeightedSpan], prompt: str | None = None
+    ) -> Rendered:
+        """Return a conversation of which these characters are trained."""
+        ends = self.chat.prompt_ends(text, [start for start, *_ in spans])
+        return Rendered(text, spans, prompt, False, False, prompt_ends=ends)
 
     def _as_trl(self, conversation: Conversation, size: int) -> Rendered:
         """Return a conversation as TRL trains it; its first `size` messages are the prompt."""
-        untrained = None
+        first = untrained = None
         as_trl = self.train_on is None
         if size and self.completion_only and as_trl:
             first = conversation.of(conversation.messages[:size])
@@ -327,23 +353,21 @@ class RowFormat:
                 why = "it has no assistant message that the template marks by {% generation %}"
                 raise RuntimeError(f"assistant_only_loss=True, but {why}")
             spans = [(*span, 1.0) for span in marked]
-            ends = self.chat.prompt_ends(text, [start for start, _ in marked])
-            return Rendered(text, spans, untrained, False, False, prompt_ends=ends)
+            return self._by_spans(text, spans, untrained)
         text = self.chat.render(conversation)
         if conversation.sanitizes:
-            tokens = self._sanitized(conversation, 0 if untrained is None else size)
+            tokens = self._sanitized(conversation, first)
             return Rendered(text, adds_special_tokens=False, tokens=tokens)
         return self._by_template(text, untrained, adds_special_tokens=False)
 
-    def _sanitized(self, conversation: Conversation, size: int) -> Tokenized:
-        """Return the tokens of a conversation; those of its first `size` messages are untrained."""
+    def _sanitized(self, conversation: Conversation, first: Conversation | None) -> Tokenized:
+        """Return the tokens of a conversation; those of its `first` messages are untrained."""
         ids = self.chat.sanitized_ids(conversation)
-        weights = np.ones(len(ids), np.float32)
-        if not size:
-            return Tokenized(ids, weights)
-        first = conversation.of(conversation.messages[:size])
-        prompt = self.chat.sanitized_ids(first, generation_prompt=True)
+        prompt = []
+        if first is not None:
+            prompt = self.chat.sanitized_ids(first, generation_prompt=True)
         end = common_prefix_length(prompt, ids)
+        weights = np.ones(len(ids), np.float32)
         weights[:end] = 0
         return Tokenized(ids, weights, prompt[end:])
 
@@ -374,12 +398,12 @@ class RowFormat:
             handled |= NO_REASONING if part.name == "reasoning" else NO_WORDS
         return handled
 
-    def _messages(self, row: Row, form: str) -> tuple[list[Any], list[Any], Conversation, int]:
-        """Return messages of the prompt, those after it, the conversation, and what was parsed."""
+    def _messages(self, row: Row, form: str) -> "_Messages":
         names = ["prompt", "completion"]
         if form == "messages":
             names = [_name_of_messages(row) or "messages"]
-        lists: list[list[Any]] = [[]]
+        given: list[Any] = []
+        size = 0
         sharegpt = False
         for name in names:
             messages: Any = row.get(name)
@@ -388,8 +412,8 @@ class RowFormat:
                 messages = messages_from_sharegpt(messages, tool_calls=self.calls_tools)
             if messages != [] or name == "prompt":
                 check_messages(messages, self.chat.source, what=name)
-            lists.append(list(messages))
-        prompt, last = lists[-2:]
+            size = len(given)
+            given += messages
         tools = tools_from_value(row.get("tools"), sharegpt=sharegpt)
         kwargs = dict(row.get("chat_template_kwargs") or {})
         sanitizes = bool(kwargs.pop("sanitize_control_tokens", False))
@@ -399,11 +423,21 @@ class RowFormat:
                 "sanitize_control_tokens=True in its 'chat_template_kwargs' makes tokens without "
                 "places in the text, so no answer is found in them; leave it out, or train all"
             )
-        messages, handled = without_flags([*prompt, *last]), 0
+        handled = 0
+        messages = without_flags(given)
         if any(message.get("tool_calls") for message in messages):
             form_of_arguments = self.chat.forms_of_arguments[tools is not None]
             messages, handled = with_arguments(messages, form_of_arguments)
-        return prompt, last, Conversation(messages, tools, kwargs, sanitizes), handled
+        return _Messages(given, size, Conversation(messages, tools, kwargs, sanitizes), handled)
+
+
+class _Messages(NamedTuple):
+    """The messages of a row as they are given, and as a chat template reads them."""
+
+    given: list[Any]
+    size: int  # messages of the prompt
+    conversation: Conversation
+    handled: int  # bits of `counts.HANDLED`
 
 
 def _name_of_messages(row: Row) -> str | None:

@@ -8,9 +8,8 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from datasets import Dataset, IterableDataset
 from trl import SFTConfig
 
 from trl_packing.config import PackingOptions
@@ -18,8 +17,7 @@ from trl_packing.data.fitting import Overflow
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.stop_tokens import EosRule
-
-AnyDataset: TypeAlias = Dataset | IterableDataset
+from trl_packing.documents.arrow import AnyDataset
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import string
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -24,13 +25,16 @@ from trl.data_utils import common_prefix_length
 from trl_packing.data.printable import quote
 from trl_packing.documents.labels import IGNORE_INDEX
 
+Span = tuple[int, int]  # [start, stop), in characters or in tokens
+WeightedSpan = tuple[int, int, float]
+
 
 @dataclass(frozen=True)
 class Rendered:
     """One document as text, and the characters of it that are trained."""
 
     text: str
-    spans: Sequence[tuple[int, int, float]] | None = None  # start, stop, weight; None trains all
+    spans: Sequence[WeightedSpan] | None = None  # None trains all
     prompt: str | None = None  # untrained, which TRL tokenizes alone to find its end
     only_whole: bool = False  # tokens that are partly outside of a span are masked
     adds_special_tokens: bool = True  # the tokenizer does; a chat template has written them
@@ -172,16 +176,20 @@ def _prompt_end(offsets: "_Offsets", document: Rendered, tokenizer: Any) -> int 
 _SPACE = "Ġ" + string.whitespace
 
 
+@dataclass
 class _Offsets:
-    """Maps characters to tokens; `trimmed` are the tokens if offsets exclude space around them."""
+    """Maps characters to tokens."""
 
-    def __init__(
-        self, tokenizer: Any, encoding: Any, input_ids: list[int], trimmed: list[str] | None
-    ):
-        self.tokenizer, self.encoding = tokenizer, encoding
-        self.input_ids, self.trimmed = input_ids, trimmed
-        tokens = range(len(encoding), 0, -1)  # without those that the tokenizer adds at the end
-        self.num_tokens = next((n for n in tokens if self._chars(n - 1)[1]), 0)
+    tokenizer: Any
+    encoding: Any
+    input_ids: list[int]
+    trimmed: list[str] | None  # the tokens, if offsets exclude space around them
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens without those that the tokenizer adds at the end."""
+        tokens = range(len(self.encoding), 0, -1)
+        return next((n for n in tokens if self._chars(n - 1)[1]), 0)
 
     def token_starting_at(self, char: int) -> int | None:
         """Return the token that starts at `char`, if the token before it ends there."""
@@ -196,7 +204,7 @@ class _Offsets:
         ids, after = self.input_ids, self.num_tokens
         return None if after < len(ids) and ids[token] == ids[after] else token
 
-    def tokens_of(self, start: int, stop: int, only_whole: bool) -> tuple[int, int]:
+    def tokens_of(self, start: int, stop: int, only_whole: bool) -> Span:
         """Return the tokens of the characters [start, stop), without space that belongs to none."""
         tokens = range(self.num_tokens)
         first = self._token_at(start)
@@ -230,7 +238,7 @@ class _Offsets:
         """Return the first token that ends behind the start of `char`."""
         return bisect_right(range(self.num_tokens), char, key=lambda token: self._chars(token)[1])
 
-    def _chars(self, token: int) -> tuple[int, int]:
+    def _chars(self, token: int) -> Span:
         """Return the characters [start, stop) of a token; (0, 0) for one that was added."""
         start, stop = self.encoding.token_to_chars(token) or (0, 0)
         if self.trimmed is not None:

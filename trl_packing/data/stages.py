@@ -20,19 +20,19 @@ from trl.data_utils import get_dataset_column_names
 from trl_packing.data.bad_rows import (
     check_columns,
     check_not_empty,
+    check_not_padded,
     check_packed_rows,
     check_weights_have_tokens,
-    without_padding,
 )
 from trl_packing.data.chat_template import PASS_FAST
-from trl_packing.data.counts import PreparationCounts, handled_in, turns_of
+from trl_packing.data.counts import PreparationCounts, handled_in
 from trl_packing.data.files import records_of
 from trl_packing.data.fitting import fit_and_count
 from trl_packing.data.messages import has_flags
 from trl_packing.data.printable import escape_hidden
 from trl_packing.data.responses import label_tokenized
 from trl_packing.data.row_format import one_text_each
-from trl_packing.data.rules import AnyDataset, Rules
+from trl_packing.data.rules import Rules
 from trl_packing.data.stop_tokens import (
     append_eos,
     note_going_on,
@@ -43,16 +43,15 @@ from trl_packing.data.stream import fit_stream, with_equal_columns
 from trl_packing.data.tokenize_rows import (
     can_prepare,
     documents_from_rows,
-    note_unread_columns,
+    notes_on_unread,
 )
-from trl_packing.documents.arrow import ArrowDocuments, is_packed
+from trl_packing.documents.arrow import AnyDataset, ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     HANDLED,
     MASK_COLUMNS,
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
-    TURN,
     document_columns,
     token_columns,
 )
@@ -110,47 +109,48 @@ def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> W
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
     tokens = ArrowDocuments(documents, TOKEN_COLUMNS)
-    not_found = _note_not_found(tokens, rules, name)
-    second = note_second_bos(tokens, rules.eos.tokenizer)
-    is_text = rules.formatting_func is not None or "input_ids" in columns
-    is_chat = not is_text and {*_MESSAGES} & {*columns}
-    hint = _hint_at_train_on(tokens, rules) if is_chat else None
-    missing = note_missing_eos(tokens, rules.eos)
-    if missing is not None and rules.eos.appends:
-        tokens = append_eos(tokens, rules.eos, num_proc=rules.args.dataset_num_proc, name=name)
-        missing = note_missing_eos(tokens, rules.eos)
-    going_on = note_going_on(tokens, rules.eos)
-    notes = [note for note in (missing, going_on, not_found, second) if note is not None]
+    eos = rules.eos
+    if eos.appends and note_missing_eos(tokens, eos) is not None:
+        tokens = append_eos(tokens, eos, num_proc=rules.args.dataset_num_proc, name=name)
+    possible = (
+        note_missing_eos(tokens, eos),
+        note_going_on(tokens, eos),
+        _note_not_found(tokens, rules, name),
+        note_second_bos(tokens, eos.tokenizer),
+    )
+    notes = [note for note in possible if note is not None]
     for note in (*found.stages, *notes):
         logger.warning(f"{name} dataset: {note}")
-    if hint is not None:
-        notes.append(hint)
+    is_text = rules.formatting_func is not None or "input_ids" in columns
+    if not is_text and {*_MESSAGES} & {*columns} and _trains_all_unasked(tokens, rules):
+        notes.append(_HINT)
     return WholeDocuments(tokens.dataset, replace(found, notes=tuple(notes)))
 
 
 def _without_counts(documents: Dataset) -> tuple[Dataset, PreparationCounts]:
-    """Return documents without the columns that are counted, and their counts."""
-    found = PreparationCounts()
-    for column, count in ((TURN, turns_of), (HANDLED, handled_in)):
-        if column in documents.column_names:
-            found += count(documents.data.column(column).to_numpy())
-            documents = documents.remove_columns(column)
-    return documents, found
+    """Return documents without the column that is counted, and its counts."""
+    if HANDLED not in documents.column_names:
+        return documents, PreparationCounts()
+    found = handled_in(documents.data.column(HANDLED).to_numpy())
+    return documents.remove_columns(HANDLED), found
 
 
 def fit_documents(
     whole: WholeDocuments, rules: Rules, name: str = "train"
 ) -> tuple[AnyDataset, PreparationCounts | None]:
     """Return the documents that fit, and counts of what was kept and lost."""
-    documents, overflow = whole.documents, rules.overflow
+    documents = whole.documents
     if isinstance(documents, IterableDataset):
-        documents = fit_stream(documents, overflow, rules.eos)
+        documents = fit_stream(documents, rules.overflow, rules.eos)
         return shuffle(documents, rules, fitted=True), None
     if is_packed(documents):
         return documents, None
-    stop_ids, num_proc = rules.eos.stop_ids, rules.args.dataset_num_proc
     documents, counts = fit_and_count(
-        documents, overflow, stop_ids=stop_ids, num_proc=num_proc, name=name
+        documents,
+        rules.overflow,
+        stop_ids=rules.eos.stop_ids,
+        num_proc=rules.args.dataset_num_proc,
+        name=name,
     )
     return shuffle(documents, rules, fitted=True), whole.found + counts
 
@@ -177,6 +177,8 @@ def _check(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str)
         check_columns(dataset, name, rules.args.dataset_text_field)
     if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in columns:
         document_weights_from_rows(dataset, name)
+    if isinstance(dataset, Dataset):
+        check_not_padded(dataset, name)
     if "input_ids" in columns:
         template = None if rules.labeler is not None else options.response_template
         present = [column for column in ("labels", *MASK_COLUMNS) if column in columns]
@@ -186,21 +188,15 @@ def _check(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str)
                 "set: both say what is trained"
             )
         if SEQ_LENGTHS in columns:
-            check_packed_rows(dataset, rules.args.max_length, name, append_eos=eos.appends)
+            if eos.appends:
+                raise ValueError(
+                    f"append_eos=True, but the {name} dataset is packed already; leave it out"
+                )
+            check_packed_rows(dataset, rules.args.max_length, name)
     if eos.appends and eos.tokenizer.eos_token_id is None:
         raise ValueError(
             "append_eos=True, but the tokenizer has no eos_token; set eos_token in the config"
         )
-
-
-def _check_options_of_trl(dataset: AnyDataset, rules: Rules, name: str, why: str) -> None:
-    """Raise ValueError for settings, and flags of messages, that TRL's preparation ignores."""
-    names = ("train_on", "response_template", "prompt_template")
-    ignored = [each for each in names if getattr(rules.options, each) is not None]
-    if rules.row_format.flags_decide and has_flags(dataset, next(iter(dataset))):
-        ignored.append("'train' or 'weight' of messages")
-    if ignored:
-        raise ValueError(f"{ignored[0]} cannot be used on the {name} dataset: {why}")
 
 
 _BY_TRL = (
@@ -213,7 +209,12 @@ def _prepare_by_trl(
 ) -> AnyDataset:
     """Return the documents that TRL's code makes of rows that ours cannot tokenize."""
     why = _BY_TRL.format(type(rules.processing_class).__name__)
-    _check_options_of_trl(dataset, rules, name, why)
+    names = ("train_on", "response_template", "prompt_template")
+    ignored = [each for each in names if getattr(rules.options, each) is not None]
+    if rules.row_format.flags_decide and has_flags(dataset, next(iter(dataset))):
+        ignored.append("'train' or 'weight' of messages")
+    if ignored:
+        raise ValueError(f"{ignored[0]} cannot be used on the {name} dataset: {why}")
     try:
         documents = rules.by_trl(dataset, formatting_func, name, rules.row_format.completion_only)
         first: dict[str, Any] = next(iter(documents), {})
@@ -239,7 +240,7 @@ def _tokenize(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: s
         if rules.formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
         documents = label_tokenized(
-            without_padding(dataset, name),
+            dataset,
             completion_only=rules.row_format.completion_only,
             template=template,
             num_proc=num_proc,
@@ -265,8 +266,8 @@ def _tokenize(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: s
         num_proc=num_proc,
         name=name,
     )
-    if unread := note_unread_columns(dataset, row_format, name):
-        logger.warning(unread)
+    for note in notes_on_unread(dataset, row_format, name):
+        logger.warning(note)
     return shuffle(documents, rules, fitted=False)
 
 
@@ -287,14 +288,15 @@ def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str |
     return words
 
 
-def _hint_at_train_on(documents: ArrowDocuments, rules: Rules) -> str | None:
-    """Return a sentence on messages of which every token is trained, the user's too, or None."""
-    decided = (rules.options.train_on, rules.options.response_template, rules.labeler)
-    if any(decided) or not rules.row_format.flags_decide:
-        return None
-    if documents.num_trained().sum() < np.maximum(documents.lengths() - 1, 0).sum():
-        return None
-    return (
-        "every token of the messages is trained, those of users too, as in TRL; "
-        "train_on='assistant' trains the answers alone ('all' keeps this, without the hint)"
-    )
+_HINT = (
+    "every token of the messages is trained, those of users too, as in TRL; "
+    "train_on='assistant' trains the answers alone ('all' keeps this, without the hint)"
+)
+
+
+def _trains_all_unasked(documents: ArrowDocuments, rules: Rules) -> bool:
+    """Whether every token of the messages is trained, the user's too, and no setting says so."""
+    if rules.response_template is not None or not rules.row_format.flags_decide:
+        return False
+    most = np.maximum(documents.lengths() - 1, 0).sum()
+    return bool(documents.num_trained().sum() >= most)

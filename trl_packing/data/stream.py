@@ -5,15 +5,17 @@ stream ──► StreamFit, in the process that reads ──► documents that f
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
+from trl.data_utils import get_dataset_column_names
 
-from trl_packing.data.counts import PreparationCounts, handled_in, turns_of
+from trl_packing.data.bad_rows import PADDED
+from trl_packing.data.counts import PreparationCounts, handled_in
 from trl_packing.data.fitting import Overflow, cut_table, fit
 from trl_packing.data.limits import NO_LIMITS
 from trl_packing.data.stop_tokens import (
@@ -27,7 +29,7 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     HANDLED,
     TOKEN_WEIGHTS,
-    TURN,
+    Batch,
     check_same_columns,
     document_columns,
     refused_beyond_int64,
@@ -54,7 +56,7 @@ def fit_stream(
 
     Reading raises ValueError where `fit_and_count` does, but a stream may turn out to be empty.
     """
-    columns = dataset.column_names or list(next(iter(dataset), {}))
+    columns = get_dataset_column_names(dataset)
     kept = [*token_columns(columns), *document_columns(columns, ())]
     return dataset.with_format(None).map(  # plain lists, whatever format the user has set
         StreamFit(kept, overflow, eos),
@@ -75,30 +77,31 @@ class StreamFit:
     _num_untrained: int = 0  # documents in a row
     _said: set[str] = field(default_factory=set)  # what was warned of
 
-    def __call__(
-        self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]
-    ) -> dict[str, list[Any]]:
+    def __call__(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[Any]]:
         check_same_columns(batch, rows, self.columns)
         with refused_beyond_int64(rows):
             table = pa.table({name: pa.array(batch[name]) for name in self.columns})
         columns = token_columns(self.columns)
-        where = "of the stream"
         eos = self.eos
+
+        def named(place: int) -> str:
+            return f"document {rows[place]} of the stream"
+
         documents = ArrowDocuments(datasets.Dataset(table), columns)
-        NO_LIMITS.check_documents(documents, where, rows)
+        NO_LIMITS.check_documents(documents, named)
+        for place, mask in enumerate(batch.get("attention_mask", ())):
+            if {*(mask or ())} - {1}:
+                raise ValueError(PADDED.format(named(place)))
         if TOKEN_WEIGHTS in self.columns:
             check_token_weights(documents, rows)
         if eos.appends:
             table = append_eos_to_table(table, **eos.ids())
             documents = ArrowDocuments(datasets.Dataset(table), columns)
-        pieces, counts = fit(documents, self.overflow, eos.stop_ids, where=where, numbers=rows)
-        missing = None
+        pieces, counts = fit(documents, self.overflow, eos.stop_ids, named=named)
         if not self._counts.notes:
             missing = note_missing_eos(documents, eos) or note_going_on(documents, eos)
-        if missing is not None:
-            counts = replace(counts, notes=(f"of the documents read first, {missing}",))
-        if TURN in batch:
-            counts += turns_of(np.asarray(batch[TURN]))
+            if missing is not None:
+                counts = replace(counts, notes=(f"of the documents read first, {missing}",))
         if HANDLED in batch:
             handled = handled_in(np.asarray(batch[HANDLED]))
             for stage in handled.stages:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from accelerate.logging import get_logger
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 from trl.data_utils import get_dataset_column_names
 
 from trl_packing.data.chat_template import TEMPLATE_ERRORS
@@ -27,25 +27,25 @@ from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.spans import Rendered, Tokenized, flat_tokens, tokenize
 from trl_packing.data.stream import steps_of
+from trl_packing.documents.arrow import AnyDataset
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
     HANDLED,
     SOURCE,
     TOKEN_WEIGHTS,
-    TURN,
+    Batch,
     row_name,
 )
 
-logger = get_logger(__name__)
+logger = logging.get_logger(__name__)
 
-_AT_ONCE = 128  # documents per tokenizer call; the next are rendered meanwhile
+_PARTS = 8  # of a batch: one is tokenized while the next is rendered
 _CONVERSATIONS_AT_ONCE = 32  # rows of a batch with `every_turn`: each may be many long documents
 
 _DTYPES = {
     "input_ids": List(Value("int64")),
     "labels": List(Value("int64")),
     TOKEN_WEIGHTS: List(Value("float32")),
-    TURN: Value("int64"),
     HANDLED: Value("int64"),
     DOCUMENT_WEIGHT: Value("float32"),
     SOURCE: Value("string"),
@@ -64,15 +64,15 @@ def can_prepare(processing_class: Any) -> bool:
 
 
 def documents_from_rows(
-    dataset: Dataset | IterableDataset,
+    dataset: AnyDataset,
     row_format: RowFormat,
     *,
     keeps_columns: bool = False,
     document_columns: Sequence[str] = (),
     num_proc: int | None = None,
     name: str = "train",
-) -> Dataset | IterableDataset:
-    """Return whole documents with `input_ids`, `labels` and, with "every_turn", `TURN`.
+) -> AnyDataset:
+    """Return whole documents with `input_ids`, `labels` and, of messages, `HANDLED`.
 
     The first row decides the form of all. `keeps_columns` keeps the other columns, but never those
     of a stream or of turns; `document_columns` are kept always. Raises ValueError, naming the row,
@@ -95,7 +95,6 @@ def documents_from_rows(
     except ValueError as error:
         sentence = f"the {name} dataset cannot be prepared: {escape_hidden(str(error))}"
         raise ValueError(sentence) from error
-    _note_unread_tools(first, row_format, name)
     form = row_format.form(first)
     columns = ["input_ids", "labels"]
     if form.endswith("messages"):
@@ -103,7 +102,7 @@ def documents_from_rows(
     if flagged and row_format.train_on in ("assistant", "last_assistant", "every_turn"):
         columns.append(TOKEN_WEIGHTS)
     if row_format.makes_turns:
-        columns += [TURN, *document_columns]
+        columns += document_columns
     keeps_columns = keeps_columns and not is_stream and not row_format.makes_turns
     removed = [] if keeps_columns else [c for c in present if c not in document_columns]
     options: dict[str, Any] = {
@@ -117,7 +116,7 @@ def documents_from_rows(
             "structs": _structs(rows) if row_format.formatting_func is None else {},
             "name": name,
             "version": version("trl_packing"),  # another version may render differently
-            "is_alone": not is_stream and not row_format.makes_turns and removed == present,
+            "is_alone": not is_stream and removed == present,
         },
     }
     if row_format.makes_turns:
@@ -139,80 +138,53 @@ def _features_of_stream(
     return Features({column: kinds[column] for column in (*columns, *document_columns)})
 
 
-def _note_unread_tools(first: Row, row_format: RowFormat, name: str) -> None:
-    """Warn that the chat template leaves out what a data set has of tools."""
-    if not (first.get("tools") and row_format.chat.exists):
-        return
-    lacks = "" if row_format.chat.reads_tools else "tools"
-    if not row_format.calls_tools:
-        lacks = "tool calls"
-    if lacks:
-        logger.warning(
-            f"the {name} dataset has tools, but the chat template renders no {lacks}; use another "
-            "template"
-        )
-
-
-def note_unread_columns(
-    dataset: Dataset | IterableDataset, row_format: RowFormat, name: str
-) -> str | None:
-    """Return a sentence on columns with parts of the conversation that are not read, or None.
+def notes_on_unread(dataset: AnyDataset, row_format: RowFormat, name: str) -> list[str]:
+    """Return a sentence each on tools, and on columns beside the conversation, that are not read.
 
     Of a stream, the first row decides.
     """
-    first = next(iter(dataset.with_format(None)))
-    unread = row_format.unread(first)
-    if isinstance(dataset, IterableDataset):
-        unread = [column for column in unread if first[column]]
-    else:
-        columns = {column: dataset.data.column(column) for column in unread}
-        unread = [c for c, values in columns.items() if _has_value(values)]
-    if not unread:
-        return None
-    remedy = "put them into the messages (docs/data.md has the line for 'system'), or remove them"
-    if row_format.prompt_template is not None:
-        remedy = f"name them in prompt_template ({{{unread[0]}}}), make messages, or remove them"
-    names = " and ".join(map(repr, unread))
-    return (
-        f"the {name} dataset has {names} beside what is trained; such columns look like parts of "
-        f"the conversation and are not read: {remedy}"
-    )
+    rows = dataset.with_format(None)
+    first = next(iter(rows))
+    notes = []
+    lacks = row_format.lacks(first)
+    if lacks:
+        notes.append(
+            f"the {name} dataset has tools, but the chat template renders no {lacks}; use another "
+            "template"
+        )
+    unread = []
+    for column in row_format.unread(first):
+        values = [first[column]] if isinstance(rows, IterableDataset) else rows[column]
+        if any(values):
+            unread.append(column)
+    if unread:
+        names = " and ".join(map(repr, unread))
+        remedy = "put them into the messages (docs/data.md has the line for 'system')"
+        if row_format.prompt_template is not None:
+            remedy = f"name them in prompt_template ({{{unread[0]}}}), make messages"
+        notes.append(
+            f"the {name} dataset has {names} beside what is trained; such columns look like parts "
+            f"of the conversation and are not read: {remedy}, or remove them"
+        )
+    return notes
 
 
-def _has_value(values: pa.ChunkedArray) -> bool:
-    return any(any(chunk.to_pylist()) for chunk in values.chunks)
-
-
-def _structs(rows: Dataset | IterableDataset) -> dict[str, Any]:
+def _structs(rows: AnyDataset) -> dict[str, Any]:
     """Return the features of columns of a conversation in which Arrow may have added null keys.
 
     Rows that a generator yields have none; a function of a stream leaves no features, so those of
     its source count.
     """
-    known = rows.features or {}
-    if isinstance(rows, IterableDataset) and not known:
+    known = rows.features
+    if not known:
         of_steps = (getattr(step, "features", None) for step in steps_of(rows))
-        known = next((features for features in of_steps if features), {})
-    columns = sorted({*MESSAGES, "tools", "chat_template_kwargs"} & {*known})
-    if isinstance(rows, Dataset):
-        chunks = {column: rows.data.column(column).chunks for column in columns}
-        columns = [column for column in columns if any(map(_has_null, chunks[column]))]
-    return {column: known[column] for column in columns}
-
-
-def _has_null(values: pa.Array) -> bool:
-    """Whether a value is null, at any depth."""
-    if values.null_count:
-        return True
-    kind = values.type
-    if pa.types.is_struct(kind):
-        return any(map(_has_null, values.flatten()))
-    is_text = isinstance(kind, pa.BaseExtensionType) or not pa.types.is_nested(kind)
-    return not is_text and _has_null(values.flatten())
+        known = next(filter(None, of_steps), {})
+    columns = (*MESSAGES, "tools", "chat_template_kwargs")
+    return {column: known[column] for column in columns if column in known}
 
 
 def _prepare_batch(
-    batch: Mapping[str, Sequence[Any]],
+    batch: Batch,
     indices: Sequence[int],
     row_format: RowFormat,
     form: str,
@@ -236,7 +208,7 @@ def _prepare_batch(
         return found
 
     try:
-        documents, places, turns, handled = _documents_of(rows, render, tokenizer)
+        rendered, documents = _documents_of(rows, render, tokenizer)
     except (ValueError, RuntimeError, *TEMPLATE_ERRORS):
         for row, index in zip(rows, indices, strict=True):
             _check_row(row, render, row_format, row_name(index, name))
@@ -245,31 +217,34 @@ def _prepare_batch(
     tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
     flat = {column: values for column, values in tokens if column in columns}
     stops = np.cumsum([len(document.input_ids) for document in documents])
-    of_documents = {TURN: turns, HANDLED: handled}
-    numbers = {column: values for column, values in of_documents.items() if column in columns}
-    if is_alone:  # an Arrow table is written at once; `datasets` checks every other value
-        return _as_table(flat, stops, numbers)
-    made: dict[str, list[Any]] = {}
-    for column, values in flat.items():
-        made[column] = np.split(values, stops[:-1])
-        if column != TOKEN_WEIGHTS:
-            made[column] = [each.tolist() for each in made[column]]
-    made |= numbers
+    table = _as_table(flat, stops)
+    if HANDLED in columns:
+        handled = [text.handled for texts in rendered for text in texts]
+        table = table.append_column(HANDLED, pa.array(handled, pa.int64()))
+    if is_alone:  # a table is written at once; `datasets` checks every other value
+        return table
+    made: dict[str, list[Any]] = table.to_pydict()
+    if TOKEN_WEIGHTS in flat:  # float32, unlike lists
+        made[TOKEN_WEIGHTS] = np.split(flat[TOKEN_WEIGHTS], stops[:-1])
     for column in columns:
         if column in batch:
-            made[column] = [batch[column][place] for place in places]
+            pairs = zip(batch[column], rendered, strict=True)
+            made[column] = [value for value, texts in pairs for _ in texts]
     return made
 
 
-def _rows_of(
-    batch: Mapping[str, Sequence[Any]], structs: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def _rows_of(batch: Batch, structs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a batch, without the nulls that Arrow adds to structs."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     for column, feature in structs.items():
         for row in rows:
-            row[column] = without_arrow_nulls(row.get(column), feature)
+            row[column] = without_arrow_nulls(row[column], feature)
     return rows
+
+
+def _has_other_weights(document: Rendered) -> bool:
+    """Return whether a span of a document has a weight other than 1."""
+    return any(weight != 1 for *_, weight in document.spans or ())
 
 
 def _note_lost_prompt(documents: Sequence[Tokenized], tokenizer: Any) -> None:
@@ -282,48 +257,30 @@ def _note_lost_prompt(documents: Sequence[Tokenized], tokenizer: Any) -> None:
         )
 
 
-def _has_other_weights(document: Rendered) -> bool:
-    """Return whether a span of a document has a weight other than 1."""
-    return any(weight != 1 for *_, weight in document.spans or ())
-
-
-def _as_table(
-    flat: Mapping[str, np.ndarray], stops: np.ndarray, numbers: Mapping[str, list[int]]
-) -> pa.Table:
-    """Return documents that end at `stops` of flat columns, with other `numbers` of each."""
+def _as_table(flat: Mapping[str, np.ndarray], stops: np.ndarray) -> pa.Table:
+    """Return documents that end at `stops` of flat columns."""
     offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
     kinds = {"input_ids": pa.int32()}  # as `datasets` stores them
     made: dict[str, Any] = {}
     for column, values in flat.items():
         made[column] = pa.ListArray.from_arrays(offsets, pa.array(values, kinds.get(column)))
-    for column, of_documents in numbers.items():
-        made[column] = pa.array(of_documents, pa.int64())
     return pa.table(made)
 
 
 def _documents_of(
     rows: Sequence[Row], render: Callable[[Row], list[Rendered]], tokenizer: Any
-) -> tuple[list[Tokenized], list[int], list[int], list[int]]:
-    """Return documents, places of their rows, numbers of turns (-1: none), bits of `HANDLED`."""
-    rendered = (
-        (place, turn if document.spans else -1, document)
-        for place, row in enumerate(rows)
-        for turn, document in enumerate(render(row))
-    )
+) -> tuple[list[list[Rendered]], list[Tokenized]]:
+    """Return the texts of each row, and the tokens of all of them."""
+    rendered: list[list[Rendered]] = []
     parts = []
-    places: list[int] = []
-    turns: list[int] = []
-    handled: list[int] = []
+    at_once = -(-len(rows) // _PARTS)
     # A fast tokenizer releases the interpreter lock, so the next rows are rendered meanwhile.
     with ThreadPoolExecutor(max_workers=1) as tokenizing:
-        while chunk := list(islice(rendered, _AT_ONCE)):
-            found, numbers, texts = zip(*chunk, strict=True)
-            parts.append(tokenizing.submit(tokenize, tokenizer, texts))
-            places += found
-            turns += numbers
-            handled += [text.handled for text in texts]
-    documents = [document for part in parts for document in part.result()]
-    return documents, places, turns, handled
+        for start in range(0, len(rows), at_once):
+            texts = [render(row) for row in rows[start : start + at_once]]
+            parts.append(tokenizing.submit(tokenize, tokenizer, [*chain.from_iterable(texts)]))
+            rendered += texts
+    return rendered, [document for part in parts for document in part.result()]
 
 
 def _check_row(

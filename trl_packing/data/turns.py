@@ -10,7 +10,6 @@ inference; docs/every-turn.md has the cases.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,13 +19,12 @@ from trl_packing.data.chat_template import (
     TEMPLATE_ERRORS,
     ChatTemplate,
     Conversation,
-    Span,
     absent_from,
 )
 from trl_packing.data.left_out import Part, in_words, missing_part
 from trl_packing.data.messages import REASONING_KEYS, Message
 from trl_packing.data.printable import quote
-from trl_packing.data.spans import Rendered
+from trl_packing.data.spans import Rendered, Span, WeightedSpan
 
 
 @dataclass(frozen=True)
@@ -72,21 +70,17 @@ class RenderedConversation:
         return before, after
 
 
-def _unknown(rendered: RenderedConversation, number: int) -> ValueError:
-    """Return the error of a message that is not found in the text; a turn alone may be."""
-    remedy = "use one with {% generation %}, or train_on='all'"
-    with suppress(ValueError):
-        turn = rendered.conversation.of(rendered.messages[: number + 1])
-        render_every_turn(rendered.chat, turn, {number: 1.0})
-        remedy = "set train_on='every_turn', or use one with {% generation %}"
+def _unknown(number: int) -> ValueError:
+    """Return the error of a message that is not found in the text."""
     return ValueError(
-        f"the chat template renders message {number} differently beside other messages; {remedy}"
+        f"the chat template renders message {number} differently beside other messages; set "
+        "train_on='every_turn' or 'all', or use one with {% generation %}"
     )
 
 
 def trained_spans(
     chat: ChatTemplate, conversation: Conversation, weights: Mapping[int, float]
-) -> tuple[str, list[tuple[int, int, float]]]:
+) -> tuple[str, list[WeightedSpan]]:
     """Return the text of a conversation, and its trained characters with their weights.
 
     Args:
@@ -153,8 +147,7 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
         stops.append(len(text) - len(after) + chat.stop_size(after))
     first = rendered.first(number + 1)
     if first and text.startswith(first):  # later messages do not change its text
-        words = first.rstrip()
-        stops.append(len(words if words.endswith(chat.special_tokens) else first))
+        stops.append(len(chat.up_to_stop(first)))
     limit = len(text)  # the content of the next message, which may be in the turn of this one
     if number + 1 < len(rendered.messages) and _is_plain(rendered.messages[number + 1]):
         marked = rendered.with_marks({number + 1: rendered.messages[number + 1]}) or ""
@@ -163,7 +156,7 @@ def _span_alone(rendered: RenderedConversation, number: int) -> Span:
             limit = len(before)
     stop = next((stop for stop in stops if start <= stop <= limit), None)
     if stop is None:
-        raise _unknown(rendered, number)
+        raise _unknown(number)
     if missing := missing_part(rendered.messages[number], text[start:stop]):
         raise ValueError(in_words(Part(number, *missing), rendered.messages))
     return start, stop
@@ -177,7 +170,7 @@ def _start_and_after(rendered: RenderedConversation, number: int) -> tuple[int, 
         if prompt and rendered.text.startswith(prompt):
             return len(prompt), after
     if not rendered.text.startswith(before):
-        raise _unknown(rendered, number)
+        raise _unknown(number)
     return len(before), after
 
 
@@ -276,8 +269,7 @@ def _turn_from(turn: RenderedConversation, start: int) -> str:
     end = len(text) - len(after)
     if size and text.endswith(after) and end >= start:
         return text[start : end + size]
-    words = text.rstrip()
-    written = words[start:] if words.endswith(chat.special_tokens) else text[start:]
+    written = chat.up_to_stop(text)[start:]
     if size:
         return written
     # Turns end as the next one begins (GLM).

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -20,15 +20,20 @@ import torch
 
 from trl_packing.documents.labels import IGNORE_INDEX, SEQ_LENGTHS, TOKEN_WEIGHTS
 
+AnyDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+
 # Values ``(T,)`` and offsets ``(N + 1,)``: list i is ``values[offsets[i] : offsets[i + 1]]``.
 FlatLists = tuple[np.ndarray, np.ndarray]
+
+Condition = Callable[[np.ndarray], np.ndarray]  # of values, True where it is met
 
 
 class ArrowDocuments(torch.utils.data.Dataset):
     """The token columns of a `datasets.Dataset`; ``documents[i]`` is a dict of arrays.
 
-    `columns` hold a list of integers per document (`loss_weights`: any numbers, read as float32),
-    else the first access raises ValueError; `scalars` hold a number, ``(documents,)``.
+    Those of `columns` that it has are read. They hold a list of integers per document
+    (`loss_weights`: any numbers, read as float32), else the first access raises ValueError;
+    `scalars` hold a number, ``(documents,)``.
     """
 
     def __init__(
@@ -38,7 +43,7 @@ class ArrowDocuments(torch.utils.data.Dataset):
         scalars: Mapping[str, np.ndarray] | None = None,
     ):
         self.dataset = dataset
-        self.columns = tuple(columns)
+        self.columns = tuple(column for column in columns if column in dataset.column_names)
         self.scalars = dict(scalars or {})
 
     def __len__(self) -> int:
@@ -53,8 +58,9 @@ class ArrowDocuments(torch.utils.data.Dataset):
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
         readers = self.readers.items()
         chosen = np.asarray(list(indices), dtype=np.int64)
-        rows = self.stored_rows[chosen].tolist()
-        documents = [{name: reader[row] for name, reader in readers} for row in rows]
+        documents = []
+        for row in self.stored_rows[chosen].tolist():
+            documents.append({name: reader[row] for name, reader in readers})
         for name, values in self.scalars.items():
             for document, value in zip(documents, values[chosen], strict=True):
                 document[name] = value
@@ -103,10 +109,13 @@ class ArrowDocuments(torch.utils.data.Dataset):
         """Return the sum of `column` in every document, ``(documents,)`` int64."""
         return self.by_document(column, _sums)
 
-    def rows_where(self, column: str, condition: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    def counts_where(self, column: str, condition: Condition) -> np.ndarray:
+        """Return how many values of `column` meet `condition` in every row, ``(rows,)`` int64."""
+        return self.by_document(column, lambda values, ends: _sums(condition(values), ends))
+
+    def rows_where(self, column: str, condition: Condition) -> np.ndarray:
         """Return the rows with a value of `column` for which `condition` is True, ascending."""
-        counts = self.by_document(column, lambda values, ends: _sums(condition(values), ends))
-        return np.flatnonzero(counts)
+        return np.flatnonzero(self.counts_where(column, condition))
 
 
 def _num_trained(labels: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -121,7 +130,7 @@ def _sums(values: np.ndarray, offsets: np.ndarray, skipped: int = 0) -> np.ndarr
     return running[offsets[1:]] - running[starts]
 
 
-def is_packed(dataset: ArrowDocuments | datasets.Dataset | datasets.IterableDataset) -> bool:
+def is_packed(dataset: ArrowDocuments | AnyDataset) -> bool:
     """Return whether rows hold several documents: their columns, or a first row, say so."""
     columns = dataset.columns if isinstance(dataset, ArrowDocuments) else dataset.column_names
     return SEQ_LENGTHS in (next(iter(dataset), {}) if columns is None else columns)

@@ -8,9 +8,12 @@ loss_weights       .  . 1.  .5      weight of each trained token in the loss; 1 
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+
+Document: TypeAlias = Mapping[str, Any]  # its columns by name
+Batch: TypeAlias = Mapping[str, Sequence[Any]]  # columns of several rows, by name
 
 IGNORE_INDEX = -100  # skipped by torch's cross-entropy and by transformers
 TOKEN_COLUMNS = ("input_ids", "labels")  # of every document once it is prepared
@@ -27,11 +30,8 @@ IMAGE_IDS = "image_ids"  # for every token: 0 on text, n on the n-th image of th
 IMAGE_ROW = "image_row"  # for every document with images: the number of the user's row in the run
 IMAGE_SIZES = "image_sizes"  # height and width of every image of a row, in documents that are shown
 
-# For every document of `train_on="every_turn"`: its place among the trained turns of its
-# conversation, or -1 if the conversation has none.
-TURN = "trl_packing_turn"
-
-# For every document of a conversation: bits that say what was parsed or left out (`data.counts`).
+# For every document of a conversation: bits that say what was parsed or left out, and whether it
+# is a turn (`data.counts`).
 HANDLED = "trl_packing_handled"
 
 # A row with shared prefixes: the places of its targets in the row, and two numbers for each of
@@ -51,7 +51,7 @@ def document_columns(columns: Iterable[str], named: Iterable[str] = ()) -> list[
     return [column for column in columns if column in kept]
 
 
-def document_labels(document: Mapping[str, Any], input_ids: np.ndarray) -> np.ndarray:
+def document_labels(document: Document, input_ids: np.ndarray) -> np.ndarray:
     """Return the labels ``(T,)`` int64 of a document: its `labels`, or made from its masks and ids.
 
     Raises:
@@ -104,9 +104,7 @@ def and_others(rows: Sized) -> str:
     return f" ({len(rows):,} such rows)" * (len(rows) > 1)
 
 
-def check_same_columns(
-    batch: Mapping[str, Sequence[Any]], rows: Sequence[int], columns: Collection[str]
-) -> None:
+def check_same_columns(batch: Batch, rows: Sequence[int], columns: Collection[str]) -> None:
     """Raise ValueError naming the first of `rows` of a stream without the `columns` of row 0.
 
     Values of `batch` are None where a row lacks a column of tokens or weights.

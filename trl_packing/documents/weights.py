@@ -8,9 +8,8 @@ The loss is Σ w · loss of a token / Σ w over an optimizer step, so ``"documen
 documents' means (LongAlign, https://huggingface.co/papers/2401.18058). A piece is a document.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import datasets
 import numpy as np
@@ -21,6 +20,7 @@ from trl_packing.documents.labels import (
     IGNORE_INDEX,
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
+    Document,
     check_one_each,
     row_name,
 )
@@ -71,7 +71,7 @@ def weigh_tokens(
     return products.astype(np.float32)
 
 
-def document_weight(document: Mapping[str, Any], which: str = "a document") -> float:
+def document_weight(document: Document, which: str = "a document") -> float:
     """Return the `loss_weight` of a document, 1 without one; `which` is its name in messages."""
     given = document.get(DOCUMENT_WEIGHT, 1.0)
     weight = np.nan
@@ -97,7 +97,7 @@ def document_weights_from_rows(dataset: datasets.Dataset, name: str) -> np.ndarr
     return np.array(weights, np.float32)
 
 
-def token_weights(document: Mapping[str, Any], num_tokens: int) -> np.ndarray:
+def token_weights(document: Document, num_tokens: int) -> np.ndarray:
     """Return the `loss_weights` of a document, ``(num_tokens,)`` float32; ones without them.
 
     Raises ValueError if there is not one per token, or one is negative, infinite or NaN.

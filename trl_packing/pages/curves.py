@@ -1,17 +1,17 @@
-"""Curves of what runs logged: over documents, tokens, steps or hours, of one run or of several.
+"""Curves of what a run logged: over documents, tokens, steps or hours.
 
-records  →  charts_of_one, charts_of_several  →  values_of_curves  →  curves.html, curves.js
+record  →  charts_of  →  values_of_curves  →  curves.html, curves.js
 """
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from trl_packing.data.counts import quantity
-from trl_packing.pages.record import UNKNOWN, Point, RunRecord
+from trl_packing.pages.record import Point, RunRecord
 
 # Notes beside charts, and those behind the losses.
 _NOTES = {
@@ -34,122 +34,93 @@ _NO_CURVE = re.compile(
 _COUNT = "num_trained_tokens_"  # of a source, in the training log
 _MOST_POINTS = 1000  # more than a wide screen has pixels for
 
-ON_STEPS = (
+_ON_STEPS = (
     "The steps of a packed and of a padded run hold different numbers of documents. Compare such "
     "runs over documents or tokens."
 )
-# The name of an axis, its words, and its place in a point.
+# The name of an axis, its words, and the field of a point.
 _AXES = {
-    "documents": ("documents trained", 1),
-    "tokens": ("tokens trained, without padding", 2),
-    "steps": ("optimizer steps", 0),
-    "hours": ("training time", 3),
+    "documents": ("documents trained", "documents"),
+    "tokens": ("tokens trained, without padding", "tokens"),
+    "steps": ("optimizer steps", "step"),
+    "hours": ("training time", "seconds"),
 }
 
 
 class Chart(NamedTuple):
-    """A frame with curves: name, number of its color, and points of each."""
+    """A frame with curves: the points of each by its name."""
 
     title: str
-    curves: Sequence[tuple[str, int, Sequence[Point]]]
+    curves: dict[str, list[Point]]
 
     @property
     def note(self) -> str:
         """What stands beside the title: what the curves are, and which values they leave out."""
         notes = [_NOTES.get(self.title, "")]
-        notes += [_gaps(name, points) for name, _, points in self.curves]
+        notes += [_gaps(name, points) for name, points in self.curves.items()]
         return " · ".join(filter(None, notes))
 
     def drawn(self) -> dict[str, Any]:
         """Return what curves.js draws."""
         curves = []
-        for name, color, points in self.curves:
+        for color, (name, points) in enumerate(self.curves.items()):
             shown = [_as_json(point) for point in thinned(points)]
             curves.append({"name": name, "color": color, "points": shown})
         return {
-            "may_be_log": self.title in _MAY_BE_LOG or is_eval_loss(self.title),
+            "may_be_log": self.title in _MAY_BE_LOG or _is_eval_loss(self.title),
             "percent": self.title in _SHARES,
             "curves": curves,
         }
 
 
-def is_eval_loss(name: str) -> bool:
+def _is_eval_loss(name: str) -> bool:
     """Return whether `name` is that of an evaluation loss, of a set or a source too."""
     return _EVAL_LOSS.fullmatch(name) is not None
 
 
-def shown_names(records: Iterable[RunRecord]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the logged names with curves: the main ones by kind, and those that a reader opens."""
-    logged = dict.fromkeys(name for record in records for name in record.series)
-    sources = [name.removeprefix(_COUNT) for name in logged if name.startswith(_COUNT)]
+def charts_of(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
+    """Return the main charts of a run, one for each kind of number, and those of other names."""
+    series = record.series
+    sources = [name.removeprefix(_COUNT) for name in series if name.startswith(_COUNT)]
     hidden = set()
     for source in sources:
         for count in ("loss_", "num_documents_", "num_tokens_", _COUNT):
             hidden |= {f"{count}{source}", f"train_{count}{source}"}
-    names = [name for name in logged if name not in hidden and not _NO_CURVE.fullmatch(name)]
+    names = [name for name in series if name not in hidden and not _NO_CURVE.fullmatch(name)]
     kinds = {"loss": ["loss"], "loss by source": [f"loss_{source}" for source in sources]}
-    kinds["eval_loss"] = [name for name in names if is_eval_loss(name)]
+    kinds["eval_loss"] = [name for name in names if _is_eval_loss(name)]
     kinds |= {name: [name] for name in _MAIN}
-    main = {}
+    main = []
     for kind, of_kind in kinds.items():
         hidden.update(of_kind)
-        if known := [name for name in of_kind if name in logged]:
-            main[kind] = known
-    return main, [name for name in names if name not in hidden]
+        curves = {name: series[name] for name in of_kind if name in series}
+        if curves:
+            main.append(Chart(kind, curves))
+    rest = [name for name in names if name not in hidden]
+    return main, [Chart(name, {name: series[name]}) for name in rest]
 
 
-def charts_of_one(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return the main charts of a run, one for each kind of number, and those of other names."""
-
-    def chart(title: str, names: Iterable[str]) -> Chart:
-        return Chart(title, [(n, color, record.points(n)) for color, n in enumerate(names)])
-
-    main, rest = shown_names([record])
-    charts = [chart(kind, names) for kind, names in main.items()]
-    return charts, [chart(name, [name]) for name in rest]
-
-
-def charts_of_several(records: Sequence[RunRecord]) -> tuple[list[Chart], list[Chart]]:
-    """Return the main charts of runs and the others: one for each name, a curve for each run."""
-
-    def chart(name: str) -> Chart:
-        curves = [(run.name, color, run.points(name)) for color, run in enumerate(records)]
-        return Chart(name, [curve for curve in curves if curve[-1]])
-
-    main, rest = shown_names(records)
-    charts = [chart(name) for names in main.values() for name in names]
-    return charts, [chart(name) for name in rest]
-
-
-def values_of_curves(records: Sequence[RunRecord], *, axis: str = "documents") -> dict[str, Any]:
-    """Return what curves.html shows of runs, and with it, as `data`, what curves.js draws.
+def values_of_curves(record: RunRecord) -> dict[str, Any]:
+    """Return what curves.html shows of a run, and with it, as `data`, what curves.js draws.
 
     A value that is NaN or infinite leaves a gap, marked on the x-axis. Long curves are thinned.
-    `axis` is the first x-axis shown.
     """
-    marks = []
-    record, *others = records
-    if others:
-        main, rest = charts_of_several(records)
-    else:
-        main, rest = charts_of_one(record)
-        for step in record.resumed:
-            at = record.totals.get(step, UNKNOWN)
-            place = step, at.documents, at.tokens, at.seconds
-            marks.append((f"resumed at step {step:,}", place))
+    main, rest = charts_of(record)
     charts = [*main, *rest]
-    points = [point for chart in charts for *_, of_curve in chart.curves for point in of_curve]
-    axes = []
-    for name, (_, number) in _AXES.items():
-        if any(point[number] is not None for point in points):
+    points = [point for chart in charts for curve in chart.curves.values() for point in curve]
+    axes, labels = [], {}
+    for name, (label, place) in _AXES.items():
+        labels[name] = label
+        if any(getattr(point, place) is not None for point in points):
             axes.append(name)
     drawn = [chart.drawn() for chart in charts]
+    marks = [(f"resumed at step {step:,}", record.place(step)) for step in record.resumed]
     data = {
-        "axis": axis if axis in axes else next(iter(axes), "steps"),
-        "labels": {name: words for name, (words, _) in _AXES.items()},
-        "warnings": {"steps": ON_STEPS},
+        "axis": axes[0] if axes else "steps",
+        "labels": labels,
+        "warnings": {"steps": _ON_STEPS},
         "marks": marks,
-        "reloads": not others and record.status == "running",
+        "reloads": record.status == "running",
         "charts": drawn,
     }
     return {"axes": axes, "main": main, "rest": rest, "data": data}

@@ -6,11 +6,11 @@ RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML f
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trl_packing.data.counts import TokenCounts, quantity, times, times_fewer
+from trl_packing.data.counts import times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
@@ -26,7 +26,8 @@ from trl_packing.pages.record import (
 from trl_packing.pages.show import image_in_words, token_texts
 from trl_packing.vision.documents import images_of
 
-_MOST_BARS = 24  # sources with a bar of their own
+if TYPE_CHECKING:
+    from trl_packing.run.what_if import RunPlan
 
 # Settings on which every plan depends.
 _SETTINGS = (
@@ -39,7 +40,9 @@ _SETTINGS = (
 )
 
 
-def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = "") -> HtmlPage:
+def plan_page(
+    plan: "RunPlan", *, title: str = "Plan", note: str = "", command: str = ""
+) -> HtmlPage:
     """Return the text of an HTML file that shows `plan`, made by `command`.
 
     `plan` is what `plan_run` returns. `note` stands beside the title; "" for the model and
@@ -50,25 +53,19 @@ def plan_page(plan: Any, *, title: str = "Plan", note: str = "", command: str = 
         title=title,
         note=note or _about(plan),
         styles=["plan.css"],
-        figures=list(_figures(plan)),
-        sources=_sources(plan),
         charts=list(_charts(plan)),
         plan=plan,
-        bars_of_ways=_bars_of_computed(plan.ways, " (this run)"),
-        bars_of_sharing=_bars_of_computed(plan.sharing),
         times=times,
         times_fewer=times_fewer,
-        losses=_losses(plan),
-        rows=_rows(plan),
+        strips=_strips(plan),
         documents=list(_documents(plan)),
         command=command,
         settings={"ranks": plan.report.ranks, **settings_of(plan.run.args)},
         versions=installed_versions(),
-        report=plan.report,
     )
 
 
-def _about(plan: Any) -> str:
+def _about(plan: "RunPlan") -> str:
     """Return the model and the most important setting."""
     run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
     words = []
@@ -80,43 +77,7 @@ def _about(plan: Any) -> str:
     return " · ".join(words)
 
 
-def _figures(plan: Any) -> Iterator[tuple[str, str]]:
-    """Yield value and name of each card."""
-    report, counts = plan.report, plan.report.preparation
-    tokens = report.tokens or 0
-    trained = report.trained_tokens
-    whole = report.documents_in_data
-    yield f"{report.documents:,}", "documents" if whole is None else f"documents of {whole:,} drawn"
-    yield f"{tokens:,}", "tokens"
-    yield f"{(trained or 0) / tokens:.1%}", f"{trained:,} tokens are trained"
-    images, prefixes, padded = report.images, report.prefixes, report.padded_steps
-    if images is not None:
-        words = f"images, of {images.tokens:,} tokens ({images.share:.0%}) and {images.patches:,}"
-        yield f"{images.images:,}", f"{words} patches"
-    if report.utilization is not None:
-        bins = f"full: {report.bins:,} bins of {report.capacity:,} tokens"
-        yield f"{report.utilization:.2%}", bins
-    if prefixes is not None and prefixes.is_shared:
-        fewer = times_fewer(prefixes.tokens, prefixes.computed)
-        yield fewer.removesuffix(" fewer"), "fewer tokens computed, as documents share prefixes"
-    beside = f"; padded: {padded:,}" if padded not in (None, report.steps_per_epoch) else ""
-    size = f"{report.documents_per_step:,.1f} documents"
-    yield f"{report.steps_per_epoch:,}", f"steps an epoch, of {size}{beside}"
-    yield f"{plan.epoch.tokens.max():,}", "tokens in the largest micro-batch"
-    if counts.before.tokens:
-        lost = counts.before.tokens - counts.after.tokens
-        yield f"{lost / counts.before.tokens:.2%}", f"{quantity(lost, 'token')} lost"
-
-
-def _sources(plan: Any) -> dict[str, Any] | None:
-    """Return rows and bars of the sources; None where they are not known, or one is drawn."""
-    sources = plan.report.sources
-    total = max(sum(source.tokens for source in sources), 1)
-    bars = [(source.name, source.tokens, f"{source.tokens / total:.1%}") for source in sources]
-    return {"rows": sources, "bars": bars[:_MOST_BARS]} if len(sources) > 1 else None
-
-
-def _charts(plan: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
     lengths = plan.lengths_before()
@@ -147,25 +108,6 @@ def _chart(
     return title, note, histogram(values, label=unit + label, counted=counted)
 
 
-def _bars_of_computed(variants: Sequence[Any], said: str = "") -> list[tuple[str, int, str]]:
-    bars = []
-    for variant in variants:
-        name = f"{variant.name}{said}" if variant.is_run else variant.name
-        bars.append((name, variant.computed, f"{variant.computed:,}"))
-    return bars
-
-
-def _losses(plan: Any) -> dict[str, Any] | None:
-    """Return the rows of counts, as they are or as changes, and the notes below them."""
-    counts = plan.report.preparation
-    if not counts.before.documents:
-        return None
-    lost = [(f"{s.affected:,} {s.why}", TokenCounts() - s.lost, True) for s in counts.stages]
-    kept = "trained in an epoch" if plan.report.documents_in_data is None else "kept"
-    rows = [("before", counts.before, False), *lost, (kept, counts.after, False)]
-    return {"rows": rows, "notes": counts.lines()[len(lost) :]}
-
-
 def settings_of(args: Any) -> dict[str, Any]:
     """Return the settings on which a plan depends, and all others that a user has changed."""
     changed = [name for name in changed_settings(args) if name not in ON_ANY_MACHINE]
@@ -182,35 +124,28 @@ _PROMPT, _TRAINED, _LOST = range(3)
 _ELEMENTS = ("span", "mark", "del")
 
 
-def _rows(plan: Any) -> dict[str, Any]:
+def _strips(plan: "RunPlan") -> list[list[Any]]:
     """Return the first micro-batches of the epoch as strips of equal scale."""
-    epoch = plan.epoch
     args = plan.run.args
     parts = 0
-    strips: list[tuple[str, list[Any]]] = []
+    strips: list[list[Any]] = []
     # Not `epoch.tokens`: a strip shows each document whole, also where documents share tokens.
     lengths = plan.documents.lengths()
-    shown = epoch.members[:_MOST_STRIPS]
+    shown = plan.epoch.members[:_MOST_STRIPS]
     width = max(int(lengths[members].sum()) for members in shown)
     if plan.bins is not None:
         width = max(width, args.max_length * args.per_device_train_batch_size)
-    for at, members in enumerate(shown):
+    for members in shown:
         boxes = list(_strip(plan, members, width))
         parts += len(boxes)
         if strips and parts > _MOST_PARTS:
             break
-        rank = f", rank {at % epoch.ranks}" if epoch.ranks > 1 else ""
-        strips.append((f"step {at // epoch.slots + 1:,}{rank}", boxes))
-    whole = ", which is drawn whole, also where it shares tokens" if plan.grouped else ""
-    return {
-        "strips": strips,
-        "has_room": plan.bins is not None and not plan.grouped,
-        "note": f"each is one flat row of the model, a color for each document{whole}",
-    }
+        strips.append(boxes)
+    return strips
 
 
 def _strip(
-    plan: Any, members: np.ndarray, width: int
+    plan: "RunPlan", members: np.ndarray, width: int
 ) -> Iterator[tuple[str, int, str, float, float]]:
     """Yield element, color, title, left edge and width (in %) of documents and trained tokens."""
     first = 0
@@ -229,7 +164,7 @@ def _strip(
 _AROUND = 90
 
 
-def _documents(plan: Any) -> Iterator[dict[str, Any]]:
+def _documents(plan: "RunPlan") -> Iterator[dict[str, Any]]:
     """Yield the longest and the shortest document of the plan, and some of those that are cut."""
     lengths = plan.documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
@@ -255,8 +190,9 @@ def _documents(plan: Any) -> Iterator[dict[str, Any]]:
         for start, stop in zip(mine.starts, mine.stops, strict=True):
             labels = document["labels"][start:stop]
             kinds[start:stop] = _kinds({"input_ids": labels, "labels": labels})
-        words = f"{quantity(int((kinds == _LOST).sum()), 'token')} lost"
-        yield _document(plan, f"Too long: document {row:,} before the cut", document, kinds, words)
+        yield _document(
+            plan, f"Too long: document {row:,} before the cut", document, kinds, is_cut=True
+        )
 
 
 def _kinds(document: Mapping[str, Any]) -> np.ndarray:
@@ -268,7 +204,12 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 
 
 def _document(
-    plan: Any, name: str, document: Mapping[str, Any], kinds: np.ndarray, words: str = ""
+    plan: "RunPlan",
+    name: str,
+    document: Mapping[str, Any],
+    kinds: np.ndarray,
+    *,
+    is_cut: bool = False,
 ) -> dict[str, Any]:
     """Return a document as parts of its text, each with the element that marks it."""
     ids = document["input_ids"]
@@ -289,11 +230,14 @@ def _document(
         for first, last in pairwise([start, *inside, stop]):
             text = "".join(texts[first - start : last - start])
             parts.append((_ELEMENTS[kinds[first]], escape_hidden(text)))
-    trained = int((kinds == _TRAINED).sum())
-    of_images = quantity(len(images), "image") if images else ""
-    facts = [quantity(len(ids), "token"), f"{trained:,} trained", of_images, words]
-    note = ", ".join(filter(None, facts))
-    return {"hue": trained % 6, "name": name, "note": note, "parts": parts}
+    return {
+        "name": name,
+        "parts": parts,
+        "tokens": len(ids),
+        "trained": int((kinds == _TRAINED).sum()),
+        "lost": int((kinds == _LOST).sum()) if is_cut else None,
+        "images": len(images),
+    }
 
 
 def _windows(size: int, places: Sequence[int]) -> list[tuple[int, int]]:

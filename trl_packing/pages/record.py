@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from datasets import Dataset, IterableDataset
 
+from trl_packing.data.printable import SECRET_VALUE, is_secret
 from trl_packing.pages.page import storable
 from trl_packing.versions import TESTED, installed_version
 
@@ -94,21 +95,17 @@ class RunRecord:
         """The logged numbers by name, in the order of the log."""
         found: dict[str, list[Point]] = {}
         for entry in self.log:
-            if is_number(step := entry.get("step")):
-                at = self.totals.get(int(step), UNKNOWN)
-                place = int(step), at.documents, at.tokens, at.seconds
+            if _is_number(step := entry.get("step")):
+                place = self.place(int(step))
                 for name, value in entry.items():
-                    if is_number(value):
+                    if _is_number(value):
                         found.setdefault(name, []).append(Point(*place, float(value)))
         return found
 
-    def points(self, name: str) -> list[Point]:
-        """Return the logged numbers of this name, in the order of the log."""
-        return self.series.get(name, [])
-
-    def last(self, name: str) -> float | None:
-        """Return the last logged number of this name; None if there is none."""
-        return self.series[name][-1].value if name in self.series else None
+    def place(self, step: int) -> tuple[int, int | None, int | None, float | None]:
+        """Return the step, and the documents, tokens and seconds trained by then."""
+        at = self.totals.get(step, UNKNOWN)
+        return step, at.documents, at.tokens, at.seconds
 
     @property
     def total(self) -> Totals:
@@ -138,7 +135,7 @@ class RunRecord:
             raise ValueError(f"not the record of a run ({problem!r})") from problem
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Return whether a logged value is a number; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -155,12 +152,6 @@ _RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
 _LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
 _LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
 
-# Tokens of text are none.
-_SECRET = re.compile(
-    r"(?!(eos|pad|bos|unk)_token$)(.*_)?(tokens?|auth|password|passwd|secret|key)$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}")
-
 
 def all_settings(args: Any) -> dict[str, Any]:
     """Return every setting of `args` as JSON; secrets are replaced by "…"."""
@@ -168,10 +159,13 @@ def all_settings(args: Any) -> dict[str, Any]:
     plain |= {name: getattr(args, name) for name in ("eos_token", "pad_token") if name in plain}
 
     def hide(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        is_secret = {name for name, x in pairs if x and isinstance(x, str) and _SECRET.match(name)}
-        return {name: "…" if name in is_secret else value for name, value in pairs}
+        shown = dict(pairs)
+        for name, value in pairs:
+            if value and isinstance(value, str) and is_secret(name):
+                shown[name] = "…"
+        return shown
 
-    text = _SECRET_VALUE.sub("…", json.dumps(storable(plain)))
+    text = re.sub(SECRET_VALUE, "…", json.dumps(storable(plain)))
     return dict(json.loads(text, object_pairs_hook=hide))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from trl_packing.pages.page import HtmlPage, render
 from trl_packing.pages.show import CONTEXT, token_texts
 from trl_packing.vision.documents import ImageTokens
 
+if TYPE_CHECKING:
+    from trl_packing.tools.rows import PackedEpoch
+
 # Properties of documents that a reader looks for.
 PROPERTIES = ("nothing trained", "no stop token", "cut", "weighted")
-NOTHING_TRAINED, NO_STOP_TOKEN, CUT, WEIGHTED = PROPERTIES
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ _EXAMPLES = 2  # further rows for each property that none of the first rows has
 
 
 def rows_page(
-    epoch: Any,
+    epoch: "PackedEpoch",
     *,
     title: str = "Packed rows",
     note: str = "",
@@ -154,17 +156,16 @@ def rows_page(
         note=note,
         styles=["rows.css"],
         script="rows.js",
-        figures=list(_figures(epoch)),
+        epoch=epoch,
         shown=shown,
         has_shared=has_shared,
         has_images=any(row["images"] for row in drawn),
-        counts=str(epoch.traced.counts or ""),
         command=command,
         data={"capacity": epoch.capacity, "properties": PROPERTIES, "rows": drawn, "texts": words},
     )
 
 
-def _candidates(epoch: Any, max_rows: int) -> Iterator[tuple[PackedRow, str]]:
+def _candidates(epoch: "PackedEpoch", max_rows: int) -> Iterator[tuple[PackedRow, str]]:
     """Yield the first rows, and rows that hold documents with properties that these lack."""
     found: set[str] = set()
     of_document = epoch.group_of_documents(epoch.sampler.micro_batches())
@@ -180,22 +181,9 @@ def _candidates(epoch: Any, max_rows: int) -> Iterator[tuple[PackedRow, str]]:
                 found |= properties
 
 
-def _figures(epoch: Any) -> Iterator[tuple[str, str]]:
-    """Yield value and name of each card."""
-    documents, loads, has = epoch.documents, epoch.sampler.loads, epoch.with_property
-    tokens, trained = int(documents.lengths().sum()), int(documents.num_trained().sum())
-    yield f"{documents.num_documents:,}", "documents"
-    yield f"{tokens:,}", "tokens"
-    yield f"{trained / tokens:.0%}" if tokens else "–", "of them trained"
-    yield f"{len(epoch.bins()):,}", "bins" if epoch.capacity else "micro-batches"
-    if loads is not None:
-        yield f"{loads.images.sum():,}", "images"
-        yield f"{loads.tokens.sum() / tokens:.0%}", "of the tokens in images"
-    for name in (CUT, NO_STOP_TOKEN):
-        yield f"{int(has[name].sum()):,}", name
-
-
-def _row_data(epoch: Any, row: PackedRow, texts: dict[str, int], most: int) -> dict[str, Any]:
+def _row_data(
+    epoch: "PackedEpoch", row: PackedRow, texts: dict[str, int], most: int
+) -> dict[str, Any]:
     """Return the values that rows.js draws of `row`; lists have one entry for each token.
 
     At most `most` tokens are shown, and their texts get numbers in `texts`.
@@ -229,7 +217,7 @@ def _row_data(epoch: Any, row: PackedRow, texts: dict[str, int], most: int) -> d
     }
 
 
-def _images(epoch: Any, row: PackedRow) -> Iterator[dict[str, Any]]:
+def _images(epoch: "PackedEpoch", row: PackedRow) -> Iterator[dict[str, Any]]:
     """Yield the size of each image and its tokens, counted from the first of the row."""
     for document in row.documents:
         first = document.start - row.start

@@ -17,6 +17,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import TrainerCallback
 
-from trl_packing.data.bad_rows import without_padding
+from trl_packing.data.bad_rows import check_not_padded
 from trl_packing.data.chat_template import ChatTemplate
 from trl_packing.data.files import load_rows
 from trl_packing.data.fitting import Overflow, fit_and_count
-from trl_packing.data.limits import ModelLimits
+from trl_packing.data.limits import NO_LIMITS
 from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.stop_tokens import stop_token_ids
-from trl_packing.data.tokenize_rows import documents_from_rows, note_unread_columns
+from trl_packing.data.tokenize_rows import documents_from_rows, notes_on_unread
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
@@ -42,6 +43,7 @@ from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     TOKEN_WEIGHTS,
     document_labels,
+    row_name,
 )
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.epoch import split_bins
@@ -94,15 +96,18 @@ class PackedDataset(torch.utils.data.Dataset):
         if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
             rows = list(dataset)
             names = dict.fromkeys(name for row in rows for name in row)  # not of row 0 alone
-            dataset = Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
+            columns = {}
+            for name in names:
+                columns[name] = [row.get(name) for row in rows]
+            dataset = Dataset.from_dict(columns)
         for column in (TOKEN_WEIGHTS, DOCUMENT_WEIGHT, SEQ_LENGTHS):
             if column in dataset.column_names:
                 raise ValueError(
                     f"the data set has {column}, which a plain loss or these rows ignore; use "
                     f"PackedSFTTrainer, or drop the column: dataset.remove_columns({column!r})"
                 )
-        columns = [c for c in _COLUMNS if c in dataset.column_names]
-        self.documents = ArrowDocuments(without_padding(dataset, "training"), columns)
+        check_not_padded(dataset, "training")
+        self.documents = ArrowDocuments(dataset, _COLUMNS)
         self.tokenizer = tokenizer
         self.pack_len = pack_len
         self.shuffle_seed = None if shuffle_seed is None or shuffle_seed < 0 else shuffle_seed
@@ -117,7 +122,8 @@ class PackedDataset(torch.utils.data.Dataset):
                 f"document {at} has {self.lengths[at]} tokens but pack_len is {pack_len}; raise "
                 "pack_len, or cut the document, as make_supervised_dset does"
             )
-        ModelLimits().check_documents(self.documents, "of the data set")
+        named = partial(row_name, name="training", unit="document")
+        NO_LIMITS.check_documents(self.documents, named)
         self._enabled_where_pickled = False
         self.repack(0)
 
@@ -152,7 +158,7 @@ class PackedDataset(torch.utils.data.Dataset):
     def _joined(self, rows: Sequence[np.ndarray]) -> dict[str, Tensor]:
         token = getattr(self.tokenizer, "pad_token_id", None) or 0
         empty = {"input_ids": np.array([token]), "labels": np.array([IGNORE_INDEX])}
-        documents = [self.documents[i] if i >= 0 else empty for row in rows for i in row]
+        documents = [self.documents[i] if i >= 0 else empty for i in np.concatenate(rows)]
         ids = [document["input_ids"].astype(np.int64) for document in documents]
         lengths = [*map(len, ids)]
         first = 2 if len(documents) == 1 else 1  # a mask of ones may be any collator's
@@ -247,13 +253,13 @@ def make_supervised_dset(
         fitted, counts = fit_and_count(
             documents_from_rows(rows, row_format, name=name),
             Overflow(overflow, capacity),
-            stop_ids=stop_token_ids(tokenizer, None, None),
+            stop_ids=stop_token_ids(tokenizer),
             name=name,
         )
         if str(counts):
             logger.warning(f"{path}: {counts}")
-        if unread := note_unread_columns(rows, row_format, name):
-            logger.warning(unread)
+        for note in notes_on_unread(rows, row_format, name):
+            logger.warning(note)
         parts.append(fitted)
     documents = concatenate_datasets(parts)
     if pack_len:

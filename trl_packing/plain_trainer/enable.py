@@ -15,7 +15,8 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,19 +35,21 @@ from trl_packing.attention.model_facts import (
 )
 from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.ranks import is_sharded
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
-from trl_packing.documents.labels import IGNORE_INDEX
+from trl_packing.documents.labels import IGNORE_INDEX, row_name
 from trl_packing.isolation.guard import REACH, IsolationGuard, Precision, representative_documents
 from trl_packing.isolation.preserve import preserve_state
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
 from trl_packing.plain_trainer.dataset import PackedDataset, enabled_models
-from trl_packing.temporarily import temporarily
 from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
+
+Call: TypeAlias = dict[str, Any]  # the arguments of a forward
 
 _VIRTUAL_TOKENS = (
     "virtual tokens (prompt and prefix tuning), a cache or inputs_embeds belong to one document, "
@@ -92,7 +95,8 @@ def enable_packing(
         _check_loss(model, base)  # before the model is changed: if refused, it stays as it was
     limits = limits_of(base)
     if isinstance(dataset, PackedDataset):
-        limits.check_documents(dataset.documents, "of the data set")
+        named = partial(row_name, name="training", unit="document")
+        limits.check_documents(dataset.documents, named)
         chosen = representative_documents(dataset.lengths)
         documents = [dataset.documents[i]["input_ids"] for i in chosen]
     else:
@@ -145,7 +149,7 @@ def _check_loss(model: Any, base: Any) -> None:
     drawn = random_tokens(base, np.random.default_rng(0))
     device = next(model.parameters()).device
     ids = torch.from_numpy(drawn(_NUM_TOKENS))[None].to(device)
-    batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    batch: Call = {"input_ids": ids, "use_cache": False}
     if requires(base, "position_ids"):
         batch["position_ids"] = torch.arange(_NUM_TOKENS, device=device)[None]
     with preserve_state(model, training=True):
@@ -183,7 +187,7 @@ class EnabledPacking:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+    def run(self, model: Any, forward: Callable[..., Any], call: Call) -> Any:
         """Run a call of `model` by `forward`, with boundaries and loss if it is on a packed row."""
         if call.get("key_index") is not None:
             raise ValueError(
@@ -201,7 +205,7 @@ class EnabledPacking:
             return forward(**call)
 
     @torch.compiler.disable
-    def _ensure_isolation(self, model: Any, batch: dict[str, Any]) -> None:
+    def _ensure_isolation(self, model: Any, batch: Call) -> None:
         """Check what no earlier call has: another device, precision, mode or length."""
         scale_noise_by_document(model)  # Trainer registers its hook when it trains
         guard = self.guard
@@ -231,20 +235,20 @@ class EnabledPacking:
             self.reach, self.documents = longest, documents
 
 
-def _run_with_packed_loss(forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
     """Run `forward` without labels, and put the loss into its output."""
-    others = {k: v for k, v in call.items() if k not in ("labels", "num_items_in_batch")}
+    others = dict(call)
+    labels, count = others.pop("labels", None), others.pop("num_items_in_batch", None)
     output = forward(**others)
-    labels = call.get("labels")
     if labels is None:
         return output
-    loss = next_token_loss(output.logits, labels, call.get("num_items_in_batch"))
     output_type: type[ModelOutput] = type(output)
-    return output_type(**{"loss": loss} | {k: v for k, v in output.items() if k != "loss"})
+    loss = {"loss": next_token_loss(output.logits, labels, count)}
+    return output_type(**loss | {k: v for k, v in output.items() if k != "loss"})
 
 
 @torch.compiler.disable
-def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
+def _with_boundaries(model: nn.Module, call: Call) -> Call:
     """Return the call with boundaries, if its mask or its positions number documents."""
     mask, ids = call.get("attention_mask"), call.get("input_ids")
     numbers = None if call.get("cu_seq_lens_q") is not None else _document_numbers(model, call)
@@ -267,7 +271,7 @@ def _with_boundaries(model: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _document_numbers(model: nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
+def _document_numbers(model: nn.Module, call: Call) -> torch.Tensor | None:
     """Return the document of each token of the call's row ``(T,)``, None if it is not packed."""
     mask, position_ids = call.get("attention_mask"), call.get("position_ids")
     is_continued = has_cache(call)

@@ -21,6 +21,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.data_utils import is_conversational
 
 from trl_packing.attention.model_facts import loading_options
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.chat_template import PASS_FAST, ChatTemplate
@@ -30,7 +31,6 @@ from trl_packing.data.responses import DataCollatorForCompletionOnlyLM
 from trl_packing.documents.labels import IMAGE_COLUMNS
 from trl_packing.packing.collator import PackedCollator
 from trl_packing.run.sources import columns_of, weight_columns
-from trl_packing.temporarily import temporarily
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
@@ -64,16 +64,16 @@ def source_sets(
                 "dictionary of streams"
             )
         return None
-    sets = [*train_dataset.values()]
     is_named = all(isinstance(name, str) for name in train_dataset)
-    is_one_kind = any(all(isinstance(d, kind) for d in sets) for kind in (Dataset, IterableDataset))
+    are_streams = {isinstance(dataset, IterableDataset) for dataset in train_dataset.values()}
+    are_sets = all(isinstance(d, (Dataset, IterableDataset)) for d in train_dataset.values())
     are_splits = isinstance(train_dataset, (DatasetDict, IterableDatasetDict))
-    if are_splits or not (sets and is_named and is_one_kind):
+    if are_splits or not (is_named and are_sets and len(are_streams) == 1):
         raise TypeError(
             "`train_dataset` must be a `Dataset` or `IterableDataset`, or a dictionary of one kind "
             "by the names of sources; of splits, pass one"
         )
-    for dataset in sets:
+    for dataset in train_dataset.values():
         if reason := reason_for_trl_path(dataset, collator):
             check_is_one_set(train_dataset, reason)
     return dict(train_dataset)

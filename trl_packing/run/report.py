@@ -7,12 +7,11 @@ import json
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trl_packing.config import PackingOptions
 from trl_packing.data.counts import (
     Line,
     PreparationCounts,
@@ -111,8 +110,101 @@ def prefix_savings(
     )
 
 
+@dataclass(frozen=True)
+class ImageCounts:
+    """Images of the documents of an epoch."""
+
+    images: int
+    documents: int  # with an image
+    tokens: int  # that come from images
+    share: float  # of these in all tokens
+    patches: int  # positions of the vision tower
+    most_patches: int  # in a micro-batch
+
+    @classmethod
+    def of(cls, sampler: PackedBatchSampler) -> "ImageCounts | None":
+        """Return the counts of the epoch that `sampler` draws next; None without images."""
+        loads = sampler.loads
+        if loads is None:
+            return None
+        batches = sampler.micro_batches(_MOST_BATCHES)
+        # A mixture draws some documents repeatedly.
+        values = (loads.images, loads.tokens, loads.patches, sampler.lengths)
+        images, tokens, patches, lengths = map(sampler.at_places, values)
+        return cls(
+            images=int(images.sum()),
+            documents=int((images > 0).sum()),
+            tokens=int(tokens.sum()),
+            share=float(tokens.sum() / lengths.sum()),
+            patches=int(patches.sum()),
+            most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.images:,} in {quantity(self.documents, 'document')} · {self.tokens:,} tokens "
+            f"({self.share:.0%}) · {self.patches:,} patches, up to {self.most_patches:,} a "
+            "micro-batch"
+        )
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """The documents that an epoch draws, and what was lost before."""
+
+    documents: int | None = None
+    tokens: int | None = None
+    trained_tokens: int | None = None
+    documents_in_data: int | None = None
+    preparation: PreparationCounts = field(default_factory=PreparationCounts)
+    sources: tuple[SourceShare, ...] = ()
+    images: ImageCounts | None = None
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """The micro-batches and optimizer steps of an epoch."""
+
+    bins: int | None = None
+    micro_batches_per_epoch: int | None = None
+    steps_per_epoch: int | None = None
+    documents_per_step: float | None = None
+    room: int | None = None
+    tokens_computed: int | None = None
+    order: str = ""
+    prefixes: PrefixSavings | None = None
+    longer_documents: int = 0
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What an optimizer step is made of, as the settings say."""
+
+    ranks: int = 1
+    accumulation: int = 1
+    micro_batch: str = ""
+    capacity: int | None = None
+    tokens_per_micro_batch: int | None = None
+    padded_documents_per_step: int | None = None
+    given_in_steps: dict[str, int] = field(default_factory=dict)
+    loss: str | None = None
+    ranks_of_row: int = 1
+    tokens_per_forward: int | None = None
+    has_chunks: bool = False
+
+
+# The order of numbers in JSON.
+_IN_JSON = """
+    ranks accumulation micro_batch attention capacity documents tokens trained_tokens bins
+    micro_batches_per_epoch steps_per_epoch documents_per_step padded_documents_per_step loss
+    tokens_per_micro_batch preparation given_in_steps room precision checked prefixes
+    tokens_computed sources documents_in_data order images utilization
+    ranks_of_row tokens_per_forward has_chunks longer_documents
+"""
+
+
 @dataclass(frozen=True, repr=False)
-class PackingReport:
+class PackingReport(DataReport, EpochReport, StepReport):
     """The documents, bins and optimizer steps of the first epoch of a run.
 
     Counts are None where a data set has no length (a stream), `bins` where nothing is packed.
@@ -136,35 +228,14 @@ class PackingReport:
         documents_in_data: of the data set, where the epoch draws a mixture of them; else None.
         order: of the documents of an epoch, in words; "" if they are drawn at random.
         ranks_of_row: processes that share each row.
+        tokens_per_forward: most of a forward; micro-batches with more have several. None: any.
+        longer_documents: documents of the training set with more of them.
+        has_chunks: these run in chunks; else each is a forward of its own.
     """
 
-    ranks: int
-    accumulation: int
-    micro_batch: str
-    attention: str | None
-    capacity: int | None
-    documents: int | None = None
-    tokens: int | None = None
-    trained_tokens: int | None = None
-    bins: int | None = None
-    micro_batches_per_epoch: int | None = None
-    steps_per_epoch: int | None = None
-    documents_per_step: float | None = None
-    padded_documents_per_step: int | None = None
-    loss: str | None = None
-    tokens_per_micro_batch: int | None = None
-    preparation: PreparationCounts = field(default_factory=PreparationCounts)
-    given_in_steps: dict[str, int] = field(default_factory=dict)
-    room: int | None = None
+    attention: str | None = None
     precision: str | None = None
     checked: Checked = field(default_factory=Checked)
-    prefixes: PrefixSavings | None = None
-    tokens_computed: int | None = None
-    sources: tuple[SourceShare, ...] = ()
-    documents_in_data: int | None = None
-    order: str = ""
-    images: "ImageCounts | None" = None
-    ranks_of_row: int = 1
 
     @property
     def utilization(self) -> float | None:
@@ -182,7 +253,8 @@ class PackingReport:
 
     def to_json(self) -> str:
         """Return the report as one line of JSON. Numbers that are not finite become strings."""
-        return json.dumps(storable(asdict(self) | {"utilization": self.utilization}))
+        found = asdict(self) | {"utilization": self.utilization}
+        return json.dumps(storable({name: found[name] for name in _IN_JSON.split()}))
 
     def __repr__(self) -> str:
         return as_text(self.lines())
@@ -232,6 +304,12 @@ class PackingReport:
             rows = [Line("packed into", f"{self.bins:,} rows")]
         if self.ranks_of_row > 1:
             rows.append(Line("divided", f"each row over {self.ranks_of_row} ranks"))
+        if self.tokens_per_forward is not None:
+            forwards = f"at most {self.tokens_per_forward:,} tokens each"
+            if self.longer_documents:
+                ways = "in chunks" if self.has_chunks else "each a forward of its own"
+                forwards += f" · {quantity(self.longer_documents, 'longer document')}: {ways}"
+            rows.append(Line("forwards", forwards))
         if constant:
             rows.append(Line("shapes", f"every micro-batch has {constant:,} tokens"))
         return rows
@@ -278,44 +356,6 @@ class PackingReport:
                 more = f"{read - kept:,} of {read:,} documents were dropped, for the reasons below"
             lines.append(Line("", f"{few}; {more}", is_warning=True))
         return lines
-
-
-@dataclass(frozen=True)
-class ImageCounts:
-    """Images of the documents of an epoch."""
-
-    images: int
-    documents: int  # with an image
-    tokens: int  # that come from images
-    share: float  # of these in all tokens
-    patches: int  # positions of the vision tower
-    most_patches: int  # in a micro-batch
-
-    @classmethod
-    def of(cls, sampler: PackedBatchSampler) -> "ImageCounts | None":
-        """Return the counts of the epoch that `sampler` draws next; None without images."""
-        loads = sampler.loads
-        if loads is None:
-            return None
-        batches = sampler.micro_batches(_MOST_BATCHES)
-        # A mixture draws some documents repeatedly.
-        values = (loads.images, loads.tokens, loads.patches, sampler.lengths)
-        images, tokens, patches, lengths = map(sampler.at_places, values)
-        return cls(
-            images=int(images.sum()),
-            documents=int((images > 0).sum()),
-            tokens=int(tokens.sum()),
-            share=float(tokens.sum() / lengths.sum()),
-            patches=int(patches.sum()),
-            most_patches=max(int(loads.patches[np.asarray(batch)].sum()) for batch in batches),
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.images:,} in {quantity(self.documents, 'document')} · {self.tokens:,} tokens "
-            f"({self.share:.0%}) · {self.patches:,} patches, up to {self.most_patches:,} a "
-            "micro-batch"
-        )
 
 
 def _source_lines(sources: Sequence[SourceShare]) -> list[Line]:
@@ -368,98 +408,122 @@ def report_of(
     Raises:
         ValueError: documents_per_step is set for a stream.
     """
-    args, options = sampling.args, sampling.options
-    ranks = sampling.ranks[0]
-    accumulation = args.gradient_accumulation_steps
-    batch_size = sampling.batch_size
-    is_planned = isinstance(sampler, PackedBatchSampler)
-    size = float(batch_size)
-    by_bins = sampling.run.packing if documents is None else is_planned
-    if is_planned and sampler.documents_per_step is not None:
-        by_bins = False
-        size = sampler.documents_per_step / (ranks * accumulation)
-    report = PackingReport(
-        ranks=ranks,
-        accumulation=accumulation,
-        micro_batch=f"{size:g} {'bin' if by_bins else 'document'}{'s' * (size != 1)}",
-        attention=None,
-        capacity=args.max_length,
-        loss=None if columns is None else in_words(options.loss_weighting, list(columns)),
-        tokens_per_micro_batch=sampling.static_tokens,
-        preparation=preparation or PreparationCounts(),
-        ranks_of_row=options.sequence_parallel_size,
-    )
+    per_step = sampling.options.documents_per_step
+    if documents is None and per_step is not None:
+        named = f"documents_per_step={per_step}"
+        raise ValueError(f"{named} needs to know the documents of a stream; leave it out")
+    ours = sampler if isinstance(sampler, PackedBatchSampler) else None
+    by_bins = sampling.run.packing if documents is None else ours is not None
+    data = _data_report(documents, ours, mixture, preparation or PreparationCounts())
+    step = _step_report(sampling, ours, columns, by_bins=by_bins)
+    epoch = EpochReport()
+    if documents is not None and ours is not None:
+        epoch = _epoch_report(sampling, documents, ours, data.documents or 0)
+    return PackingReport(**vars(data), **vars(epoch), **vars(step))
+
+
+def _data_report(
+    documents: ArrowDocuments | None,
+    sampler: PackedBatchSampler | None,
+    mixture: Mixture | None,
+    preparation: PreparationCounts,
+) -> DataReport:
+    """Return the report on the documents of a training set; None is a stream."""
     if documents is None:
-        if options.documents_per_step is not None:
-            named = f"documents_per_step={options.documents_per_step}"
-            raise ValueError(f"{named} needs to know the documents of a stream; leave it out")
-        return report
-    report = replace(report, **_of_documents(documents, sampler))
-    if not is_planned:
-        return report
-    return replace(report, **_of_epoch(report, sampling, documents, sampler, mixture))
-
-
-def _of_documents(documents: ArrowDocuments, sampler: Any) -> dict[str, Any]:
-    """Return the fields of a report on the documents that an epoch draws."""
+        return DataReport(preparation=preparation)
     lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
     in_data = None
-    if isinstance(sampler, PackedBatchSampler) and sampler.draw is not None:
+    if sampler is not None and sampler.draw is not None:
         drawn = sampler.draw.documents(0)
         lengths, trained, number = lengths[drawn], trained[drawn], len(drawn)
         in_data = len(documents)
-    return {
-        "documents": number,
-        "documents_in_data": in_data,
-        "tokens": int(lengths.sum()),
-        "trained_tokens": int(trained.sum()),
-    }
+    return DataReport(
+        number,
+        int(lengths.sum()),
+        int(trained.sum()),
+        documents_in_data=in_data,
+        preparation=preparation,
+        sources=mixture.shares(documents) if mixture and sampler is not None else (),
+        images=ImageCounts.of(sampler) if sampler is not None else None,
+    )
 
 
-def _of_epoch(
-    report: PackingReport,
+def _epoch_report(
     sampling: Sampling,
     documents: ArrowDocuments,
     sampler: PackedBatchSampler,
-    mixture: Mixture | None,
-) -> dict[str, Any]:
-    """Return the fields of a report on the micro-batches and steps of an epoch."""
-    args, options, ranks = sampling.args, sampling.options, sampling.ranks[0]
+    number: int,
+) -> EpochReport:
+    """Return the report on the first epoch of a sampler, which draws `number` documents."""
+    options = sampling.options
     plan = sampler.plan()
-    padded = padded_batch_size(sampling.batch_size, packing=sampling.run.packing)
-    steps = -(-len(sampler) // report.accumulation)
+    steps = -(-len(sampler) // sampling.args.gradient_accumulation_steps)
     room = sampler.tokens_per_batch
     if plan is None:
         room = int(sampler.tokens()[: _STEPS_LOOKED_AT * sampler.slots].max())
-    # Below 1 they are shares of the run.
-    steps_of = {"max_steps": args.max_steps, "warmup_steps": args.warmup_steps}
-    prefixes = None
+    prefixes = computed = None
     # Equal ids of images may stand for other images. Static shapes and divided rows do not share.
-    shares = not report.tokens_per_micro_batch and report.ranks_of_row == 1
+    shares = not sampling.static_tokens and sampling.options.sequence_parallel_size == 1
     if shares and IMAGE_IDS not in documents.columns:
         prefixes = prefix_savings(documents, sampler, options.prefix_sharing)
-    return {
-        "bins": sampler.num_bins,
-        "micro_batches_per_epoch": len(sampler) * ranks,
-        "steps_per_epoch": steps,
-        "documents_per_step": (report.documents or 0) / (steps or 1),
-        "padded_documents_per_step": None if sampler.rows else padded * report.accumulation * ranks,
-        "given_in_steps": {name: int(n) for name, n in steps_of.items() if n and n >= 1},
-        "room": room,
-        "tokens_computed": None
-        if sampler.groups is None or plan is None
-        else int(plan.tokens.sum()),
-        "sources": mixture.shares(documents) if mixture else (),
-        "order": _order_in_words(options, sampler),
-        "images": ImageCounts.of(sampler),
-        "prefixes": prefixes,
-    }
+    if sampler.groups is not None and plan is not None:
+        computed = int(plan.tokens.sum())
+    order = ""
+    if sampler.stages is not None:
+        first = "largest" if str(options.curriculum).startswith("-") else "smallest"
+        stages = quantity(len(np.unique(sampler.stages)), "stage")
+        by = column_of(str(options.curriculum))
+        order = f"by {by}, {first} first · {stages}, each random"
+    most, longer = sampling.options.tokens_per_forward, 0
+    if most is not None:
+        longer = int((sampler.lengths > most).sum())
+    return EpochReport(
+        bins=sampler.num_bins,
+        micro_batches_per_epoch=len(sampler) * sampler.num_ranks,
+        steps_per_epoch=steps,
+        documents_per_step=number / (steps or 1),
+        room=room,
+        tokens_computed=computed,
+        order=order,
+        prefixes=prefixes,
+        longer_documents=longer,
+    )
 
 
-def _order_in_words(options: PackingOptions, sampler: PackedBatchSampler) -> str:
-    """Return the order of a curriculum; "" if documents are drawn at random."""
-    if sampler.stages is None:
-        return ""
-    first = "largest" if str(options.curriculum).startswith("-") else "smallest"
-    stages = quantity(len(np.unique(sampler.stages)), "stage")
-    return f"by {column_of(str(options.curriculum))}, {first} first · {stages}, each random"
+def _step_report(
+    sampling: Sampling,
+    sampler: PackedBatchSampler | None,
+    columns: Sequence[str] | None,
+    *,
+    by_bins: bool,
+) -> StepReport:
+    """Return the report on a step of `sampler`, whose micro-batches are bins or documents."""
+    args, ranks = sampling.args, sampling.ranks[0]
+    documents = ranks * args.gradient_accumulation_steps  # of a step, if one a micro-batch
+    size = float(sampling.batch_size)
+    padded = None
+    given = {}
+    if sampler is not None:
+        if sampler.documents_per_step is not None:
+            by_bins = False
+            size = sampler.documents_per_step / documents
+        if not sampler.rows:
+            batch = padded_batch_size(sampling.batch_size, packing=sampling.run.packing)
+            padded = batch * documents
+        for name in ("max_steps", "warmup_steps"):
+            steps = getattr(args, name)
+            if steps and steps >= 1:  # below 1 they are shares of the run
+                given[name] = int(steps)
+    return StepReport(
+        ranks=ranks,
+        accumulation=args.gradient_accumulation_steps,
+        micro_batch=f"{size:g} {'bin' if by_bins else 'document'}{'s' * (size != 1)}",
+        capacity=args.max_length,
+        tokens_per_micro_batch=sampling.static_tokens,
+        padded_documents_per_step=padded,
+        given_in_steps=given,
+        loss=None if columns is None else in_words(sampling.options.loss_weighting, [*columns]),
+        ranks_of_row=sampling.options.sequence_parallel_size,
+        tokens_per_forward=sampling.options.tokens_per_forward,
+        has_chunks=sampling.options.max_tokens_in_memory is not None,
+    )

@@ -6,7 +6,6 @@
 No model is needed, so `trl-packing plan` draws the micro-batches of a run that has not started.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -29,8 +28,17 @@ from trl_packing.run.run import Run
 from trl_packing.run.sources import Mixture, mixture_of
 
 # Settings on which the micro-batches of an epoch depend, beside those that a trainer changes.
-_OF_TRL = ("gradient_accumulation_steps", "max_length", "packing_strategy", "dataloader_drop_last")
-_OF_OURS = ("documents_per_step", "prefix_group_size", "curriculum", "max_patches", "overflow")
+_SETTINGS = (
+    "gradient_accumulation_steps",
+    "max_length",
+    "packing_strategy",
+    "dataloader_drop_last",
+    "documents_per_step",
+    "prefix_group_size",
+    "curriculum",
+    "max_patches",
+    "overflow",
+)
 
 
 class PlannedEpochs(NamedTuple):
@@ -41,12 +49,13 @@ class PlannedEpochs(NamedTuple):
     facts: dict[str, Any]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Sampling:
     """Makes the samplers of one run.
 
     `planned` keeps the epochs of one training set until `for_training` hands them out, so that the
-    report, the shapes of rows and the data loader plan them once.
+    report, the shapes of rows and the data loader plan them once. Copies with other ranks, batch
+    sizes or seeds share them and the prefixes that were found.
     """
 
     run: Run
@@ -56,7 +65,7 @@ class Sampling:
     draws_groups: Callable[[bool], bool]
     ranks: tuple[int, int] = (1, 0)  # number of data-parallel ranks, and this rank
     torch_seed: int | None = None  # of torch's generator when training starts; None: `args.seed`
-    _planned: tuple[Any, PlannedEpochs] | None = None  # and what they were planned from
+    _planned: list[tuple[Any, PlannedEpochs]] = field(default_factory=list)  # one at most, and why
     _indexes: WeakKeyDictionary[Dataset, PrefixIndex] = field(default_factory=WeakKeyDictionary)
 
     @classmethod
@@ -69,12 +78,13 @@ class Sampling:
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""
-        other = copy.copy(self)
-        other.run = self.run.with_settings(**settings)
-        other.batch_size = settings.get("per_device_train_batch_size", self.batch_size)
-        other.ranks = self.ranks if ranks is None else (ranks, 0)
-        other._planned = None
-        return other
+        return replace(
+            self,
+            run=self.run.with_settings(**settings),
+            batch_size=settings.get("per_device_train_batch_size", self.batch_size),
+            ranks=self.ranks if ranks is None else (ranks, 0),
+            _planned=[],
+        )
 
     @property
     def args(self) -> Any:
@@ -98,7 +108,7 @@ class Sampling:
             ValueError: packed rows would have to be regrouped.
         """
         sampler = self.planned(documents).sampler
-        self._planned = None  # another one is not moved to the epoch of this one
+        self._planned.clear()  # another one is not moved to the epoch of this one
         return sampler
 
     def planned(self, documents: ArrowDocuments) -> PlannedEpochs:
@@ -113,7 +123,7 @@ class Sampling:
             (args.data_seed, args.max_steps, args.num_train_epochs, self._torch_seed),
             (asdict(options), groups),
         )
-        if self._planned is None or self._planned[0] != planned_from:
+        if not self._planned or self._planned[0][0] != planned_from:
             mixture = mixture_of(documents, args)
             curriculum = options.curriculum
             facts: dict[str, Any] = {
@@ -124,8 +134,8 @@ class Sampling:
                 "loads": self._limited_loads(documents),
             }
             sampler = self.sampler(documents.lengths(), **facts)
-            self._planned = planned_from, PlannedEpochs(sampler, mixture, facts)
-        return self._planned[1]
+            self._planned[:] = [(planned_from, PlannedEpochs(sampler, mixture, facts))]
+        return self._planned[0][1]
 
     @property
     def _torch_seed(self) -> int:
@@ -208,11 +218,13 @@ class Sampling:
     def _documents_per_step(self, rows: bool) -> int | None:
         """Return the documents of an optimizer step; None if micro-batches are bins or rows."""
         per_step = self.options.documents_per_step
-        if rows and per_step is not None:
-            raise ValueError(
-                f"documents_per_step={per_step} cannot regroup rows that were packed before; leave "
-                "it out, or pass the documents"
-            )
+        for name in ("documents_per_step", "max_tokens_in_memory"):
+            value = getattr(self.options, name)
+            if rows and value is not None:
+                raise ValueError(
+                    f"{name}={value} cannot regroup rows that were packed before; leave it out, or "
+                    "pass the documents"
+                )
         if per_step is None and not self.run.packing and not rows:
             return self.batch_size * self.args.gradient_accumulation_steps * self.ranks[0]
         return per_step
@@ -256,10 +268,11 @@ class Sampling:
 
     def settings(self, mixture: Mixture | None) -> dict[str, Any]:
         """Return the settings on which micro-batches of an epoch, and cut documents, depend."""
-        args, options = self.args, self.options
-        return {
-            **{name: getattr(args, name) for name in _OF_TRL},
-            **{name: getattr(options, name) for name in _OF_OURS},
+        args = self.args
+        # A plain config of TRL lacks ours.
+        settings = vars(args) | vars(self.options)
+        found = {name: settings[name] for name in _SETTINGS}
+        return found | {
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
             "packing": self.run.packing,

@@ -140,12 +140,22 @@ class Mixture:
 
     def shares(self, documents: ArrowDocuments) -> tuple[SourceShare, ...]:
         """Return what the first epoch draws of each source."""
-        names, held, ids = self.sources.names, self.sources.num_documents, self.sources.ids
-        drawn = np.arange(len(ids)) if self.draw is None else self.draw.documents(0)
-        values = (np.ones(len(ids)), documents.lengths(), documents.num_trained())
-        sums = [np.bincount(ids[drawn], each[drawn], len(names)) for each in values]
-        numbers = np.stack([held, *sums]).astype(np.int64).T.tolist()
-        return tuple(SourceShare(name, *row) for name, row in zip(names, numbers, strict=True))
+        names, ids = self.sources.names, self.sources.ids
+        places = np.arange(len(ids)) if self.draw is None else self.draw.documents(0)
+        drawn = np.bincount(ids[places], minlength=len(names))
+        tokens = np.bincount(ids[places], documents.lengths()[places], len(names))
+        trained = np.bincount(ids[places], documents.num_trained()[places], len(names))
+        shares = []
+        for number, name in enumerate(names):
+            share = SourceShare(
+                name,
+                documents=int(self.sources.num_documents[number]),
+                drawn=int(drawn[number]),
+                tokens=int(tokens[number]),
+                trained=int(trained[number]),
+            )
+            shares.append(share)
+        return tuple(shares)
 
 
 def training_sources(dataset: Any, options: PackingOptions) -> Sources | None:
@@ -240,13 +250,15 @@ def join_streams(
     first = next(iter(columns.values()))
     if any(found != first for found in columns.values()):
         raise ValueError(f"streams of a mixture need the same columns, and have {columns}")
+    named = [
+        stream.select_columns(first).map(_name_source, fn_kwargs={"source": name})
+        for name, stream in streams.items()
+    ]
+    shares = [weights[name] / sum(weights.values()) for name in streams]
     try:
         return interleave_datasets(
-            [
-                stream.select_columns(first).map(_name_source, fn_kwargs={"source": name})
-                for name, stream in streams.items()
-            ],
-            probabilities=[weights[name] / sum(weights.values()) for name in streams],
+            named,
+            probabilities=shares,
             seed=seed,
             stopping_strategy="all_exhausted",
         )

@@ -151,10 +151,10 @@ class PackedStream(IterableDataset):
         # All of about equal size; otherwise every window would end with a small micro-batch.
         number = -(-len(bins) // size)
         cuts = np.linspace(0, len(bins), number + 1).astype(int).tolist()
-        return [
-            [documents[i] for packed in bins[start:stop] for i in packed]
-            for start, stop in pairwise(cuts)
-        ]
+        batches = []
+        for start, stop in pairwise(cuts):
+            batches.append([documents[i] for packed in bins[start:stop] for i in packed])
+        return batches
 
 
 class Windows:

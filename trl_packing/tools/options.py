@@ -1,4 +1,4 @@
-"""Options of a training command before anything heavy is imported, and errors as one line.
+"""Options of a training command as they are written, and errors as one line.
 
 --max_lenght 5                      →  --max_lenght is unknown; did you mean --max_length?
 --warmup_ratio 0.1                  →  --warmup_ratio is unknown; write --warmup_steps, where …
@@ -8,12 +8,9 @@ an error inside a training step     →  a traceback, because no option caused i
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cache, wraps
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,43 +45,17 @@ _REPLACED = {
 }
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that begins no option of a recipe.
-
-    Versions that are not tested may keep options elsewhere, so nothing is refused with them.
-    """
-    from trl_packing.versions import TESTED, is_tested
-
-    for name in names:
-        known = _option_names()
-        if not any(other.startswith(name) for other in known) and all(map(is_tested, TESTED)):
-            raise unknown_option(name, known)
+class UnknownOption(ValueError):
+    """An option that a recipe does not have."""
 
 
-def unknown_option(name: str, known: Collection[str]) -> ValueError:
+def unknown_option(name: str, known: Iterable[str]) -> UnknownOption:
     """Return the refusal of an option that is not among `known`, with what to write instead."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, known, n=1, cutoff=0.7)
+    close = get_close_matches(name, [*known, *SHORT, "config"], n=1, cutoff=0.7)
     hint = f"did you mean --{close[0]}?" if close else "--help lists the options"
-    return ValueError(f"--{name} is unknown; {_REPLACED.get(name, hint)}")
-
-
-@cache
-def _option_names() -> frozenset[str]:
-    """Return all options, read from the files of libraries: importing them takes ten seconds."""
-    files = [*import_module("trl_packing.recipes").FOLDER.glob("*.py")]
-    for library, pattern in (
-        ("trl_packing", "config.py"),
-        ("transformers", "training_args.py"),
-        ("trl", "trainer/*config*.py"),
-        ("trl", "scripts/utils.py"),
-    ):
-        spec = find_spec(library)
-        files += Path(spec.origin).parent.glob(pattern) if spec and spec.origin else ()
-    field = re.compile(r"^    (\w+): ", re.MULTILINE)
-    found = {name for file in files for name in field.findall(file.read_text(encoding="utf-8"))}
-    return frozenset({"config", "help", *SHORT, *found, *(f"no_{name}" for name in found)})
+    return UnknownOption(f"--{name} is unknown; {_REPLACED.get(name, hint)}")
 
 
 def values_of(words: Sequence[str]) -> dict[str, Any]:

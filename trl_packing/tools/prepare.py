@@ -57,12 +57,13 @@ def prepare_run(
         place.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{place.name}.", dir=place.parent) as beside:
             result = Path(beside) / "result"
+            written = {name: _write_set(name, rows, run, result) for name, rows in sets.items()}
             manifest = {
                 FORMAT_KEY: FORMAT,
                 "versions": {package: version(package) for package in _PACKAGES},
                 "tokenizer": run.rules.row_format.chat.tokenizer.name_or_path,
                 "options": dict(options or {}),
-                "sets": {name: _write_set(name, rows, run, result) for name, rows in sets.items()},
+                "sets": written,
             }
             text = json.dumps(manifest, indent=1, default=str)
             (result / MANIFEST).write_text(text, encoding="utf-8")

@@ -249,10 +249,10 @@ class RowPreview:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON: the columns of its documents, and their text."""
-        documents = [
-            {"text": text, **{k: np.asarray(x).tolist() for k, x in tokens.items()}}
-            for text, tokens in zip(self.documents, self.tokens, strict=True)
-        ]
+        documents = []
+        for text, tokens in zip(self.documents, self.tokens, strict=True):
+            values = {name: np.asarray(column).tolist() for name, column in tokens.items()}
+            documents.append({"text": text} | values)
         return {
             "row": self.row,
             "documents": documents,

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
-from trl_packing.tools.options import check_names, short_usage_errors, values_of
+from trl_packing.data.printable import is_secret
+from trl_packing.tools.options import UnknownOption, short_usage_errors, values_of
 
 if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is imported
     from trl_packing.config import PackedSFTConfig
@@ -28,9 +29,6 @@ if TYPE_CHECKING:  # a command is read, and a mistake in it found, before TRL is
 
 # Recipes import this package, so it imports them only by name.
 _RECIPES = "trl_packing.recipes"
-
-# Options that a file must not keep, and one that is none of the run's.
-_NOT_KEPT = ("hub_token", "push_to_hub_token", "env")
 
 
 class _Built(BaseException):
@@ -43,7 +41,7 @@ def call_of_script(script: str, words: Sequence[str]) -> "TrainerCall":
     Its output goes to stderr, and settings that need another device are changed.
 
     Raises:
-        ValueError: the script ends before, or builds another trainer.
+        ValueError: the script ends before, a recipe lacks an option, or another trainer is built.
     """
     from transformers import Trainer
     from trl import SFTTrainer
@@ -73,6 +71,8 @@ def call_of_script(script: str, words: Sequence[str]) -> "TrainerCall":
         except _Built as built:
             trainer, args, kwargs = built.args
         except SystemExit as end:
+            if isinstance(end.__context__, UnknownOption):  # as it is said in training
+                raise end.__context__ from None
             raise ValueError(f"{name} ended before its trainer: {end.code}") from end
         else:
             raise ValueError(f"{name} builds no PackedSFTTrainer, so there is nothing to show")
@@ -102,7 +102,7 @@ def fits_any_machine() -> Any:
 class TrainingCommand:
     """A training command without its launcher; a script that is not named is sft_packed.py.
 
-    `options` are those of a recipe as texts, by name; none of another script.
+    `options` are those of a recipe as texts, by name and without secrets; none of another script.
     """
 
     script: str
@@ -115,7 +115,7 @@ class TrainingCommand:
         """Return the command of a script and its options, or of options alone.
 
         Raises:
-            ValueError: the script or an option of a recipe does not exist, or nothing names data.
+            ValueError: the script does not exist, or nothing names data.
         """
         folder = import_module(_RECIPES).FOLDER.resolve()
         is_named = bool(words) and not words[0].startswith("-")
@@ -125,8 +125,8 @@ class TrainingCommand:
         if not path.is_file():
             raise ValueError(f"the script {script} does not exist (looked from {Path.cwd()})")
         found = values_of(rest) if path.resolve().parent == folder else {}
-        options = {name: str(value) for name, value in found.items() if name not in _NOT_KEPT}
-        check_names(options)
+        found.pop("env", None)  # of the process, not of the run
+        options = {name: str(value) for name, value in found.items() if not is_secret(name)}
         command = cls(str(path), tuple(rest), options, is_named)
         if needs_data and not command.names_data:
             raise ValueError(

@@ -23,7 +23,7 @@ from transformers.trainer_utils import (
 )
 
 from trl_packing.attention.model_facts import unwrap_model
-from trl_packing.temporarily import temporarily
+from trl_packing.attention.temporarily import temporarily
 
 MARK = "being_written"
 

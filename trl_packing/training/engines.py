@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.fsdp import StateDictType
 
-from trl_packing.temporarily import temporarily
+from trl_packing.attention.temporarily import temporarily
 
 
 def forget_evaluation_wrapper(trainer: Any) -> None:

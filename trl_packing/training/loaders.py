@@ -20,6 +20,7 @@ from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
+from trl_packing.run.sampling import Sampling
 from trl_packing.run.sources import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.run.stream import StreamBatches, StreamSettings
 from trl_packing.training.before_training import BeforeTraining
@@ -66,8 +67,13 @@ class PackedLoaders:
     _has_weights: bool = False
 
     def __post_init__(self) -> None:
-        self.run, self.sampling = self.before.run, self.before.sampling
+        self.run = self.before.run
         self.collators, self.epochs = self.before.collators, self.before.epochs
+
+    @property
+    def sampling(self) -> Sampling:
+        """What draws micro-batches now."""
+        return self.before.sampling
 
     @property
     def trains_weighted(self) -> bool:

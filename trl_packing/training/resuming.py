@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from accelerate.logging import get_logger
 
+from trl_packing.attention.temporarily import temporarily
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.run.stream import StreamBatches
-from trl_packing.temporarily import temporarily
 
 logger = get_logger(__name__)
 

@@ -35,7 +35,7 @@ from trl_packing.pages.record import (
     changed_settings,
     installed_versions,
 )
-from trl_packing.pages.runs import run_page
+from trl_packing.pages.run_page import run_page
 from trl_packing.training.before_training import RunReport
 from trl_packing.training.metrics import ThroughputMeter
 

@@ -9,7 +9,7 @@ position_ids             0 1 2 3 4 5 6      (4, 1, T): in the document,
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl_packing.attention.model_facts import unwrap_peft
 from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.documents.host_row import BOUNDARIES, host_row
-from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW
+from trl_packing.documents.labels import IMAGE_IDS, IMAGE_ROW, Document
 from trl_packing.vision.images import ImageError, ImageStore
 from trl_packing.vision.sizes import feature_id, gray_image, placeholder_token
 
@@ -54,16 +54,16 @@ class ImageBatches:
         self.positions: Any = None if maker is None else _without_weights(maker)
         self.blank = blank_document(processor) if fills_rows else None
 
-    def count(self, documents: Sequence[Mapping[str, Any]]) -> int:
+    def count(self, documents: Sequence[Document]) -> int:
         """Return the number of images of `documents`."""
         return sum(map(_num_images, documents))
 
-    def blanks(self, documents: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def blanks(self, documents: Sequence[Document]) -> list[Document]:
         """Return the blank document of a row of `documents` in a list; none if it needs none."""
         return [] if self.blank is None or self.count(documents) else [self.blank]
 
     def tensors(
-        self, documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
+        self, documents: Sequence[Document], input_ids: Sequence[np.ndarray]
     ) -> dict[str, Tensor]:
         """Return the inputs that a row of `documents` needs beside its tokens.
 
@@ -84,14 +84,15 @@ class ImageBatches:
         types = [torch.tensor(types_of([ids.tolist()])[0]) for ids in input_ids]
         made |= {name: torch.cat(types)[None] for name in _TOKEN_TYPES if name in self.inputs}
         if self.positions is not None:
-            counts = [sum(map(len, rows)) for rows in images] + [0] * (len(types) - len(images))
+            counts = [sum(map(len, rows)) for rows in images]
+            counts += [0] * (len(types) - len(images))
             grids = pixels.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64)).split(counts)
             parts = zip(map(torch.from_numpy, input_ids), types, grids, strict=True)
             positions = [self._positions(*part) for part in parts if len(part[0])]
             made["position_ids"] = torch.cat(positions, dim=-1)
         return made
 
-    def _images(self, document: Mapping[str, Any]) -> list[Images]:
+    def _images(self, document: Document) -> list[Images]:
         """Return the images of a document, by row of the user; rows without images are left out.
 
         A document of the isolation check brings its images, a list for each row that it is made of:
@@ -102,7 +103,7 @@ class ImageBatches:
         return [self.store.load(int(document[IMAGE_ROW]))] if _num_images(document) else []
 
     def _pixels(
-        self, documents: Sequence[Mapping[str, Any]], images: Sequence[list[Images]]
+        self, documents: Sequence[Document], images: Sequence[list[Images]]
     ) -> dict[str, Tensor]:
         """Return the output of the processor for the images of all documents.
 
@@ -136,7 +137,7 @@ class ImageBatches:
                 )
         return {k: v for k, v in output.items() if k not in ("attention_mask", *_TOKEN_TYPES)}
 
-    def _name(self, document: Mapping[str, Any]) -> str:
+    def _name(self, document: Document) -> str:
         row = int(document.get(IMAGE_ROW, -1))  # documents of text may have no row with images
         return "a document" if row < 0 else self.store.name_of(row)
 
@@ -155,7 +156,7 @@ class ImageBatches:
         return torch.cat([text, positions.to(text.dtype)])
 
 
-def _num_images(document: Mapping[str, Any]) -> int:
+def _num_images(document: Document) -> int:
     if "images" in document:
         return sum(map(len, document["images"]))
     return int(np.max(document.get(IMAGE_IDS, ()), initial=0))
@@ -191,14 +192,14 @@ def ranks_wait_for_tower(trainer: Any) -> bool:
     return waits
 
 
-def blank_document(processor: Any) -> dict[str, Any]:
+def blank_document(processor: Any) -> Document:
     """Return a document that is one gray image: `input_ids`, and `images` of one row."""
     text = [placeholder_token(processor)]
-    made = []
-    for image in (gray_image(*size) for size in _BLANKS):
-        output = processor(images=[[image]], text=text, add_special_tokens=False)
-        ids = np.asarray(output["input_ids"][0], np.int64)
-        made.append({"input_ids": ids, "images": [[image]]})
+    made: list[Document] = []
+    for size in _BLANKS:
+        images = [[gray_image(*size)]]
+        output = processor(images=images, text=text, add_special_tokens=False)
+        made.append({"input_ids": np.asarray(output["input_ids"][0], np.int64), "images": images})
     return min(made, key=lambda document: len(document["input_ids"]))
 
 
@@ -211,7 +212,7 @@ class StillTower(TrainerCallback):
 
     _sees_images = True
 
-    def measure(self, batches: Iterable[Mapping[str, Any]]) -> None:
+    def measure(self, batches: Iterable[Document]) -> None:
         """Note whether any rank has an image in the micro-batches of a step."""
         rows = [host_row(batch) for batch in batches]
         found = any(row is None or row.num_images for row in rows)

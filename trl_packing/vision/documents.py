@@ -9,7 +9,7 @@ rows of each data set with their pixels, and a difference is an error.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -23,7 +23,7 @@ from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from trl_packing.data.bad_rows import check_weights_have_tokens
 from trl_packing.data.chat_template import TEMPLATE_ERRORS, ChatTemplate
-from trl_packing.data.messages import has_flags
+from trl_packing.data.messages import Message, has_flags
 from trl_packing.data.row_format import RowFormat
 from trl_packing.data.rules import Rules
 from trl_packing.data.spans import Rendered, Tokenized, flat_tokens, tokenize
@@ -33,6 +33,8 @@ from trl_packing.documents.labels import (
     IMAGE_IDS,
     IMAGE_ROW,
     TOKEN_WEIGHTS,
+    Batch,
+    Document,
     document_columns,
     row_name,
 )
@@ -45,6 +47,8 @@ from trl_packing.vision.sizes import (
     placeholders_of,
 )
 
+Runs = list[tuple[int, int]]  # the image of each run of feature tokens, from 1, and its tokens
+
 _MESSAGES = ("messages", "prompt", "completion")
 WAY_OUT = "TRL's SFTTrainer trains rows with images padded"
 
@@ -54,7 +58,6 @@ def documents_with_images(
     rules: Rules,
     store: ImageStore,
     patch_size: int,
-    chat_template: str | None,
     name: str,
 ) -> tuple[Dataset, list[tuple[int, int]]]:
     """Return the documents of a data set, and the numbers of images and patches of each row.
@@ -64,7 +67,6 @@ def documents_with_images(
         rules: of the run.
         store: the image files.
         patch_size: pixels of a side of a patch of the tower.
-        chat_template: replaces the processor's; None: the processor's.
         name: of the data set, for messages.
 
     Raises:
@@ -72,12 +74,14 @@ def documents_with_images(
     """
     processor = rules.processing_class
     weighted = has_flags(dataset, dataset[0])
-    row_format = _row_format(rules, chat_template, weighted)
+    row_format = _row_format(rules, weighted)
     sizes = [store.sizes(row) for row in dataset[IMAGE_ROW]]
     keys = [*map(keys_of, sizes)]
     places = {key: row_name(row, name) for row, of in enumerate(keys) for key in of}
     learned = placeholders_of(processor, places, patch_size)
-    images = [[learned[key] for key in of_row] for of_row in keys]
+    images = []
+    for of_row in keys:
+        images.append([*map(learned.__getitem__, of_row)])
     kept = document_columns(dataset.column_names, rules.options.named_columns())
     documents = dataset.with_format(None).map(
         _tokenize_batch,
@@ -100,39 +104,37 @@ def documents_with_images(
         completion_only_loss="completion" in dataset.column_names and row_format.completion_only,
         dataset_text_field=rules.args.dataset_text_field,
         assistant_only_loss=row_format.assistant_only and row_format.train_on is None,
-        chat_template=chat_template,
+        chat_template=rules.row_format.chat.override,
     )
     compared = ("input_ids", "labels") if row_format.train_on is None else ("input_ids",)
     for number in _spread(sizes):
         row = {key: value for key, value in dataset[number].items() if value is not None}
         expected = collate([{**row, "images": store.load(row[IMAGE_ROW])}])
-        if column := _first_other(expected, documents[number], compared):
+        document = documents[number]
+        other = [c for c in compared if expected[c][0].tolist() != document[c]]
+        if other:
             raise ValueError(
-                f"{row_name(number, name)} has other {column} by its image sizes "
+                f"{row_name(number, name)} has other {other[0]} by its image sizes "
                 f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
             )
-    return documents, [(len(row), sum(image.patches for image in row)) for row in images]
+    return documents, [*map(_load_of, images)]
 
 
-def _row_format(rules: Rules, chat_template: str | None, weighted: bool) -> RowFormat:
+def _load_of(images: Sequence[Placeholder]) -> tuple[int, int]:
+    """Return the numbers of images and patches of a row."""
+    return len(images), sum(image.patches for image in images)
+
+
+def _row_format(rules: Rules, weighted: bool) -> RowFormat:
     """Return the row format of rows with images; `weighted`: their messages have flags."""
     processor = rules.processing_class
-    own = processor.chat_template
-    template = chat_template or (own.get("default") if isinstance(own, dict) else own)
+    template = processor.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
     # The rules of TRL: no EOS is added.
-    chat = ChatTemplate(processor.tokenizer, template)
+    chat = ChatTemplate(processor.tokenizer, rules.row_format.chat.override or template)
     made = replace(rules.row_format, chat=chat, eos_token="")
     return replace(made, train_on="assistant") if weighted and made.flags_decide else made
-
-
-def _first_other(
-    expected: Mapping[str, Any], document: Mapping[str, Any], columns: Sequence[str]
-) -> str | None:
-    """Return the first of the columns in which a batch of one document has other values."""
-    for column in columns:
-        if expected[column][0].tolist() != document[column]:
-            return column
-    return None
 
 
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
@@ -141,7 +143,8 @@ def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
     names = ["prompt_template", "response_template", "static_shapes", "append_eos"]
     names += ["max_tokens_per_micro_batch", "max_tokens_in_memory"]
     given = [f"{name}={getattr(options, name)!r}" for name in names if getattr(options, name)]
-    given += ["train_on='every_turn'"] * (options.train_on == "every_turn")
+    if rules.row_format.makes_turns:
+        given.append("train_on='every_turn'")
     if given:
         raise ValueError(f"{given[0]} is not available for data sets with images; leave it out")
     if not isinstance(rules.processing_class, ProcessorMixin):
@@ -159,13 +162,13 @@ def keys_of(sizes: np.ndarray) -> list[Size]:
 
 def _spread(sizes: Sequence[np.ndarray]) -> set[int]:
     """Return the numbers of a few rows: with the most images, with the smallest, and others."""
-    areas = [int(of_row.prod(axis=1).max(initial=0)) or np.inf for of_row in sizes]
-    found = {0, len(sizes) // 2, len(sizes) - 1, int(np.argmin(areas))}
-    return found | {int(np.argmax([*map(len, sizes)]))}
+    areas = [of_row.prod(axis=1).max(initial=0) or np.inf for of_row in sizes]
+    counts = [len(of_row) for of_row in sizes]
+    return {0, len(sizes) // 2, len(sizes) - 1, int(np.argmin(areas)), int(np.argmax(counts))}
 
 
 def _tokenize_batch(
-    batch: Mapping[str, Sequence[Any]],
+    batch: Batch,
     indices: Sequence[int],
     row_format: RowFormat,
     token: str,
@@ -188,7 +191,9 @@ def _tokenize_batch(
         ids, weights, numbers = map(np.concatenate, zip(*parts, strict=True))
         labels = np.where(weights > 0, ids, IGNORE_INDEX)
         made.append((ids, labels, numbers, of_row[0][0].handled, weights))
-    names = ("input_ids", "labels", IMAGE_IDS, HANDLED, *[TOKEN_WEIGHTS] * weighted)
+    names = ["input_ids", "labels", IMAGE_IDS, HANDLED]
+    if weighted:
+        names.append(TOKEN_WEIGHTS)
     return dict(zip(names, map(list, zip(*made, strict=True)), strict=False))
 
 
@@ -201,12 +206,11 @@ def _naming(row: int, name: str) -> Iterator[None]:
 
 
 def _texts_of(
-    row: Mapping[str, Any], images: Sequence[Placeholder], row_format: RowFormat, token: str
-) -> list[tuple[Rendered, list[tuple[int, int]]]]:
+    row: Document, images: Sequence[Placeholder], row_format: RowFormat, token: str
+) -> list[tuple[Rendered, Runs]]:
     """Return the text of a row, prompt and completion apart, as TRL.
 
-    Runs of feature tokens are one token. Beside each text are the image, from 1, and the number of
-    tokens of each of its runs.
+    Runs of feature tokens are one token.
     """
     row = _with_image_parts(row, len(images))
     splits = row_format.train_on is None and row.get("completion") is not None
@@ -237,9 +241,7 @@ def _texts_of(
     return texts
 
 
-def _in_full_length(
-    tokenized: Tokenized, runs: Sequence[tuple[int, int]], feature: int, token: str
-) -> list[np.ndarray]:
+def _in_full_length(tokenized: Tokenized, runs: Runs, feature: int, token: str) -> list[np.ndarray]:
     """Return ids, weights and images of a text, every run of feature tokens in full, ``(T,)``."""
     ids, _, weights = flat_tokens([tokenized])
     at = np.flatnonzero(ids == feature)
@@ -253,18 +255,19 @@ def _in_full_length(
     return [np.repeat(values, times) for values in (ids, weights, images)]
 
 
-def _with_image_parts(row: Mapping[str, Any], num_images: int) -> dict[str, Any]:
+def _with_image_parts(row: Document, num_images: int) -> Document:
     """Return a row whose messages have lists of parts as contents, as TRL makes them."""
     row = dict(row)
     images: list[Any] = [{}] * num_images  # of the first conversation
-    for name in (name for name in _MESSAGES if isinstance(row.get(name), list)):
-        messages = [_without_nulls(message) for message in row[name]]
-        row[name] = prepare_multimodal_messages(messages, images=images)
-        images = []
+    for name in _MESSAGES:
+        if isinstance(row.get(name), list):
+            messages = [*map(_without_nulls, row[name])]
+            row[name] = prepare_multimodal_messages(messages, images=images)
+            images = []
     return row
 
 
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(message: Message) -> Message:
     """Return a message without null entries, which Arrow adds to parts of other types."""
     message = {key: value for key, value in message.items() if value is not None}
     if isinstance(message.get("content"), list):
@@ -303,7 +306,7 @@ class ImageTokens(NamedTuple):
     stop: int
 
 
-def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
+def images_of(document: Document) -> list[ImageTokens]:
     """Return the images of a document in their order; none without the column `image_ids`.
 
     Examples:
@@ -311,5 +314,8 @@ def images_of(document: Mapping[str, Any]) -> list[ImageTokens]:
         [ImageTokens(image=0, start=1, stop=3)]
     """
     ids = np.asarray(document.get(IMAGE_IDS, ()), np.int64)
-    places = [np.flatnonzero(ids == 1 + image) for image in range(ids.max(initial=0))]
-    return [ImageTokens(image, int(at[0]), int(at[-1]) + 1) for image, at in enumerate(places)]
+    found = []
+    for image in range(ids.max(initial=0)):
+        places = np.flatnonzero(ids == 1 + image)
+        found.append(ImageTokens(image, int(places[0]), int(places[-1]) + 1))
+    return found

@@ -85,9 +85,7 @@ class RunImages:
         rows = stored[documents.stored_rows]
         of_rows = [self._loads.get(row, (0, 0)) for row in rows.tolist()]  # NaN: of no images
         images, patches = np.array(of_rows, np.int64).reshape(-1, 2).T
-        tokens = documents.by_document(
-            IMAGE_IDS, lambda ids, ends: np.diff(np.concatenate([[0], np.cumsum(ids > 0)])[ends])
-        )
+        tokens = documents.counts_where(IMAGE_IDS, lambda ids: ids > 0)
         return ImageLoads(images, tokens, patches)
 
     def take(self, dataset: Any, name: str) -> Any:
@@ -146,10 +144,7 @@ class RunImages:
         if IMAGE_ROW not in dataset.column_names or "input_ids" in dataset.column_names:
             return dataset
         check_settings(dataset, rules, name)
-        template = rules.row_format.chat.override  # replaces the processor's
-        documents, loads = documents_with_images(
-            dataset, rules, self.store, self._patch_size, template, name
-        )
+        documents, loads = documents_with_images(dataset, rules, self.store, self._patch_size, name)
         self._loads.update(zip(dataset[IMAGE_ROW], loads, strict=True))
         return documents
 
@@ -170,7 +165,7 @@ class ImageGuard(IsolationGuard):
                 "is exact with them; leave isolation_check out"
             )
         self.store = store
-        self._with_images: list[dict[str, Any]] = []
+        self._with_images: list[Document] = []
 
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
         """Return representative documents, their image tokens replaced by ordinary ones."""
@@ -202,7 +197,7 @@ class ImageGuard(IsolationGuard):
         return super()._first_exact(choices, *others)
 
 
-def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
+def documents_to_check(dataset: Any, store: ImageStore) -> list[Document]:
     """Return short documents with one image, with several and with none, with their images.
 
     A data set whose documents have equal numbers of images gives two of them.
@@ -210,16 +205,17 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[dict[str, Any]]:
     order = np.argsort(ArrowDocuments(dataset, ["input_ids"]).lengths(), kind="stable")
     rows = np.array([-1 if row is None else row for row in dataset[IMAGE_ROW]])[order]
     counts = np.array([len(store.sizes(row)) if row >= 0 else 0 for row in rows.tolist()])
-    kinds = [np.flatnonzero(kind) for kind in (counts > 1, counts == 1, counts == 0)]
-    most = 1 if len(kinds[0]) and len(kinds[1]) else 2
-    chosen = [*kinds[0][:most], *kinds[1][:most]]
-    return [
-        {
-            "input_ids": np.asarray(dataset[int(order[at])]["input_ids"]),
-            "images": [store.load(int(rows[at]))] if counts[at] else [],
-        }
-        for at in chosen + [*kinds[2][:1]] * bool(chosen)
-    ]
+    several, single = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
+    most = 1 if len(several) and len(single) else 2
+    chosen = [*several[:most], *single[:most]]
+    if chosen:
+        chosen += [*np.flatnonzero(counts == 0)[:1]]
+    found: list[Document] = []
+    for at in chosen:
+        images = [store.load(int(rows[at]))] if counts[at] else []
+        ids = np.asarray(dataset[int(order[at])]["input_ids"])
+        found.append({"input_ids": ids, "images": images})
+    return found
 
 
 def image_probes(documents: Sequence[Document]) -> list[Probe]:
@@ -228,7 +224,9 @@ def image_probes(documents: Sequence[Document]) -> list[Probe]:
 
     made = []
     for before, document in zip([*documents[1:], *documents[:1]], documents, strict=True):
-        negatives = [[ImageOps.invert(i.convert("RGB")) for i in row] for row in before["images"]]
+        negatives = []
+        for row in before["images"]:
+            negatives.append([ImageOps.invert(image.convert("RGB")) for image in row])
         at = np.arange(len(document["input_ids"]) - 1)[-_MOST_POSITIONS:]
         behind = len(before["input_ids"]) + at
         ids = np.concatenate([before["input_ids"], document["input_ids"]])

@@ -9,7 +9,7 @@ the vision tower.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,56 +59,53 @@ def placeholders_of(
     Raises:
         ValueError: the processor refuses a size.
     """
+    if not places:
+        return {}
     make = _arithmetic(processor, patch_size)
-    try:
-        return dict(zip(places, make([*places]), strict=True)) if places else {}
-    except ValueError:
-        for size, place in places.items():
-            try:
-                make([size])
-            except ValueError as error:
-                said = f"{place}: an image of {size[1]} × {size[0]} pixels is refused: {error}"
-                raise ValueError(said) from error
-        raise
+    found = {}
+    for size, place in places.items():
+        try:
+            found[size] = make(size)
+        except ValueError as error:
+            said = f"{place}: an image of {size[1]} × {size[0]} pixels is refused: {error}"
+            raise ValueError(said) from error
+    return found
 
 
-def _arithmetic(processor: Any, patch_size: int) -> Callable[[Sequence[Size]], list[Placeholder]]:
+def _arithmetic(processor: Any, patch_size: int) -> Callable[[Size], Placeholder]:
     """Return what makes placeholders: arithmetic if it agrees with the pixels of all trials."""
     measured = partial(_measured, processor, patch_size)
     try:
-        trials = measured(_TRIALS)
-        [first] = _calculated(processor, 1, _TRIALS[:1])
-        calculated = partial(_calculated, processor, trials[0].patches // first.patches)
-        return calculated if calculated(_TRIALS) == trials else measured
+        trials = [*map(measured, _TRIALS)]
+        factor = trials[0].patches // _calculated(processor, 1, _TRIALS[0]).patches
+        calculated = partial(_calculated, processor, factor)
+        return calculated if [*map(calculated, _TRIALS)] == trials else measured
     except Exception:  # some processors have no arithmetic, or one that needs more than sizes
         return measured
 
 
-def _calculated(processor: Any, factor: int, sizes: Sequence[Size]) -> list[Placeholder]:
-    """Return one run of tokens each; patches are a multiple of what the processor calls so."""
+def _calculated(processor: Any, factor: int, size: Size) -> Placeholder:
+    """Return one run of tokens; patches are a multiple of what the processor calls so."""
     token = processor.tokenizer.convert_ids_to_tokens(feature_id(processor))
-    pairs = [[*size[:2]] for size in sizes]
-    found = processor._get_num_multimodal_tokens(image_sizes=pairs)
-    numbers = zip(found["num_image_tokens"], found["num_image_patches"], strict=True)
-    return [Placeholder(token, (int(n),), factor * int(patches)) for n, patches in numbers]
+    found = processor._get_num_multimodal_tokens(image_sizes=[[*size[:2]]])
+    patches = factor * int(found["num_image_patches"][0])
+    return Placeholder(token, (int(found["num_image_tokens"][0]),), patches)
 
 
-def _measured(processor: Any, patch_size: int, sizes: Sequence[Size]) -> list[Placeholder]:
-    """Return what the processor writes for blank images."""
+def _measured(processor: Any, patch_size: int, size: Size) -> Placeholder:
+    """Return what the processor writes for a blank image."""
+    height, width, images = size
     token = processor.tokenizer.convert_ids_to_tokens(feature_id(processor))
-    made = []
     options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+    blanks = [[gray_image(height, width)] * images]
+    output, (text, *_) = processor._process_images(blanks, **options["images_kwargs"])
     run = re.compile(f"(?:{re.escape(token)})+")
-    for height, width, images in sizes:
-        blanks = [[gray_image(height, width)] * images]
-        output, (text, *_) = processor._process_images(blanks, **options["images_kwargs"])
-        runs = tuple(len(found) // len(token) for found in run.findall(text))
-        if not runs:
-            raise ValueError(f"it writes no {token} for an image, but {text[:80]!r}")
-        pixels = next((output[name] for name in output if name.startswith("pixel_values")), ())
-        patches = _num_patches(pixels, patch_size) // images
-        made.append(Placeholder(run.sub(lambda _: token, text), runs, patches))
-    return made
+    runs = tuple(len(found) // len(token) for found in run.findall(text))
+    if not runs:
+        raise ValueError(f"it writes no {token} for an image, but {text[:80]!r}")
+    pixels = next((output[name] for name in output if name.startswith("pixel_values")), ())
+    patches = _num_patches(pixels, patch_size) // images
+    return Placeholder(run.sub(lambda _: token, text), runs, patches)
 
 
 def gray_image(height: int, width: int) -> Any:

@@ -13,6 +13,7 @@ from trl.data_utils import get_dataset_column_names, is_conversational
 
 from trl_packing.attention.model_facts import config_of
 from trl_packing.data.messages import messages_in, rows_with
+from trl_packing.documents.arrow import AnyDataset
 from trl_packing.documents.labels import IMAGE_COLUMNS, IMAGE_ROW, row_name
 
 _OLDEST_TRANSFORMERS = (5, 23)  # processors before it have other methods for sizes and pixels
@@ -47,12 +48,11 @@ def has_images(dataset: Any) -> bool:
 def holds_conversations(dataset: Dataset) -> bool:
     """Return whether rows are conversations of the form that rows with images may have."""
     columns = {*dataset.column_names}
-    forms = [form for form in ({"messages"}, {"prompt", "completion"}) if form <= columns]
+    is_pair = {"prompt", "completion"} <= columns
     others = {"input_ids", IMAGE_ROW, "conversations", "text", *_LEFT_OUT}
-    if others & columns or len(forms) != 1:
+    if others & columns or is_pair == ("messages" in columns):
         return False
-    rows = dataset.with_format(None).select_columns(sorted(forms[0]))
-    return is_conversational(next(iter(rows), {}))
+    return is_conversational(next(iter(dataset.with_format(None)), {}))
 
 
 def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> str | None:
@@ -76,7 +76,7 @@ def why_not_packed(model: Any, sets: Sequence[Any], args: Any, scores: Any) -> s
     return None if model_type in FAMILIES else reason
 
 
-def check_no_other_media(dataset: Dataset | IterableDataset, name: str) -> None:
+def check_no_other_media(dataset: AnyDataset, name: str) -> None:
     """Raise ValueError if a data set for a model with a processor has videos or audio.
 
     Of a stream, only the first rows are read.
@@ -87,13 +87,14 @@ def check_no_other_media(dataset: Dataset | IterableDataset, name: str) -> None:
             "remove the column"
         )
     is_stream = isinstance(dataset, IterableDataset)
-    rows = dataset.take(_OF_STREAM) if is_stream else rows_with(dataset, _OTHER_PARTS)
+    rows = dataset.take(_OF_STREAM) if is_stream else rows_with(dataset, ["type"])
     for number, row in enumerate(rows):
-        contents = [m.get("content") for m in messages_in(row) if isinstance(m, dict)]
-        parts = [part for each in contents if isinstance(each, list) for part in each]
-        kinds: Any = {part.get("type") for part in parts if isinstance(part, dict)}
-        if kinds := kinds & {*_OTHER_PARTS}:
-            raise ValueError(
-                f"{row_name(number, name)}: a message has a part of type {min(kinds)!r}; "
-                "only text and images can be trained here"
-            )
+        for message in messages_in(row):
+            content = message.get("content") if isinstance(message, dict) else None
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind in _OTHER_PARTS:
+                    raise ValueError(
+                        f"{row_name(number, name)}: a message has a part of type {kind!r}; only "
+                        "text and images can be trained here"
+                    )

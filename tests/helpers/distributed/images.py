@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 
 from helpers.distributed import engines
 from helpers.distributed.ranks import on_ranks
 from helpers.one_step import ONE_STEP
-from helpers.vision import image_dataset, images_of_others, tiny_processor, tiny_vision_model
+from helpers.vision import image_dataset, images_of_others, texts, tiny_processor, tiny_vision_model
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
 
 #: Weights would decay in the tower, too, where it gets gradients of zeros.
@@ -59,7 +58,7 @@ def run(scenario: ImageRun) -> dict:
     engines.forget_zero3()
     processor = tiny_processor(scenario.family)
     model = tiny_vision_model(scenario.family, processor)
-    dataset = image_dataset(scenario.rows)
+    dataset, rows = image_dataset(scenario.rows), scenario.texts
     order = sorted(range(len(dataset)), key=lambda n: bool(dataset[n]["images"]))
     dataset = dataset.select(order)
     if scenario.weights:
@@ -70,7 +69,7 @@ def run(scenario: ImageRun) -> dict:
     trainer = PackedSFTTrainer(
         model=model,
         args=config,
-        train_dataset=_with_texts(dataset, scenario.texts) if scenario.texts else dataset,
+        train_dataset={"pictures": dataset, "texts": texts(rows)} if rows else dataset,
         eval_dataset=image_dataset(5),
         processing_class=processor,
         peft_config=LoraConfig(**scenario.lora) if scenario.lora else None,
@@ -89,16 +88,6 @@ def run(scenario: ImageRun) -> dict:
             for name, value in engines.whole_parameters(scenario.engine, trainer).items()
         },
     }
-
-
-def _with_texts(dataset: Dataset, rows: int) -> dict[str, Dataset]:
-    """Return the rows beside conversations without images."""
-    made = []
-    for number in range(rows):
-        prompt = [{"role": "user", "content": f"How many are {number} and 1?"}]
-        completion = [{"role": "assistant", "content": f"They are {number + 1}."}]
-        made.append({"prompt": prompt, "completion": completion})
-    return {"pictures": dataset, "texts": Dataset.from_list(made)}
 
 
 def _refused(trainer: PackedSFTTrainer) -> str:

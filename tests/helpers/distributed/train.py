@@ -256,6 +256,14 @@ def saved(trainer, folder: str) -> dict:
     return load_file(f"{folder}/final/model.safetensors")
 
 
+def assert_same_run(found: dict, expected: dict, tolerance: float, *more: str) -> None:
+    """The same losses and parameters, and `more`, as far as float32 rounds them."""
+    import torch
+
+    for name in ("losses", "parameters", *more):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance)
+
+
 def assert_continues(resumed: dict, whole: dict) -> None:
     """The same batches to the end, and the same parameters to the last bit."""
     import torch

@@ -9,9 +9,9 @@ from helpers.browser import HOSTILE, open_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_packing.pages.curves import charts_of_one, charts_of_several, thinned
+from trl_packing.pages.curves import charts_of, thinned
 from trl_packing.pages.record import NOTHING, UNKNOWN, Point, RunRecord, Totals
-from trl_packing.pages.runs import run_page
+from trl_packing.pages.run_page import run_page
 
 TEXT = "".join(HOSTILE)
 
@@ -57,7 +57,7 @@ LOG = [
 def test_a_point_joins_a_log_entry_with_the_totals_of_its_step():
     totals = {0: NOTHING, 10: Totals(30, 400, 200, 480, 1.5), 20: Totals(61, 800, 390, 960, 3.0)}
     made = RunRecord("a", log=LOG, totals=totals, step=20)
-    first, second, third = made.points("loss")
+    first, second, third = made.series["loss"]
     assert first == (10, 30, 400, 1.5, 2.5)
     assert second[:4] == (20, 61, 800, 3.0)
     assert third == (25, None, None, None, 2.0), "the ranks have not shared their counts there"
@@ -92,13 +92,9 @@ def test_sources_of_the_training_share_a_chart_of_losses():
             entry |= {f"{name}_{source}": 2 for name in names}
             entry[f"num_tokens_{source}"] = tokens * entry["step"]
     log.append({"train_loss_math": 1.0, "train_num_tokens_math": 90, "step": 2})
-    main, rest = charts_of_one(record(log=log))
+    main, rest = charts_of(record(log=log))
     assert [chart.title for chart in (*main, *rest)] == ["loss", "loss by source", "loss_of_mine"]
-    assert [name for name, *_ in main[1].curves] == ["loss_math", "loss_code"]
-    # Two runs: a chart for each loss, with a curve for each run.
-    main, rest = charts_of_several([record(log=log), record(log=log, name="outputs/b")])
-    assert [chart.title for chart in main] == ["loss", "loss_math", "loss_code"]
-    assert [chart.title for chart in rest] == ["loss_of_mine"]
+    assert list(main[1].curves) == ["loss_math", "loss_code"]
 
 
 finite = st.floats(-1e6, 1e6)
@@ -151,15 +147,14 @@ def test_values_in_the_page_are_those_of_the_log():
     assert "2 values of loss NaN or infinite, left out (from step 20)" in page
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        record(log=[], totals={}, step=0),
-        record(totals={}, log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
-        record(log=[{"loss": 0.0, "step": 100}], status="running"),
-    ],
-    ids=["nothing logged", "no number", "one zero"],
-)
+ODD = [
+    record(log=[], totals={}, step=0),
+    record(totals={}, log=[{"loss": math.nan, "step": 1}, {"loss": math.inf, "step": 2}]),
+    record(log=[{"loss": 0.0, "step": 100}], status="running"),
+]
+
+
+@pytest.mark.parametrize("made", ODD, ids=["nothing logged", "no number", "one zero"])
 def test_odd_runs_have_a_page(tmp_path, made):
     with open_page(written(tmp_path, made), width=390) as opened:
         assert opened.problems() == []

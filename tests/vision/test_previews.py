@@ -1,4 +1,4 @@
-"""Rows with images are previewed as the trainer prepares them, and their images are named."""
+"""Rows with images are previewed and planned as the trainer prepares them, and images are named."""
 
 import re
 from pathlib import Path
@@ -6,22 +6,20 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from helpers.prepared import call_for
-from helpers.runs import documents_of_row, preview_epoch, preview_losses, preview_rows, run_of_call
+from helpers.runs import (
+    documents_of,
+    documents_of_row,
+    plan_page,
+    plan_run,
+    preview_epoch,
+    preview_losses,
+    preview_rows,
+    run_of_call,
+)
 from helpers.tiny import tiny_model
-from helpers.vision import image_dataset, noise, tiny_processor, tiny_vision_model, vision_trainer
+from helpers.vision import image_dataset, noise, vision_trainer
 
-NAME = "qwen2_5_vl"
 COLUMNS = ("input_ids", "labels", "image_ids")
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return tiny_processor(NAME)
-
-
-@pytest.fixture(scope="module")
-def model(processor):
-    return tiny_vision_model(NAME, processor)
 
 
 def run_of(model, processor, dataset=None, **options):
@@ -34,14 +32,14 @@ def columns(document):
     return {name: list(document[name]) for name in COLUMNS}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"train_on": "assistant", "max_length": 64},
-        {"completion_only_loss": False, "overflow": "split", "max_length": 60},
-        {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},
-    ],
-)
+PREVIEWED = [
+    {"train_on": "assistant", "max_length": 64},
+    {"completion_only_loss": False, "overflow": "split", "max_length": 60},
+    {"overflow": "drop", "max_length": 60, "shuffle_dataset": True},
+]
+
+
+@pytest.mark.parametrize("options", PREVIEWED)
 def test_the_rows_previewed_are_the_rows_trained(options, model, processor, tmp_path):
     trainer = vision_trainer(model, processor, tmp_path, **options)
     trained = [columns(document) for document in trainer.train_dataset]
@@ -126,3 +124,33 @@ def test_rows_of_other_tools_are_converted_as_the_docs_say(model, processor, tmp
         assert "Look: <|vision_start|>[image 32×24, " in shown
         assert "⟦A dog.<|im_end|>⟧" in shown
     assert texts[0] == texts[1]
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+SETTINGS = {"max_length": 200, "per_device_train_batch_size": 1}
+
+
+def plan_of(model, processor, **options):
+    return plan_run(run_of(model, processor, image_dataset(24), **SETTINGS | options))
+
+
+@pytest.mark.parametrize("options", [{"max_patches": 300}, {"documents_per_step": 6}])
+def test_the_planned_micro_batches_are_those_of_the_trainer(options, model, processor, tmp_path):
+    plan = plan_of(model, processor, **options)
+    options = SETTINGS | {"packing": True} | options
+    trainer = vision_trainer(model, processor, tmp_path, image_dataset(24), **options)
+    sampler = trainer._get_train_sampler(documents_of(trainer.train_dataset, None))
+    assert [sorted(members) for members in plan.epoch.members] == [sorted(b) for b in sampler]
+    assert plan.report.images == trainer.packing_report.images
+    assert plan.report.images.most_patches <= 300 or "max_patches" not in options
+    assert bool(plan.what_if) == ("max_patches" not in options)
+
+
+def test_the_page_counts_images_and_shows_them_as_words(model, processor):
+    plan = plan_of(model, processor, overflow="split", max_length=64)
+    text = str(plan_page(plan))
+    images = plan.report.images
+    assert f"images, of {images.tokens:,} tokens" in text
+    assert "[image, " in text
+    assert "&lt;|image_pad|&gt;" not in text
