@@ -39,14 +39,14 @@ from trl_packing.attention.install import use_attention
 from trl_packing.attention.model_facts import (
     check_model,
     layer_values,
+    temporarily,
     text_config,
     unwrap_model,
 )
 from trl_packing.attention.sequence_parallel import group_of_row
-from trl_packing.attention.temporarily import temporarily
 from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, send
+from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, parts_of, send
 from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
 from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.step_loss import StepLoss, without_weights
@@ -69,11 +69,11 @@ from trl_packing.training.between_steps import BetweenSteps, use_averaged_weight
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
 from trl_packing.training.chunks import Chunks, check_chunks, is_longer
 from trl_packing.training.collators import RunCollators
-from trl_packing.training.dividing import parts_of, without_sync
 from trl_packing.training.engines import (
     forget_evaluation_wrapper,
     gather_full_state_dict,
     keep_outputs_precise,
+    without_sync,
 )
 from trl_packing.training.loaders import PackedLoaders, keep_batches_whole
 from trl_packing.training.malloc import keep_freed_pages

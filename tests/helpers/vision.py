@@ -20,7 +20,7 @@ from PIL import Image
 
 from helpers.one_step import ONE_STEP
 from helpers.tiny import tiny_tokenizer
-from trl_packing.attention.temporarily import temporarily
+from trl_packing.attention.model_facts import temporarily
 from trl_packing.vision import support
 from trl_packing.vision.batch import ImageBatches
 from trl_packing.vision.support import FAMILIES as FAMILIES

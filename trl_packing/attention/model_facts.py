@@ -16,7 +16,18 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from trl_packing.attention.temporarily import temporarily
+
+@contextmanager
+def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of `owner` inside the block, and restore them at its end."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def loading_options(args: Any) -> dict[str, Any]:

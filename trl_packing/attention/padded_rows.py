@@ -27,11 +27,11 @@ from trl_packing.attention.model_facts import (
     checkpointed_layers,
     invokes_adapter,
     requires,
+    temporarily,
     unwrap_peft,
     without_checkpointing,
 )
 from trl_packing.attention.ranks import all_reduce_max, is_alone, is_sharded
-from trl_packing.attention.temporarily import temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     cache_values,
@@ -199,9 +199,12 @@ def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
         raise NotImplementedError(
             "the balance of experts is not the mean over padded forwards; router_aux_loss_coef=0.0"
         )
-    names = [field.name for field in fields(first)]
+    joined = {}
+    for field in fields(first):
+        values = [getattr(output, field.name) for output in outputs]
+        joined[field.name] = _joined(values, rows, weights)
     make = first.__class__
-    return make(**{n: _joined([getattr(o, n) for o in outputs], rows, weights) for n in names})
+    return make(**joined)
 
 
 def _joined_scalar(parts: list[Tensor], weights: list[float]) -> Tensor:

@@ -32,8 +32,8 @@ from trl_packing.attention.calls import (
     run_again_inside,
     wrap_packed_calls,
 )
+from trl_packing.attention.model_facts import temporarily
 from trl_packing.attention.padded_rows import group_documents, rows_of
-from trl_packing.attention.temporarily import temporarily
 from trl_packing.documents.host_row import (
     BOUNDARIES,
     host_boundaries,

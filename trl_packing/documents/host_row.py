@@ -118,6 +118,11 @@ def host_row(batch: Mapping[str, Any]) -> HostRow | None:
     return getattr(batch, "host", None)
 
 
+def parts_of(batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of a micro-batch, which run one after another."""
+    return list(getattr(batch, "parts", ())) or [batch]
+
+
 def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch as a model takes it: `max_length_q` as an int, and no key-value cache."""
     if batch.get("cu_seq_lens_q") is None:

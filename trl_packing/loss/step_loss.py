@@ -136,14 +136,8 @@ class StepLoss:
         """Return what `SFTTrainer.compute_loss` does; `user_loss` is `compute_loss_func`."""
         divisor = 1
         self._was_computed = True
-        if num_items is None and self.hidden_num_items is not None and training:
-            # A user's `compute_loss` calls this one, and Trainer will divide what it returns.
-            num_items, divisor = self.hidden_num_items
-        if num_items is None and self.is_divided and training:
-            raise ValueError(
-                "max_tokens_per_micro_batch adds the losses of parts, and this one would be a mean:"
-                " pass num_items_in_batch on to compute_loss and training_step, or leave it out"
-            )
+        if num_items is None and training:
+            num_items, divisor = self._num_items()
         if not training and "attention_mask" in batch:  # padded rows
             self._mask_repeated_rows(batch)
         inputs = _for_model(for_kernels(batch))
@@ -174,6 +168,17 @@ class StepLoss:
         del inputs["labels"]
         with torch.no_grad():
             return loss, model(**inputs)
+
+    def _num_items(self) -> tuple[Any, int]:
+        """Return the divisor of a step, and by how much Trainer will divide what a user returns."""
+        if self.hidden_num_items is not None:
+            return self.hidden_num_items
+        if self.is_divided:
+            raise ValueError(
+                "max_tokens_per_micro_batch adds the losses of parts, and this one would be a mean:"
+                " pass num_items_in_batch on to compute_loss and training_step, or leave it out"
+            )
+        return None, 1
 
     @property
     def _ranks(self) -> int:

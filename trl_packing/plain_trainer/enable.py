@@ -30,12 +30,12 @@ from trl_packing.attention.model_facts import (
     length_constants,
     requires,
     restore_implementation,
+    temporarily,
     text_config,
     unwrap_peft,
 )
 from trl_packing.attention.neftune import scale_noise_by_document
 from trl_packing.attention.ranks import is_sharded
-from trl_packing.attention.temporarily import temporarily
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers

@@ -20,8 +20,7 @@ from trl import SFTConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational
 
-from trl_packing.attention.model_facts import loading_options
-from trl_packing.attention.temporarily import temporarily
+from trl_packing.attention.model_facts import loading_options, temporarily
 from trl_packing.config import PackingOptions, check_device, check_options
 from trl_packing.data.bad_rows import check_is_one_set, check_not_empty
 from trl_packing.data.chat_template import PASS_FAST, ChatTemplate

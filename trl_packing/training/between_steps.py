@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from trl_packing.attention.model_facts import text_config
-from trl_packing.attention.temporarily import temporarily
+from trl_packing.attention.model_facts import temporarily, text_config
 
 
 class BetweenSteps(TrainerCallback):

@@ -22,8 +22,7 @@ from transformers.trainer_utils import (
     rotate_checkpoints,
 )
 
-from trl_packing.attention.model_facts import unwrap_model
-from trl_packing.attention.temporarily import temporarily
+from trl_packing.attention.model_facts import temporarily, unwrap_model
 
 MARK = "being_written"
 

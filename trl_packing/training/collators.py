@@ -1,17 +1,23 @@
 """Collators of a run: packed rows, and padded rows where logits are requested.
 
 training, evaluation          one flat row of documents          PackedCollator
+training with a budget        the same, and parts of it          DividedCollator
 evaluation that asks logits   a padded row for each document     TRL's, with weights
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 from accelerate.logging import get_logger
 
 from trl_packing.attention.backends import PADDED
+from trl_packing.attention.ranks import gather_objects
+from trl_packing.documents.host_row import PackedBatch, host_row
 from trl_packing.isolation.guard import IsolationGuard
+from trl_packing.packing.bins import pack
 from trl_packing.packing.collator import PackedCollator, StaticShapes, WeightedPaddedCollator
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.run.run import Run
@@ -133,3 +139,44 @@ class RunCollators:
                 f"runs by {self.guard.attention}"
             )
             self.packed.static_shapes = None
+
+
+Collator = Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class DividedCollator:
+    """Make packed rows, and the parts of a row that has more than `max_tokens`.
+
+        a micro-batch      [ a a a a | b b | c c c | d ]          10 tokens
+        a budget of 6      [ a a a a | b b ] [ c c c | d ]        two forwards, one share of a step
+
+    Ranks run equally many parts, because some gather weights in every forward: a rank with fewer
+    adds rows with a masked token. The loss of a part is divided by the tokens of the step, so parts
+    change no loss. A document with more tokens is a part of its own. verl calls this dynamic batch
+    size.
+    """
+
+    collate: Collator
+    max_tokens: int
+
+    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the row of `documents`; its `parts` are rows of some of them each."""
+        whole = self.collate(documents)
+        lengths = np.array([len(document["input_ids"]) for document in documents], np.int64)
+        if len(documents) < 2 or lengths.sum() <= self.max_tokens:
+            return whole
+        parts = []
+        for part in pack(np.minimum(lengths, self.max_tokens), self.max_tokens):
+            row = self.collate([documents[i] for i in part])
+            parts.append(PackedBatch(row, host_row(row)))
+        return PackedBatch(whole, host_row(whole), parts)
+
+    def divide_alike(self, batches: Sequence[PackedBatch], device: Any) -> None:
+        """Give each micro-batch of a step as many parts as it has on the rank with most of them."""
+        counts = [max(len(batch.parts), 1) for batch in batches]
+        most = np.max(gather_objects(counts), axis=0)
+        for batch, count, wanted in zip(batches, counts, most.tolist(), strict=True):
+            if wanted > count:
+                masked = PackedBatch(self.collate([])).to(device)
+                batch.parts = [*(batch.parts or [batch]), *[masked] * (wanted - count)]

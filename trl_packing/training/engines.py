@@ -1,12 +1,14 @@
 """What accelerate's engines (DDP, FSDP2, DeepSpeed) need around a run and its saving."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from accelerate import Accelerator
 from torch.distributed.fsdp import StateDictType
 
-from trl_packing.attention.temporarily import temporarily
+from trl_packing.attention.model_facts import temporarily
 
 
 def forget_evaluation_wrapper(trainer: Any) -> None:
@@ -43,3 +45,18 @@ def gather_full_state_dict(accelerator: Any) -> AbstractContextManager[None]:
     if plugin is None:
         return nullcontext()
     return temporarily(plugin, state_dict_type=StateDictType.FULL_STATE_DICT)
+
+
+@contextmanager
+def without_sync(accelerator: Accelerator, model: Any) -> Iterator[None]:
+    """Let a backward add to the gradients of this rank alone: another one of its step follows."""
+    state = accelerator.gradient_state
+    if not state.sync_gradients:  # the caller does so already
+        yield
+        return
+    state._set_sync_gradients(False)  # where DeepSpeed would take an optimizer step
+    try:
+        with accelerator.no_sync(model):
+            yield
+    finally:
+        state._set_sync_gradients(True)

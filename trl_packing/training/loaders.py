@@ -24,7 +24,7 @@ from trl_packing.run.sampling import Sampling
 from trl_packing.run.sources import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.run.stream import StreamBatches, StreamSettings
 from trl_packing.training.before_training import BeforeTraining
-from trl_packing.training.dividing import DividedCollator
+from trl_packing.training.collators import DividedCollator
 from trl_packing.training.metrics import ThroughputMeter
 
 logger = get_logger(__name__)

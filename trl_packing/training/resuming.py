@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from accelerate.logging import get_logger
 
-from trl_packing.attention.temporarily import temporarily
+from trl_packing.attention.model_facts import temporarily
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.packing.sampler import PackedBatchSampler
 from trl_packing.run.stream import StreamBatches
