@@ -122,6 +122,7 @@ NOT_COMPARED = {
     *("attention", "curriculum", "dataset_num_proc", "documents_per_step", "eval_packing"),
     *("isolation_check", "loss_weighting", "max_patches", "pad_to_multiple_of", "padding_free"),
     *("prefix_group_size", "prefix_sharing", "run_page", "static_shapes"),
+    *("max_tokens_in_memory", "max_tokens_per_micro_batch", "sequence_parallel_size"),
     *("mixture", "mixture_unit"),  # drawn from documents
     *("packing_strategy", "truncation_mode"),  # by the overflow policy
     # TRL's
