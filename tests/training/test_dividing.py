@@ -10,6 +10,8 @@ from helpers.tiny import documents_of_lengths
 
 from trl_packing import PackedSFTTrainer
 
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # losses of parts are added in another order
+
 LENGTHS = [3 + (i * 11) % 29 for i in range(40)]
 LENGTHS[7] = 60  # above the budget
 BUDGET = 40
@@ -57,7 +59,7 @@ def test_a_divided_run_trains_as_the_undivided_one(way, tmp_path):
     whole = trained(tmp_path, rows=rows, **WAYS[way])
     parts = trained(tmp_path, rows=rows, max_tokens_per_micro_batch=BUDGET, **WAYS[way])
     for one, other in zip(whole[:2], parts[:2], strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other, one, **CLOSE)
     if way != "padded rows":
         assert max(whole[2]) > 64 or way == "bins"
         assert {*parts[2]} - {60} <= {*range(BUDGET + 1)}
@@ -74,7 +76,7 @@ def test_other_documents_fail_the_same_comparison(tmp_path):
     whole = trained(tmp_path)
     other = trained(tmp_path, max_tokens_per_micro_batch=BUDGET, data_seed=1)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(other[:2], whole[:2], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other[:2], whole[:2], **CLOSE)
 
 
 def test_a_batch_size_that_is_searched_lowers_the_budget_and_no_step(tmp_path):
@@ -85,7 +87,7 @@ def test_a_batch_size_that_is_searched_lowers_the_budget_and_no_step(tmp_path):
         found = trained(tmp_path, rows=rows, memory=50, **settings, **more)
         assert found[3]._train_batch_size < 4
         if not more:
-            torch.testing.assert_close(found[:2], whole[:2], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found[:2], whole[:2], **CLOSE)
         assert found[3].state.global_step == 5
 
 
@@ -120,7 +122,7 @@ class Doubled(PackedSFTTrainer):
 def test_a_loss_that_passes_the_count_on_may_be_the_users(tmp_path):
     whole = trained(tmp_path, Doubled)
     parts = trained(tmp_path, Doubled, max_tokens_per_micro_batch=BUDGET)
-    torch.testing.assert_close(parts[:2], whole[:2], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parts[:2], whole[:2], **CLOSE)
     with pytest.raises(ValueError, match=r"max_tokens_in_memory=40 .* compute_loss of Doubled"):
         trained(tmp_path, Doubled, max_tokens_in_memory=BUDGET)
 
@@ -138,4 +140,4 @@ def test_a_loss_function_of_the_user_gets_the_tokens_of_the_step(tmp_path):
         options = {"compute_loss_func": loss}
         run = trained(tmp_path, rows=rows, max_tokens_per_micro_batch=budget, arguments=options)
         found.append(run[:2])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], found[0], **CLOSE)

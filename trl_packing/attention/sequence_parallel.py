@@ -18,7 +18,9 @@ T tokens of the row, t = T / N tokens of a rank, H heads, h = H / N heads of a r
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from math import gcd
 from typing import Any
 
@@ -94,6 +96,20 @@ def _group_of_row(size: int, _world: Any) -> Any:
     return dist.new_subgroups(group_size=size)[0]
 
 
+_patience: timedelta | None = None  # None waits as long as the process group does
+
+
+@contextmanager
+def wait_at_most(seconds: float) -> Iterator[None]:
+    """Raise RuntimeError where a rank waits longer inside the block: another may have failed."""
+    global _patience
+    before, _patience = _patience, timedelta(seconds=seconds)
+    try:
+        yield
+    finally:
+        _patience = before
+
+
 class _Exchange(torch.autograd.Function):
     """Send part i of the first dimension to rank i; received parts are in the order of ranks.
 
@@ -104,7 +120,10 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx, parts, group):
         ctx.group = group
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
+        if _patience is None:
+            dist.all_to_all_single(received, parts, group=group)
+        else:
+            dist.all_to_all_single(received, parts, group=group, async_op=True).wait(_patience)
         return received
 
     @staticmethod

@@ -51,11 +51,6 @@ class HostRow:
         """T, padding included."""
         return int(self.boundaries[-1])
 
-    @property
-    def num_real(self) -> int:
-        """T without padding; 1 if there is nothing else, for a row has at least one token."""
-        return max(self.num_tokens - self.padding, 1)
-
 
 # Keys of a packed batch that hold its document boundaries.
 BOUNDARIES = (

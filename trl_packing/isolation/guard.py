@@ -23,6 +23,7 @@ from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
 from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import NAME as BY_DOCUMENT
+from trl_packing.attention.sequence_parallel import wait_at_most
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
@@ -282,7 +283,8 @@ class IsolationGuard:
             alike = self._is_ours
             by_document[:] = _install(self.model, choice, wrapped, training, ranks_alike=alike)
             made = self.probes(documents, thorough=bool(failed))
-            return check_probes(wrapped, made, attention=str(choice), **options)
+            with wait_at_most(_PATIENCE):
+                return check_probes(wrapped, made, attention=str(choice), **options)
 
         for choice in choices:
             result = attempt(check, choice)
@@ -406,7 +408,8 @@ _PATIENCE = 60.0
 
 def worst_of_ranks(result: CheckResult) -> CheckResult:
     """Return `result`, or a worse one of another rank: ranks that disagree wait for ever."""
-    patience = _PATIENCE if isinstance(result, Refusal) else None
+    # Ranks that divide a row have waited for this one before they come here.
+    patience = 2 * _PATIENCE if isinstance(result, Refusal) else None
     try:
         worst = all_reduce_max(_FROM_BEST.index(result.verdict), patience=patience)
     except RuntimeError as error:

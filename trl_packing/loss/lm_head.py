@@ -200,7 +200,8 @@ def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
     size = 1 if boundaries is None else num_shares(tokens, boundaries)
     if size > 1:
         row = host_row(current_row() or {})
-        real = None if row is None else row.num_real
+        # A mean over no token would be NaN, and 0 times NaN too.
+        real = None if row is None else max(row.num_tokens - row.padding, 1)
         logits = tuple(gather_row(x.view(1, tokens, -1), size)[0, :real] for x in logits)
     given = logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
     return load_balancing_loss_func(*given)

@@ -95,7 +95,7 @@ def tokens_of_batch(batch: Mapping[str, Any]) -> float:
     size = 1 if row is None else num_shares(batch["input_ids"].shape[1], batch["cu_seq_lens_q"])
     if row is None or size == 1:
         return batch["labels"].numel()
-    return row.num_real / size
+    return (row.num_tokens - row.padding) / size
 
 
 def sums_dtype(device: torch.device) -> torch.dtype:

@@ -1,5 +1,6 @@
 """Runs whose rows are divided over ranks, and runs of the same that divide them wrongly."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -112,8 +113,9 @@ def words_of_refusals(folder: str) -> list[str]:
     from peft import PromptTuningConfig
     from torch.utils.data import SequentialSampler
 
-    from helpers.tiny import documents_of_lengths
+    from helpers.tiny import documents_of_lengths, tiny_model
     from trl_packing import PackedCollator, PackedSFTTrainer
+    from trl_packing.isolation import guard
 
     class Collator(PackedCollator):
         def __call__(self, documents):
@@ -146,4 +148,17 @@ def words_of_refusals(folder: str) -> list[str]:
         with pytest.raises(ValueError, match="sequence_parallel_size") as refused:
             start()
         words.append(str(refused.value))
-    return words
+
+    def fail(_module, _args, kwargs):
+        if os.environ["RANK"] == "1" and kwargs.get("cu_seq_lens_q") is not None:
+            raise KeyError("a mistake of one rank")
+
+    model = tiny_model()
+    model.model.layers[0].register_forward_pre_hook(fail, with_kwargs=True)
+    trainer = make_trainer(folder, rows, model, max_length=32, sequence_parallel_size=2)
+    with (
+        patch.object(guard, "_PATIENCE", 10.0),
+        pytest.raises(RuntimeError, match="cannot run packed documents") as refused,
+    ):
+        trainer.train()
+    return [*words, str(refused.value)]
