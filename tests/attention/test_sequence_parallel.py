@@ -153,9 +153,10 @@ def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
 
 def assert_same_training(rank: dict, alone: dict) -> None:
     """The same losses, norms of gradients, parameters, counts and evaluation."""
-    torch.testing.assert_close(rank["losses"], alone["losses"], rtol=1e-6, atol=0)
-    torch.testing.assert_close(rank["grad_norms"], alone["grad_norms"], rtol=2e-6, atol=0)
-    torch.testing.assert_close(rank["parameters"], alone["parameters"], rtol=0, atol=1e-6)
+    # Sums over tokens, and over ranks, are added in another order.
+    bounds = {"losses": (1e-6, 0), "grad_norms": (2e-6, 0), "parameters": (0, 1e-6)}
+    for name, (rtol, atol) in bounds.items():
+        torch.testing.assert_close(rank[name], alone[name], rtol=rtol, atol=atol)
     for entry, expected in zip(rank["history"], alone["history"], strict=True):
         for name in expected.keys() & METRICS:
             assert entry[name] == pytest.approx(expected[name], rel=1e-5), name
