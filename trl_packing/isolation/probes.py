@@ -202,24 +202,25 @@ def _bytes_of_pair(model: Any) -> int:
     # Windows and chunks: a mask of booleans, and the same in the dtype of the model.
     taken = 1 + size if length_constants(model) else 0
     key_heads = min(layer_values(config, "num_key_value_heads"), default=heads)
-    if parameter.is_cuda and key_heads < heads and not _runs_flash(config, parameter):
-        taken += heads * 8  # only FlashAttention takes grouped heads; others write float32 scores
+    if parameter.is_cuda and key_heads < heads:
+        is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+        is_new = torch.cuda.get_device_capability(parameter.device) >= (8, 0)
+        widest = max(layer_values(config, "head_dim"), default=0)
+        if not (is_half and is_new and widest <= 256):
+            taken += heads * 8  # FlashAttention takes grouped heads; others write float32 scores
     return taken
-
-
-def _runs_flash(config: Any, parameter: torch.Tensor) -> bool:
-    """Whether the SDPA of PyTorch runs FlashAttention on the GPU of `parameter`."""
-    is_half = parameter.dtype in (torch.bfloat16, torch.float16)
-    widest = max(layer_values(config, "head_dim"), default=0)
-    is_new = torch.cuda.get_device_capability(parameter.device) >= (8, 0)
-    return is_half and is_new and widest <= 256
 
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Draw:
     """Return a function that draws tokens for `model`, at most as many as it has positions."""
     every = np.arange(_vocabulary_size(model))
     # Vision-language models raise an error for an image token without an image.
-    usable = np.setdiff1d(every, _special_ids(getattr(model, "config", None)))
+    special: list[int] = []
+    for name, value in vars(getattr(model, "config", None) or nn.Identity()).items():
+        if name.endswith(("token_id", "token_index")):
+            ids = value if isinstance(value, (list, tuple)) else [value]
+            special += [i for i in ids if isinstance(i, int)]
+    usable = np.setdiff1d(every, special)
     usable = usable if len(usable) > 1 else every
     most = learned_positions(model)
     return lambda length: rng.choice(usable, min(length, most or length)).astype(np.int64)
@@ -236,13 +237,3 @@ def _vocabulary_size(model: Any) -> int:
         size = next(of_modules, 2)
     # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
     return min(size, getattr(head, "out_features", None) or size)
-
-
-def _special_ids(config: Any) -> list[int]:
-    """Return the tokens that a config gives a meaning of their own."""
-    found: list[int] = []
-    for name, value in vars(config or nn.Identity()).items():
-        if name.endswith(("token_id", "token_index")):
-            ids = value if isinstance(value, (list, tuple)) else [value]
-            found += [i for i in ids if isinstance(i, int)]
-    return found

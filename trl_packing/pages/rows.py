@@ -203,7 +203,15 @@ def _row_data(
     if row.segments:
         data["realTokens"] = sum(document.stop - document.start for document in row.documents)
         data["segments"] = row.segments
-    documents = [_document_data(document, row, tokenizer) for document in row.documents]
+    documents, images = [], []
+    for document in row.documents:
+        documents.append(_document_data(document, row, tokenizer))
+        first = document.start - row.start
+        for image in document.images:
+            user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
+            height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
+            size = f"{width} × {height}"
+            images.append({"start": first + image.start, "stop": first + image.stop, "size": size})
     return data | {
         "name": name,
         "short": short,
@@ -213,19 +221,8 @@ def _row_data(
         "weights": weights,
         "texts": [texts.setdefault(word, len(texts)) for word in words],
         "documents": documents,
-        "images": list(_images(epoch, row)),
+        "images": images,
     }
-
-
-def _images(epoch: "PackedEpoch", row: PackedRow) -> Iterator[dict[str, Any]]:
-    """Yield the size of each image and its tokens, counted from the first of the row."""
-    for document in row.documents:
-        first = document.start - row.start
-        for image in document.images:
-            user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
-            height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
-            size = f"{width} × {height}"
-            yield {"start": first + image.start, "stop": first + image.stop, "size": size}
 
 
 def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:

@@ -108,9 +108,15 @@ def enable_packing(
         model, attention=attention, isolation_check=isolation_check, is_ours=False
     )
     earlier = getattr(base, "enabled_packing", None)
-    divides = earlier.divides_by_count if earlier else _divides_by_count(base)
+    # Whether the native loss is divided by `num_items_in_batch`, as Trainer decides.
+    divides = getattr(base, "accepts_loss_kwargs", None)
+    if earlier:
+        divides = earlier.divides_by_count
+    elif divides is None:
+        parameters = inspect.signature(base.forward).parameters.values()
+        divides = any(p.kind is p.VAR_KEYWORD for p in parameters)
     reach = max([REACH, *map(len, documents)])
-    base.enabled_packing = packing = EnabledPacking(guard, documents, reach, divides)
+    base.enabled_packing = packing = EnabledPacking(guard, documents, reach, bool(divides))
     # Trainer then counts the targets of a step, and `_run_with_packed_loss` divides by them.
     base.accepts_loss_kwargs = True
     with temporarily(packing, is_checking=True):
@@ -162,13 +168,6 @@ def _check_loss(model: Any, base: Any) -> None:
             f"{type(base).__name__} has another loss ({native:.4f}) than that of the next token "
             f"({packed:.4f}); use PackedSFTTrainer, or compute_loss_func with isolation_check='off'"
         )
-
-
-def _divides_by_count(base: Any) -> bool:
-    """Return whether the native loss of `base` is divided by `num_items_in_batch`."""
-    accepts = getattr(base, "accepts_loss_kwargs", None)
-    parameters = inspect.signature(base.forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters) if accepts is None else bool(accepts)
 
 
 @dataclass(eq=False)

@@ -256,11 +256,9 @@ class Run:
             ValueError: preparation refuses the data.
         """
         if isinstance(rows, dict):
-
-            def prepare_source(rows: Any, name: str) -> tuple[Any, PreparationCounts | None]:
-                return self.of_source(rows).prepare(rows, name)
-
-            return prepare_sources(rows, prepare_source, self.args)
+            return prepare_sources(
+                rows, lambda source, name: self.of_source(source).prepare(source, name), self.args
+            )
         return prepare(self.images.tokenize(rows, self.rules, name), self.rules, name)
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:

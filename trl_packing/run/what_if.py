@@ -207,6 +207,13 @@ def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
     if whole is not None and all(other is None for other in others):
         limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
         what_if = other_max_lengths(whole, run.rules, sampling, limits)
+    on_ranks = []
+    for number in sorted({*RANKS, ranks}):
+        with suppress(ValueError):  # documents that do not fill a micro-batch of every rank
+            other = sampling.changed(ranks=number)
+            is_run = number == ranks
+            if number <= len(lengths):
+                on_ranks.append(variant_of(other, lengths, facts, f"{number:,}", is_run=is_run))
     return RunPlan(
         run=run,
         report=report,
@@ -216,7 +223,7 @@ def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
         whole=whole,
         what_if=tuple(what_if),
         ways=() if sampler.rows else ways_to_batch(lengths, sampling, facts),
-        ranks=tuple(_on_ranks(lengths, sampling, facts, sorted({*RANKS, ranks}))),
+        ranks=tuple(on_ranks),
         sharing=_ways_to_share(documents, sampling, facts),
     )
 
@@ -276,18 +283,6 @@ def _padded(sampler: PackedBatchSampler, size: int, multiple: int) -> Variant:
         tokens=int(lengths.sum()),
         computed=int((longest * np.diff(starts, append=len(lengths))).sum()),
     )
-
-
-def _on_ranks(
-    lengths: np.ndarray, sampling: Sampling, facts: Any, numbers: Iterable[int]
-) -> Iterator[Variant]:
-    """Yield the plan for each number of ranks that has a document for every rank."""
-    for ranks in numbers:
-        with suppress(ValueError):  # documents that do not fill a micro-batch of every rank
-            other = sampling.changed(ranks=ranks)
-            is_run = ranks == sampling.ranks[0]
-            if ranks <= len(lengths):
-                yield variant_of(other, lengths, facts, f"{ranks:,}", is_run=is_run)
 
 
 def _ways_to_share(

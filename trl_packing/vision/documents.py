@@ -79,9 +79,11 @@ def documents_with_images(
     keys = [*map(keys_of, sizes)]
     places = {key: row_name(row, name) for row, of in enumerate(keys) for key in of}
     learned = placeholders_of(processor, places, patch_size)
-    images = []
+    images, loads = [], []
     for of_row in keys:
-        images.append([*map(learned.__getitem__, of_row)])
+        placeholders = [learned[key] for key in of_row]
+        images.append(placeholders)
+        loads.append((len(placeholders), sum(image.patches for image in placeholders)))
     kept = document_columns(dataset.column_names, rules.options.named_columns())
     documents = dataset.with_format(None).map(
         _tokenize_batch,
@@ -117,12 +119,7 @@ def documents_with_images(
                 f"{row_name(number, name)} has other {other[0]} by its image sizes "
                 f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
             )
-    return documents, [*map(_load_of, images)]
-
-
-def _load_of(images: Sequence[Placeholder]) -> tuple[int, int]:
-    """Return the numbers of images and patches of a row."""
-    return len(images), sum(image.patches for image in images)
+    return documents, loads
 
 
 def _row_format(rules: Rules, weighted: bool) -> RowFormat:
