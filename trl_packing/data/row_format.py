@@ -383,7 +383,8 @@ class RowFormat:
         missing = left_out(self.chat, conversation, text)
         handled = 0
         for part in missing:
-            number, message = part.number, conversation.messages[part.number]
+            number = part.number
+            message = conversation.messages[part.number]
             is_trained = number >= first if weights is None else number in weights
             if part.name == "reasoning" and (self.makes_turns or not is_trained):
                 continue  # a turn was compared alone, and prompts have none at inference

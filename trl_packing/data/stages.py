@@ -233,7 +233,8 @@ def _prepare_by_trl(
 
 def _tokenize(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str) -> AnyDataset:
     """Return documents of any length with `input_ids` and `labels`."""
-    num_proc, template = rules.args.dataset_num_proc, rules.response_template
+    num_proc = rules.args.dataset_num_proc
+    template = rules.response_template
     if "input_ids" in columns:
         if rules.formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")

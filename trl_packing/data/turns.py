@@ -113,7 +113,9 @@ def _spans(rendered: RenderedConversation, wanted: Sequence[int]) -> dict[int, S
 
 def _spans_at_once(rendered: RenderedConversation, plain: Sequence[int]) -> dict[int, Span]:
     """Return spans of plain messages, if nothing but their contents is between the pieces."""
-    chat, text, messages = rendered.chat, rendered.text, rendered.messages
+    chat = rendered.chat
+    text = rendered.text
+    messages = rendered.messages
     pieces = (rendered.with_marks({n: messages[n] for n in plain}) or "").split(rendered.mark)
     if len(pieces) != len(plain) + 1 or not text.startswith(pieces[0]):
         return {}

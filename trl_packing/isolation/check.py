@@ -366,7 +366,8 @@ def _verdict(
     """Return verdict, difference, noise and leak; the first of `layouts` is B alone."""
     alone = layouts[0]
     noise = max(eps * float(alone.abs().max()), _furthest(layouts, alone))
-    difference, leak = _furthest(packed, alone), _furthest(contaminated, alone)
+    difference = _furthest(packed, alone)
+    leak = _furthest(contaminated, alone)
     rounding = max(float((x - alone).norm()) for x in layouts)
 
     has_share = False  # of a leak

@@ -67,7 +67,8 @@ def probes(
     """
     draw = random_tokens(model, np.random.default_rng(0))
     positions = learned_positions(model) or max_length + _ROOM
-    few, most_room = min(MIN_TOKENS, positions // 2), min(_ROOM, positions)
+    few = min(MIN_TOKENS, positions // 2)
+    most_room = min(_ROOM, positions)
     # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
     # B; and as many tokens as B, which share a forward of equal lengths.
     before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
@@ -230,7 +231,8 @@ def _vocabulary_size(model: Any) -> int:
     """Return the number of tokens that a model both reads and predicts."""
     embeddings = head = None
     if hasattr(model, "get_input_embeddings"):
-        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embeddings = model.get_input_embeddings()
+        head = model.get_output_embeddings()
     size = getattr(embeddings, "num_embeddings", None)
     if size is None:
         of_modules = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))

@@ -83,7 +83,8 @@ class PrefixIndex:
         `lengths` are those of every document of the data set.
         """
         one, other = self.ranks[before], self.ranks[after]
-        starts, stops = np.minimum(one, other) + 1, np.maximum(one, other) + 1
+        starts = np.minimum(one, other) + 1
+        stops = np.maximum(one, other) + 1
         return shared_depths(range_minima(self.common, starts, stops), lengths[before])
 
     def computed_tokens(

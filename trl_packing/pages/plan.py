@@ -48,7 +48,9 @@ def plan_page(
     `plan` is what `plan_run` returns. `note` stands beside the title; "" for the model and
     max_length.
     """
-    run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
+    run = plan.run
+    model = plan.run.call.model
+    limit = plan.run.args.max_length
     about = [f"max_length {limit:,}" if limit else "no max_length"]
     if model is not None:
         about.insert(0, model if isinstance(model, str) else type(model).__name__)
@@ -73,7 +75,9 @@ def plan_page(
 
 def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
-    epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
+    epoch = plan.epoch
+    bins = plan.bins
+    limit = plan.report.capacity
     lengths = plan.lengths_before()
     note = ""
     if limit:

@@ -192,7 +192,8 @@ def _row_data(
     short = f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"
     if row.start or row.stop < row.batch["input_ids"].shape[1]:
-        name, short = f"{name}, bin {row.index + 1}", f"{short}.{row.index + 1}"
+        name = f"{name}, bin {row.index + 1}"
+        short = f"{short}.{row.index + 1}"
     names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
     names |= {"counts": TARGET_COUNTS} if row.segments else {}
     data: dict[str, Any] = {key: row.values(of)[:most].tolist() for key, of in names.items()}

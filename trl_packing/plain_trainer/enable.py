@@ -237,7 +237,8 @@ class EnabledPacking:
 def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
     """Run `forward` without labels, and put the loss into its output."""
     others = dict(call)
-    labels, count = others.pop("labels", None), others.pop("num_items_in_batch", None)
+    labels = others.pop("labels", None)
+    count = others.pop("num_items_in_batch", None)
     output = forward(**others)
     if labels is None:
         return output
@@ -249,7 +250,8 @@ def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
 @torch.compiler.disable
 def _with_boundaries(model: nn.Module, call: Call) -> Call:
     """Return the call with boundaries, if its mask or its positions number documents."""
-    mask, ids = call.get("attention_mask"), call.get("input_ids")
+    mask = call.get("attention_mask")
+    ids = call.get("input_ids")
     numbers = None if call.get("cu_seq_lens_q") is not None else _document_numbers(model, call)
     if numbers is None:
         return call
@@ -272,7 +274,8 @@ def _with_boundaries(model: nn.Module, call: Call) -> Call:
 
 def _document_numbers(model: nn.Module, call: Call) -> torch.Tensor | None:
     """Return the document of each token of the call's row ``(T,)``, None if it is not packed."""
-    mask, position_ids = call.get("attention_mask"), call.get("position_ids")
+    mask = call.get("attention_mask")
+    position_ids = call.get("position_ids")
     is_continued = has_cache(call)
     if is_continued and not model.training:  # `generate`
         return None

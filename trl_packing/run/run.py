@@ -95,7 +95,9 @@ class Run:
             TypeError: the training set is none.
             ValueError: the arguments cannot be used together.
         """
-        args, given, collator = call.args, call.train_dataset, call.data_collator
+        args = call.args
+        given = call.train_dataset
+        collator = call.data_collator
         sets = source_sets(given, args, collator)
         first = next(iter(sets.values())) if sets else given
         images = RunImages()
@@ -319,7 +321,8 @@ class Run:
 
     def check_weights_and_sources(self, train: Any, evaluated: list[Any]) -> None:
         """Raise ValueError for weights that no loss can use, and for sources that are not there."""
-        loss, column = self.call.compute_loss_func, self.options.source_column
+        loss = self.call.compute_loss_func
+        column = self.options.source_column
         for dataset in [train, *evaluated] if loss is not None else ():
             check_weights_can_be_used(loss, columns_of(dataset))
         for dataset in evaluated:

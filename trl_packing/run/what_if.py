@@ -45,7 +45,8 @@ class PlannedEpoch:
     """
 
     def __init__(self, sampler: PackedBatchSampler):
-        self.drawn, self.members = sampler.drawn(), sampler.micro_batches()
+        self.drawn = sampler.drawn()
+        self.members = sampler.micro_batches()
         self.documents = np.diff(self.drawn.ends, prepend=0)
         squares = sampler.lengths.astype(np.int64) ** 2
         squares = squares if sampler.groups is None else sampler.groups.squares
@@ -251,7 +252,8 @@ def other_max_lengths(
 
 def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[Variant, ...]:
     """Return how padded batches, bins, and steps of a fixed number of documents compare."""
-    args, given = sampling.args, sampling.options.documents_per_step
+    args = sampling.args
+    given = sampling.options.documents_per_step
     size = padded_batch_size(args.per_device_train_batch_size, packing=args.packing)
     settings = {"documents_per_step": None, "per_device_train_batch_size": size}
     padded = sampling.changed(packing=False, **settings)

@@ -60,7 +60,8 @@ class Side(NamedTuple):
         for start, stop in pairwise(bounds.tolist()):
             found = []
             for document in documents.__getitems__(order[start:stop]):
-                ids, labels = document["input_ids"], np.array(document["labels"])
+                ids = document["input_ids"]
+                labels = np.array(document["labels"])
                 labels[:1] = IGNORE_INDEX
                 weights = token_weights(document, len(labels)) * document_weight(document)
                 weights = np.where(labels == IGNORE_INDEX, 0, weights)  # of what is trained

@@ -134,7 +134,8 @@ class BeforeTraining(TrainerCallback):
             ValueError: its documents, or the settings for them, cannot be trained.
         """
         sampling = self.sampling
-        self.dataset, self._batch_size = dataset, sampling.batch_size
+        self.dataset = dataset
+        self._batch_size = sampling.batch_size
         self.sources = training_sources(dataset, self.run.options)
         self._plans_groups = sampling.draws_groups(True)
         self.documents = self.mixture = sampler = None

@@ -177,7 +177,8 @@ class ThroughputMeter:
         seconds = self.seconds()
         step = self.state.global_step
         if is_interval:
-            past, steps = seconds - self._last_seconds, step - self._last_step
+            past = seconds - self._last_seconds
+            steps = step - self._last_step
             self._logs = self._metrics(self._interval, past, steps)
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()

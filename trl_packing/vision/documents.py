@@ -246,7 +246,8 @@ def _in_full_length(tokenized: Tokenized, runs: Runs, feature: int, token: str) 
         raise ValueError(
             f"its text holds the token of images ({token}) outside of images; remove it"
         )
-    times, images = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
+    times = np.ones(len(ids), np.int64)
+    images = np.zeros(len(ids), np.int32)
     times[at] = [length for _, length in runs]
     images[at] = [number for number, _ in runs]
     return [np.repeat(values, times) for values in (ids, weights, images)]
