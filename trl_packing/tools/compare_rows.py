@@ -50,7 +50,10 @@ class Side(NamedTuple):
     by_trl: bool = False
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the documents of each row of the data set, with the weights of their tokens."""
+        """Yield the documents of each row of the data set, with the weights of their tokens.
+
+        These are 0 on tokens that are not trained, as the first of a document.
+        """
         run = with_row_numbers(self.run).with_settings(shuffle_dataset=False)
         dataset = documents_by_trl(run) if self.by_trl else run.documents()[0]
         documents = documents_of(dataset, None)
@@ -64,7 +67,7 @@ class Side(NamedTuple):
                 labels = np.array(document["labels"])
                 labels[:1] = IGNORE_INDEX
                 weights = token_weights(document, len(labels)) * document_weight(document)
-                weights = np.where(labels == IGNORE_INDEX, 0, weights)  # of what is trained
+                weights = np.where(labels == IGNORE_INDEX, 0, weights)
                 found.append({"input_ids": ids, "labels": labels, TOKEN_WEIGHTS: weights})
             yield found
 

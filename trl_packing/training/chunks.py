@@ -174,7 +174,7 @@ def check_chunks(model: nn.Module) -> None:
     advice = "max_tokens_in_memory cannot train it; leave it out"
     try:
         with preserve_state(model, training=True):
-            take_gradients()
+            take_gradients()  # of the user, who gets them back
             with use_native_attention(base):
                 loss = loss_of(dict(batch))
                 loss.backward()

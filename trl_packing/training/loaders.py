@@ -196,7 +196,7 @@ class PackedLoaders:
         """Return the data loader of a stream; its `dataset` is the `StreamBatches`."""
         args = self.run.args
         sampling = self.sampling
-        (ranks, rank) = self.sampling.ranks
+        ranks, rank = self.sampling.ranks
         packing = self.run.packing if training else self.run.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = packing and sampling.draws_groups(training)

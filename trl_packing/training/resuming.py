@@ -160,7 +160,7 @@ class ResumedEpochs:
             return found
         args = self.args
         step = self._record.global_step
-        (epoch, behind) = self._position
+        epoch, behind = self._position
         num_epochs, per_epoch, *others, max_steps = found
         if step != epoch * per_epoch + behind:  # else as `Trainer` counts
             if args.max_steps <= 0:
