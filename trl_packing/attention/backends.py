@@ -144,7 +144,8 @@ def divide_rows(
         ValueError: none does, or the heads of `model` cannot be divided.
     """
     base = unwrap_peft(model)
-    name, setting = type(base).__name__, f"sequence_parallel_size={num_ranks}"
+    name = type(base).__name__
+    setting = f"sequence_parallel_size={num_ranks}"
     counts = layer_values(text_config(base), "num_attention_heads")
     if undivided := [number for number in counts if number % num_ranks]:
         raise ValueError(
@@ -154,9 +155,11 @@ def divide_rows(
     kernels = [choice for choice in choices if choice.backend not in NATIVE_ATTENTION]
     reason = f"it runs by {choices[0]}"
     if recurrent.take_documents(base):
-        kernels, reason = [], "its recurrent layers carry a state along the row"
+        kernels = []
+        reason = "its recurrent layers carry a state along the row"
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        kernels, reason = [], "virtual tokens stand in front of each row"
+        kernels = []
+        reason = "virtual tokens stand in front of each row"
     if not kernels:
         raise ValueError(
             f"{setting} needs attention over boundaries alone, and {name} cannot be divided: "

@@ -58,22 +58,22 @@ def packed_mask(
     window = windows[0] if windows else None
     ids = np.repeat(np.arange(len(seq_lengths)), seq_lengths)[None]
 
-    def mask(kind: str) -> Tensor:
-        size = window if kind == "sliding_attention" else None
-        made = mask_from_document_ids(to_device(ids, device), window=size, dtype=dtype)
-        if images is None or (windows_only and size is None):
-            return made
-        is_open = (images[:, None] == images) & (images >= 0)
-        if size is not None:
-            token = torch.arange(len(images), device=images.device)
-            is_open &= token[:, None] - token < size
-        return made.masked_fill(is_open, 0)
-
     if not types:
-        return mask("sliding_attention" if window else "full_attention")
-    if not types <= {"full_attention", "sliding_attention"}:
-        return mask("full_attention")
-    return {kind: mask(kind) for kind in types} if len(types) > 1 else mask(types.pop())
+        types = {"sliding_attention" if window else "full_attention"}
+    elif not types <= {"full_attention", "sliding_attention"}:
+        types = {"full_attention"}
+    masks = {}
+    for kind in types:
+        size = window if kind == "sliding_attention" else None
+        mask = mask_from_document_ids(to_device(ids, device), window=size, dtype=dtype)
+        if images is not None and (size is not None or not windows_only):
+            is_open = (images[:, None] == images) & (images >= 0)
+            if size is not None:
+                token = torch.arange(len(images), device=images.device)
+                is_open &= token[:, None] - token < size
+            mask = mask.masked_fill(is_open, 0)
+        masks[kind] = mask
+    return masks if len(masks) > 1 else mask
 
 
 def _images(is_image: Tensor, boundaries: Tensor) -> Tensor:

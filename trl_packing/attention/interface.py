@@ -8,7 +8,7 @@ other call would silently run without a mask (transformers 5.23).
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -119,8 +119,16 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
     keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
+    # As autocast does for SDPA; it does not reach custom ops.
+    dtype = value.dtype
+    if torch.is_autocast_enabled(value.device.type):
+        dtype = torch.get_autocast_dtype(value.device.type)
+    # Norms kept in float32 (PEFT) leave query and key wider than value.
+    query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     output = kernel(
-        *[x[0].transpose(0, 1) for x in _one_dtype(query, key, value)],
+        query,
+        key,
+        value,
         given["cu_seq_lens_q"],
         KernelOptions(scale, window, softcap, sinks),
         given.get("max_length_q"),
@@ -139,12 +147,3 @@ def _fallback_function(fallback: str, module: nn.Module) -> Callable[..., tuple[
     raise NotImplementedError(
         f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'"
     )
-
-
-def _one_dtype(*tensors: Tensor) -> Iterator[Tensor]:
-    """Cast query, key and value as autocast does for SDPA; it does not reach custom ops."""
-    device, dtype = tensors[0].device.type, tensors[-1].dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    # Norms kept in float32 (PEFT) leave query and key wider than value.
-    return (x.to(dtype) for x in tensors)

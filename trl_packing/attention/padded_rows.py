@@ -156,7 +156,8 @@ class Rows(NamedTuple):
 
 def rows_of(group: list[int], boundaries: np.ndarray, device: torch.device | None) -> Rows:
     """Return the documents of a group as rows, the longest first, their tensors on `device`."""
-    starts, ends = boundaries[:-1][group, None], boundaries[1:][group, None]
+    starts = boundaries[:-1][group, None]
+    ends = boundaries[1:][group, None]
     token = starts + np.arange((ends - starts).max())
     is_real = token < ends
     token = np.minimum(token, ends - 1)

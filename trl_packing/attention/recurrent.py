@@ -117,7 +117,12 @@ class RecurrentFunction:
                 f"{self.name} carries a state along the row, whose documents share prefixes "
                 "(key_index); set prefix_sharing='off'"
             )
-        if taken := self._boundaries(row):
+        # The boundaries under the names that the installed kernel has for them.
+        if "seq_idx" in self.arguments and "seq_idx" in row:
+            taken = {"seq_idx": row["seq_idx"]}
+        else:
+            taken = {n: x for n, x in _for_fla(row).items() if n in self.arguments}
+        if taken:
             if self.is_convolution:  # channels last, without which it takes no boundaries
                 args = (args[0].transpose(1, 2).contiguous().transpose(1, 2), *args[1:])
             return self.function(*args, **kwargs | taken)
@@ -127,13 +132,6 @@ class RecurrentFunction:
         if not self.is_kernel and kwargs.get("chunk_size", 0) > _CHUNK:
             kwargs["chunk_size"] = _CHUNK
         return self._by_document(row, args, kwargs)
-
-    def _boundaries(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the boundaries under the names that the installed kernel has for them."""
-        if "seq_idx" in self.arguments and "seq_idx" in row:
-            return {"seq_idx": row["seq_idx"]}
-        taken = _for_fla(row)
-        return {name: taken[name] for name in taken if name in self.arguments}
 
     def _by_triton(
         self,

@@ -61,13 +61,11 @@ def note(text: str) -> None:
 def short_log() -> Iterator[None]:
     """Print each warning of this package once inside the block, as a note."""
     note_once = cache(note)
-
-    def emit(record: logging.LogRecord) -> None:
-        note_once(record.getMessage().removeprefix("[RANK 0] "))
-
     handler = logging.Handler(logging.WARNING)
     log = logging.getLogger("trl_packing")
-    handler.emit = emit  # type: ignore[method-assign]
+    handler.emit = lambda record: note_once(  # type: ignore[method-assign]
+        record.getMessage().removeprefix("[RANK 0] ")
+    )
     log.addHandler(handler)
     try:
         yield

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, NoReturn
+from typing import Any
 
 import trl_packing
 from trl_packing.cli.commands import COMMANDS
 from trl_packing.cli.output import command_line, note, short_log
-from trl_packing.tools.options import message_of
+from trl_packing.tools.options import message_of, short_usage_errors
 
 _USAGE = "trl-packing {} [SCRIPT]{} [--config FILE] [--OPTION ...]"
 
@@ -39,11 +39,6 @@ RUN = """the run:
   --num_proc N              processes that prepare (--dataset_num_proc)
 
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +95,8 @@ def check_can_write(path: str | None) -> None:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command; `words` are all others, the training command of a run."""
-    arguments, words = _parser().parse_known_args(argv)
+    with short_usage_errors():
+        arguments, words = _parser().parse_known_args(argv)
     if words and arguments.command == "doctor":
         raise ValueError(f"doctor has no option {' '.join(words)}")
     check_can_write(getattr(arguments, "html", None))
@@ -114,7 +110,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="trl-packing", **_settings_of(main))
+    parser = argparse.ArgumentParser(prog="trl-packing", **_settings_of(main))
     parser.add_argument("--version", action="version", version=trl_packing.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adds = []

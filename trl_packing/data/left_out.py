@@ -39,10 +39,6 @@ def _rewritten(message: Message, write: Callable[[str, str], str]) -> Message:
         pieces[-1] = write("content", pieces[-1])
         return "".join(pieces)
 
-    def in_part(part: Message) -> Message:
-        words = part.get("text")
-        return {**part, "text": in_text(words)} if isinstance(words, str) else part
-
     def named(function: Row) -> Message:
         return {**function, "name": write("tool call", str(function.get("name")))}
 
@@ -50,7 +46,10 @@ def _rewritten(message: Message, write: Callable[[str, str], str]) -> Message:
     if isinstance(content, str):
         found["content"] = in_text(content)
     elif content:
-        found["content"] = [in_part(part) for part in content]
+        found["content"] = parts = [dict(part) for part in content]
+        for part in parts:
+            if isinstance(part.get("text"), str):
+                part["text"] = in_text(part["text"])
     if message.get("tool_calls"):
         found["tool_calls"] = [with_function(call, named) for call in message["tool_calls"]]
     return found

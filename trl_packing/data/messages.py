@@ -279,14 +279,6 @@ def texts_of(content: Sequence[Message]) -> list[str]:
     return [part["text"] for part in content if isinstance(part.get("text"), str)]
 
 
-def _as_text(message: Message) -> Message:
-    """Return a message with the texts in its content as one text."""
-    content = message.get("content")
-    if not isinstance(content, (list, tuple)):
-        return message
-    return {**message, "content": "".join(texts_of(content))}
-
-
 def check_lists(
     messages: Sequence[Message], text: str, render: Callable[[list[Message]], str | None]
 ) -> None:
@@ -302,7 +294,13 @@ def check_lists(
         words = [each.rpartition("</think>")[2].strip() for each in texts_of(content)]
         missing = [each for each in words if each not in text]
         if missing:  # a template may leave out a message in any form
-            as_texts = render([*map(_as_text, messages)]) or ""
+            texts = []
+            for other in messages:
+                parts = other.get("content")
+                if isinstance(parts, (list, tuple)):
+                    other = {**other, "content": "".join(texts_of(parts))}
+                texts.append(other)
+            as_texts = render(texts) or ""
             missing = [each for each in missing if each in as_texts]
         garbled = str(content) in text
         garbled |= json.dumps(content, ensure_ascii=False, default=str) in text

@@ -356,20 +356,16 @@ class RowFormat:
             return self._by_spans(text, spans, untrained)
         text = self.chat.render(conversation)
         if conversation.sanitizes:
-            tokens = self._sanitized(conversation, first)
+            ids = self.chat.sanitized_ids(conversation)
+            prompt = []
+            if first is not None:
+                prompt = self.chat.sanitized_ids(first, generation_prompt=True)
+            end = common_prefix_length(prompt, ids)
+            weights = np.ones(len(ids), np.float32)
+            weights[:end] = 0
+            tokens = Tokenized(ids, weights, prompt[end:])
             return Rendered(text, adds_special_tokens=False, tokens=tokens)
         return self._by_template(text, untrained, adds_special_tokens=False)
-
-    def _sanitized(self, conversation: Conversation, first: Conversation | None) -> Tokenized:
-        """Return the tokens of a conversation; those of its `first` messages are untrained."""
-        ids = self.chat.sanitized_ids(conversation)
-        prompt = []
-        if first is not None:
-            prompt = self.chat.sanitized_ids(first, generation_prompt=True)
-        end = common_prefix_length(prompt, ids)
-        weights = np.ones(len(ids), np.float32)
-        weights[:end] = 0
-        return Tokenized(ids, weights, prompt[end:])
 
     def _left_out(
         self,
@@ -387,7 +383,8 @@ class RowFormat:
         missing = left_out(self.chat, conversation, text)
         handled = 0
         for part in missing:
-            number, message = part.number, conversation.messages[part.number]
+            number = part.number
+            message = conversation.messages[part.number]
             is_trained = number >= first if weights is None else number in weights
             if part.name == "reasoning" and (self.makes_turns or not is_trained):
                 continue  # a turn was compared alone, and prompts have none at inference

@@ -54,8 +54,12 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
 
     `flagged` says whether messages of the rows have "train" or "weight".
     """
-    args, options, row_format = rules.args, rules.options, rules.row_format
-    prompt, chat, labeler = row_format.prompt_template, row_format.chat, rules.labeler
+    args = rules.args
+    options = rules.options
+    row_format = rules.row_format
+    prompt = row_format.prompt_template
+    chat = row_format.chat
+    labeler = rules.labeler
     markers: list[Any] | None = None
     if labeler is not None:
         templates = labeler.templates

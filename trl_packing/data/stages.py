@@ -104,7 +104,10 @@ def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> W
     if is_packed(documents):
         _note_not_found(ArrowDocuments(documents, (*TOKEN_COLUMNS, SEQ_LENGTHS)), rules, name)
         return WholeDocuments(documents)
-    documents, found = _without_counts(documents)
+    found = PreparationCounts()
+    if HANDLED in documents.column_names:
+        found = handled_in(documents.data.column(HANDLED).to_numpy())
+        documents = documents.remove_columns(HANDLED)
     if not rules.keeps_columns:
         kept = document_columns(documents.column_names, rules.options.named_columns())
         documents = documents.select_columns([*token_columns(documents.column_names), *kept])
@@ -122,17 +125,12 @@ def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> W
     for note in (*found.stages, *notes):
         logger.warning(f"{name} dataset: {note}")
     is_text = rules.formatting_func is not None or "input_ids" in columns
-    if not is_text and {*_MESSAGES} & {*columns} and _trains_all_unasked(tokens, rules):
-        notes.append(_HINT)
+    is_unasked = rules.response_template is None and rules.row_format.flags_decide
+    if not is_text and {*_MESSAGES} & {*columns} and is_unasked:
+        most = np.maximum(tokens.lengths() - 1, 0).sum()
+        if tokens.num_trained().sum() >= most:
+            notes.append(_HINT)
     return WholeDocuments(tokens.dataset, replace(found, notes=tuple(notes)))
-
-
-def _without_counts(documents: Dataset) -> tuple[Dataset, PreparationCounts]:
-    """Return documents without the column that is counted, and its counts."""
-    if HANDLED not in documents.column_names:
-        return documents, PreparationCounts()
-    found = handled_in(documents.data.column(HANDLED).to_numpy())
-    return documents.remove_columns(HANDLED), found
 
 
 def fit_documents(
@@ -235,7 +233,8 @@ def _prepare_by_trl(
 
 def _tokenize(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str) -> AnyDataset:
     """Return documents of any length with `input_ids` and `labels`."""
-    num_proc, template = rules.args.dataset_num_proc, rules.response_template
+    num_proc = rules.args.dataset_num_proc
+    template = rules.response_template
     if "input_ids" in columns:
         if rules.formatting_func is not None:
             logger.warning(f"the {name} dataset has input_ids: formatting_func is ignored")
@@ -292,11 +291,3 @@ _HINT = (
     "every token of the messages is trained, those of users too, as in TRL; "
     "train_on='assistant' trains the answers alone ('all' keeps this, without the hint)"
 )
-
-
-def _trains_all_unasked(documents: ArrowDocuments, rules: Rules) -> bool:
-    """Whether every token of the messages is trained, the user's too, and no setting says so."""
-    if rules.response_template is not None or not rules.row_format.flags_decide:
-        return False
-    most = np.maximum(documents.lengths() - 1, 0).sum()
-    return bool(documents.num_trained().sum() >= most)

@@ -113,7 +113,9 @@ def _spans(rendered: RenderedConversation, wanted: Sequence[int]) -> dict[int, S
 
 def _spans_at_once(rendered: RenderedConversation, plain: Sequence[int]) -> dict[int, Span]:
     """Return spans of plain messages, if nothing but their contents is between the pieces."""
-    chat, text, messages = rendered.chat, rendered.text, rendered.messages
+    chat = rendered.chat
+    text = rendered.text
+    messages = rendered.messages
     pieces = (rendered.with_marks({n: messages[n] for n in plain}) or "").split(rendered.mark)
     if len(pieces) != len(plain) + 1 or not text.startswith(pieces[0]):
         return {}
@@ -244,7 +246,18 @@ def _written(chat: ChatTemplate, conversation: Conversation) -> tuple[str, str, 
             "even where it is the last one; use a template that keeps it, or write reasoning into "
             "the content (<think>…</think>)"
         )
-    raise ValueError(_why_apart(turn, prompt))
+    at = common_prefix_length(text, prompt)
+    remedy = "use another template, or set its 'train' to false"
+    if conversation.kwargs or _ASKS.search(prompt):
+        remedy = (
+            "give the message the reasoning that the prompt asks for, or chat_template_kwargs "
+            "that fit it (enable_thinking)"
+        )
+    raise ValueError(
+        f"at inference the model reads {quote(prompt[-40:])} at the end of its prompt before "
+        f"message {number}, but the chat template writes {quote(text[at : at + 40])} there in "
+        f"the finished turn; {remedy}"
+    )
 
 
 def _start_behind(turn: RenderedConversation, prompt: str) -> int | None:
@@ -274,23 +287,6 @@ def _turn_from(turn: RenderedConversation, start: int) -> str:
         return written
     # Turns end as the next one begins (GLM).
     return written + chat.start_of("tool" if turn.messages[-1].get("tool_calls") else "user")
-
-
-def _why_apart(turn: RenderedConversation, prompt: str) -> str:
-    """Return a sentence on a finished turn that does not go on from its prompt."""
-    number = len(turn.messages) - 1
-    at = common_prefix_length(turn.text, prompt)
-    remedy = "use another template, or set its 'train' to false"
-    if turn.conversation.kwargs or _ASKS.search(prompt):
-        remedy = (
-            "give the message the reasoning that the prompt asks for, or chat_template_kwargs "
-            "that fit it (enable_thinking)"
-        )
-    return (
-        f"at inference the model reads {quote(prompt[-40:])} at the end of its prompt before "
-        f"message {number}, but the chat template writes {quote(turn.text[at : at + 40])} there in "
-        f"the finished turn; {remedy}"
-    )
 
 
 def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:

@@ -15,6 +15,7 @@ the last bit when A's tokens change. Otherwise the check is inconclusive. What b
 not show to leak is measured once more, on a copy of them in float32.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -87,11 +88,6 @@ class IsolationReport:
     def allowed(self) -> float:
         """The largest difference that is put down to rounding; a larger one is a leak."""
         return NOISE_FACTOR * self.noise
-
-    @property
-    def badness(self) -> tuple[int, bool, float]:
-        """What orders reports on the same model; the largest decides."""
-        return [*VERDICTS].index(self.verdict), self.whatever_others, self.difference
 
     @property
     def is_blunt(self) -> bool:
@@ -247,15 +243,19 @@ def check_probes(
                 has_images="images" in probe.document,
                 whatever_others=verdict == "leaks" and _ignores_tokens(*measured[1:]),
             )
-            reports.append((report, probe))
-        return max(reports, key=lambda pair: pair[0].badness)
+            badness = [*VERDICTS].index(verdict), report.whatever_others, difference
+            reports.append((badness, report, probe))
+        _, report, probe = max(reports, key=lambda found: found[0])
+        return report, probe
 
     eps = torch.finfo(next(inner.parameters()).dtype).eps
     with try_backward(inner, training=training) as faults, preserve_state(model, training):
         report, probe = worst(model, eps)
         # Ranks that share a row must run as many forwards as each other.
         is_blunt = report.verdict != "leaks" and report.difference and eps > _EPS
-        if is_blunt and collator.share[1] == 1 and _can_be_copied(inner):
+        copied = 4 * sum(parameter.numel() for parameter in inner.parameters())
+        may_copy = copied <= _COPY_BYTES and not is_sharded(inner)
+        if is_blunt and collator.share[1] == 1 and may_copy:
             with suppress(Exception):  # kernels of half precision refuse it
                 report, probe = worst(_in_float32(model), _EPS)
                 report = replace(report, in_float32=True)
@@ -265,11 +265,6 @@ def check_probes(
     if report and faults:
         raise RuntimeError(faults[0])
     return report
-
-
-def _can_be_copied(model: nn.Module) -> bool:
-    """Return whether a copy of the weights in float32 is small, and needs no other rank."""
-    return 4 * sum(p.numel() for p in model.parameters()) <= _COPY_BYTES and not is_sharded(model)
 
 
 def _in_float32(model: nn.Module) -> Callable[..., Any]:
@@ -371,24 +366,21 @@ def _verdict(
     """Return verdict, difference, noise and leak; the first of `layouts` is B alone."""
     alone = layouts[0]
     noise = max(eps * float(alone.abs().max()), _furthest(layouts, alone))
-    difference, leak = _furthest(packed, alone), _furthest(contaminated, alone)
+    difference = _furthest(packed, alone)
+    leak = _furthest(contaminated, alone)
     rounding = max(float((x - alone).norm()) for x in layouts)
 
-    def share_is_small(moved: Tensor, leaked: Tensor) -> bool:
-        if not (length := float((leaked * leaked).sum())):
-            return False
+    has_share = False  # of a leak
+    for row, other in zip(packed, contaminated, strict=False):
+        moved, leaked = row - alone, other - alone
+        length = float((leaked * leaked).sum())
         # Rounding errors of a random direction have this share by chance.
-        chance = rounding / (length * len(leaked)) ** 0.5
-        return abs(float((moved * leaked).sum())) / length <= max(LEAK_SHARE, 2 * chance)
-
-    pairs = [(p - alone, c - alone) for p, c in zip(packed, contaminated, strict=False)]
+        chance = rounding / (length * len(leaked)) ** 0.5 if length else 0.0
+        share = abs(float((moved * leaked).sum())) / length if length else math.inf
+        has_share |= not share <= max(LEAK_SHARE, 2 * chance)
     if not difference <= NOISE_FACTOR * noise:  # true for NaN as well
         verdict = "leaks"
-    elif (
-        difference <= LEAK_SHARE * leak
-        or all(share_is_small(*pair) for pair in pairs)
-        or _ignores_tokens(packed, contaminated)
-    ):
+    elif difference <= LEAK_SHARE * leak or not has_share or _ignores_tokens(packed, contaminated):
         verdict = "isolated"
     else:
         verdict = "inconclusive"

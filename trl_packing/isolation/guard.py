@@ -93,8 +93,10 @@ class IsolationGuard:
         # tokens of the shortest and the longest document, which were checked together.
         self.passed: list[tuple[Precision, bool, int, int]] = []
         self._results: dict[bool, CheckResult] = {}  # of the backend in use, by training
-        self._requested, self._isolation_check = attention, isolation_check
-        self._packing_requested, self._is_ours = packing_requested, is_ours
+        self._requested = attention
+        self._isolation_check = isolation_check
+        self._packing_requested = packing_requested
+        self._is_ours = is_ours
         self._num_ranks = num_ranks
         self._choices: list[AttentionChoice] = []  # the backend in use, then its fallbacks
         self._precision: Precision | None = None  # for which they were resolved

@@ -102,12 +102,11 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         yield
         return
     device = next(model.parameters()).device.type
-
-    def disable_autocast(*_: Any) -> None:
-        torch.set_autocast_enabled(device, False)
-
     with ExitStack() as stack:
         stack.enter_context(torch.autocast(device, enabled=False))  # restores autocast
         for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(disable_autocast).remove)
+            hook = module.register_forward_pre_hook(
+                lambda *_: torch.set_autocast_enabled(device, False)
+            )
+            stack.callback(hook.remove)
         yield

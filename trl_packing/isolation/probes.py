@@ -67,7 +67,8 @@ def probes(
     """
     draw = random_tokens(model, np.random.default_rng(0))
     positions = learned_positions(model) or max_length + _ROOM
-    few, most_room = min(MIN_TOKENS, positions // 2), min(_ROOM, positions)
+    few = min(MIN_TOKENS, positions // 2)
+    most_room = min(_ROOM, positions)
     # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
     # B; and as many tokens as B, which share a forward of equal lengths.
     before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
@@ -202,24 +203,25 @@ def _bytes_of_pair(model: Any) -> int:
     # Windows and chunks: a mask of booleans, and the same in the dtype of the model.
     taken = 1 + size if length_constants(model) else 0
     key_heads = min(layer_values(config, "num_key_value_heads"), default=heads)
-    if parameter.is_cuda and key_heads < heads and not _runs_flash(config, parameter):
-        taken += heads * 8  # only FlashAttention takes grouped heads; others write float32 scores
+    if parameter.is_cuda and key_heads < heads:
+        is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+        is_new = torch.cuda.get_device_capability(parameter.device) >= (8, 0)
+        widest = max(layer_values(config, "head_dim"), default=0)
+        if not (is_half and is_new and widest <= 256):
+            taken += heads * 8  # FlashAttention takes grouped heads; others write float32 scores
     return taken
-
-
-def _runs_flash(config: Any, parameter: torch.Tensor) -> bool:
-    """Whether the SDPA of PyTorch runs FlashAttention on the GPU of `parameter`."""
-    is_half = parameter.dtype in (torch.bfloat16, torch.float16)
-    widest = max(layer_values(config, "head_dim"), default=0)
-    is_new = torch.cuda.get_device_capability(parameter.device) >= (8, 0)
-    return is_half and is_new and widest <= 256
 
 
 def random_tokens(model: Any, rng: np.random.Generator) -> Draw:
     """Return a function that draws tokens for `model`, at most as many as it has positions."""
     every = np.arange(_vocabulary_size(model))
     # Vision-language models raise an error for an image token without an image.
-    usable = np.setdiff1d(every, _special_ids(getattr(model, "config", None)))
+    special: list[int] = []
+    for name, value in vars(getattr(model, "config", None) or nn.Identity()).items():
+        if name.endswith(("token_id", "token_index")):
+            ids = value if isinstance(value, (list, tuple)) else [value]
+            special += [i for i in ids if isinstance(i, int)]
+    usable = np.setdiff1d(every, special)
     usable = usable if len(usable) > 1 else every
     most = learned_positions(model)
     return lambda length: rng.choice(usable, min(length, most or length)).astype(np.int64)
@@ -229,20 +231,11 @@ def _vocabulary_size(model: Any) -> int:
     """Return the number of tokens that a model both reads and predicts."""
     embeddings = head = None
     if hasattr(model, "get_input_embeddings"):
-        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embeddings = model.get_input_embeddings()
+        head = model.get_output_embeddings()
     size = getattr(embeddings, "num_embeddings", None)
     if size is None:
         of_modules = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
         size = next(of_modules, 2)
     # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts).
     return min(size, getattr(head, "out_features", None) or size)
-
-
-def _special_ids(config: Any) -> list[int]:
-    """Return the tokens that a config gives a meaning of their own."""
-    found: list[int] = []
-    for name, value in vars(config or nn.Identity()).items():
-        if name.endswith(("token_id", "token_index")):
-            ids = value if isinstance(value, (list, tuple)) else [value]
-            found += [i for i in ids if isinstance(i, int)]
-    return found

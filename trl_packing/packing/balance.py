@@ -89,7 +89,8 @@ def _by_cost(
     median = np.partition(cost, cost.shape[1] // 2, axis=1)[:, cost.shape[1] // 2, None]
     keys = np.maximum(cost, COSTLY_FROM * median)
     order = np.argsort(-keys, axis=1, kind="stable")
-    bins, keys = np.take_along_axis(bins, order, 1), np.take_along_axis(keys, order, 1)
+    bins = np.take_along_axis(bins, order, 1)
+    keys = np.take_along_axis(keys, order, 1)
     fill_order = np.lexsort((excess[bins] * (keys == keys[:, -1:]), keys), axis=1)
     return bins.reshape(windows.shape), fill_order
 
@@ -235,7 +236,8 @@ def exchange_between_steps(
         columns = rng.permutation(size)[:_CANDIDATES]
         for at in range(0, half, _PAIRS_AT_ONCE):
             one, other = pairs[:, at : at + _PAIRS_AT_ONCE]
-            mine, yours = steps[one][:, columns, None], steps[other][:, None, columns]
+            mine = steps[one][:, columns, None]
+            yours = steps[other][:, None, columns]
             # Of Σ excess² of both steps, ÷ 2: (pairs, columns, columns).
             change = np.zeros((len(one), len(columns), len(columns)))
             for values, of_steps in zip(excess, sums, strict=True):
@@ -246,7 +248,8 @@ def exchange_between_steps(
             best = changes.argmin(1)
             better = np.flatnonzero(changes[np.arange(len(one)), best] < 0)
             one, other, best = one[better], other[better], best[better]
-            at_one, at_other = columns[best // len(columns)], columns[best % len(columns)]
+            at_one = columns[best // len(columns)]
+            at_other = columns[best % len(columns)]
             given, taken = steps[one, at_one], steps[other, at_other]
             steps[one, at_one], steps[other, at_other] = taken, given
             moved = excess[:, taken] - excess[:, given]

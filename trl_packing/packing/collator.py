@@ -202,7 +202,8 @@ class PackedCollator:
             batch[TOKEN_WEIGHTS] = torch.from_numpy(weights)[None]
         sources = None
         if any(SOURCE_IDS in document for document in documents):
-            source_ids = _source_ids(documents, [*map(sum, rows), tail])
+            ids = [document[SOURCE_IDS] for document in documents]
+            source_ids = np.repeat([*ids, -1], [*map(sum, rows), tail])  # −1 behind the documents
             batch[SOURCE_IDS] = torch.from_numpy(source_ids)[None]
             sources = source_ids[starts[: len(real)].numpy()]
         if self.images is not None:
@@ -264,12 +265,6 @@ class PackedCollator:
             start = stop
         factors += [1.0] * (len(lengths) - len(factors))
         return weigh_tokens(weights, labels, lengths, factors, self.loss_weighting)
-
-
-def _source_ids(documents: Sequence[Document], sizes: Sequence[int]) -> np.ndarray:
-    """Return the source of each token; `sizes` are those of rows and of the padding, with −1."""
-    ids = [document[SOURCE_IDS] for document in documents]
-    return np.repeat([*ids, -1], sizes)
 
 
 class DataCollatorWithFlattening(PackedCollator):

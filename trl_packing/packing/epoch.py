@@ -81,7 +81,8 @@ def equal_cost(costs: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
     by_cost = np.argsort(-costs, axis=1, kind="stable")
     part_of = np.empty_like(by_cost)
     rows = np.arange(len(costs))
-    sums, sizes = np.zeros((len(costs), number)), np.zeros((len(costs), number), np.int64)
+    sums = np.zeros((len(costs), number))
+    sizes = np.zeros((len(costs), number), np.int64)
     for at in range(costs.shape[1]):
         cheapest = sums.argmin(1)
         part_of[:, at] = cheapest

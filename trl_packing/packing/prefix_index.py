@@ -48,8 +48,12 @@ class PrefixIndex:
         index = cls(*prefix_order(documents.readers["input_ids"], documents.stored_rows))
         if "labels" in documents.columns:
             table = documents.dataset.data.select(["input_ids", "labels"])
-            if any(map(_has_own_labels, table.to_batches(max_chunksize=_AT_ONCE))):
-                index.common[:] = 0
+            for batch in table.to_batches(max_chunksize=_AT_ONCE):
+                flat = [pc.list_flatten(x).to_numpy(zero_copy_only=False) for x in batch.columns]
+                sizes = pc.list_value_length(batch.column("input_ids")).to_numpy()
+                if _is_any_own(flat[0], flat[1], np.append(0, np.cumsum(sizes))):
+                    index.common[:] = 0
+                    break
         return index
 
     @classmethod
@@ -79,7 +83,8 @@ class PrefixIndex:
         `lengths` are those of every document of the data set.
         """
         one, other = self.ranks[before], self.ranks[after]
-        starts, stops = np.minimum(one, other) + 1, np.maximum(one, other) + 1
+        starts = np.minimum(one, other) + 1
+        stops = np.maximum(one, other) + 1
         return shared_depths(range_minima(self.common, starts, stops), lengths[before])
 
     def computed_tokens(
@@ -130,13 +135,6 @@ def range_minima(values: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> n
     return minima
 
 
-def _has_own_labels(batch: pa.RecordBatch) -> bool:
-    ids, labels = batch.column("input_ids"), batch.column("labels")
-    flat = [pc.list_flatten(column).to_numpy(zero_copy_only=False) for column in (ids, labels)]
-    offsets = np.append(0, np.cumsum(pc.list_value_length(ids).to_numpy()))
-    return _is_any_own(flat[0], flat[1], offsets)
-
-
 def _is_any_own(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) -> bool:
     """Return whether a label is another id than that of its token."""
     own = np.flatnonzero((targets != IGNORE_INDEX) & (targets != tokens))
@@ -156,7 +154,13 @@ def prefix_order(column: ListColumn, stored: np.ndarray) -> tuple[np.ndarray, np
         >>> order.tolist(), common.tolist()
         ([1, 0, 2], [0, 2, 0])
     """
-    strings = pa.chunked_array([_strings(*chunk) for chunk in column.chunks], pa.large_binary())
+    chunks = []
+    for values, offsets in column.chunks:  # as strings of bytes, which Arrow ranks
+        flat = np.ascontiguousarray(values)
+        buffers = [pa.py_buffer(offsets.astype(np.int64) * flat.itemsize), pa.py_buffer(flat)]
+        number = len(offsets) - 1
+        chunks.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), number, [None, *buffers]))
+    strings = pa.chunked_array(chunks, pa.large_binary())
     order = np.argsort(pc.rank(strings, tiebreaker="first").to_numpy()[stored], kind="stable")
     rows = stored[order]
     common = np.zeros(len(stored), np.int32)
@@ -178,13 +182,6 @@ def prefix_order(column: ListColumn, stored: np.ndarray) -> tuple[np.ndarray, np
             depth = depth + width
             width = min(2 * width, _WIDE)
     return order, common
-
-
-def _strings(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
-    """Return rows as strings of bytes."""
-    values = np.ascontiguousarray(values)
-    buffers = pa.py_buffer(offsets.astype(np.int64) * values.itemsize), pa.py_buffer(values)
-    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(offsets) - 1, [None, *buffers])
 
 
 def _block(column: ListColumn, rows: np.ndarray, depth: int, width: int) -> np.ndarray:

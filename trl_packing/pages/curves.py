@@ -24,6 +24,7 @@ _NOTES = {
 _MAIN = ("learning_rate", "grad_norm", "tokens_per_second", "utilization")
 _SHARES = ("utilization", "mean_token_accuracy")
 _MAY_BE_LOG = ("loss", "loss by source", "grad_norm", "learning_rate")
+# An evaluation loss, of a set or a source too.
 _EVAL_LOSS = re.compile(r"eval_(.+_)?loss(_.+)?")
 # Counts and times of day are axes, or figures of the whole run.
 _NO_CURVE = re.compile(
@@ -57,25 +58,26 @@ class Chart(NamedTuple):
     def note(self) -> str:
         """What stands beside the title: what the curves are, and which values they leave out."""
         notes = [_NOTES.get(self.title, "")]
-        notes += [_gaps(name, points) for name, points in self.curves.items()]
+        for name, points in self.curves.items():
+            lost = [point.step for point in points if not math.isfinite(point.value)]
+            if lost:
+                values = f"{quantity(len(lost), 'value')} of {name}"
+                notes.append(f"{values} NaN or infinite, left out (from step {lost[0]:,})")
         return " · ".join(filter(None, notes))
 
     def drawn(self) -> dict[str, Any]:
         """Return what curves.js draws."""
         curves = []
         for color, (name, points) in enumerate(self.curves.items()):
-            shown = [_as_json(point) for point in thinned(points)]
+            shown = []
+            for *place, value in thinned(points):
+                shown.append([*place, float(f"{value:.7g}") if math.isfinite(value) else None])
             curves.append({"name": name, "color": color, "points": shown})
         return {
-            "may_be_log": self.title in _MAY_BE_LOG or _is_eval_loss(self.title),
+            "may_be_log": self.title in _MAY_BE_LOG or bool(_EVAL_LOSS.fullmatch(self.title)),
             "percent": self.title in _SHARES,
             "curves": curves,
         }
-
-
-def _is_eval_loss(name: str) -> bool:
-    """Return whether `name` is that of an evaluation loss, of a set or a source too."""
-    return _EVAL_LOSS.fullmatch(name) is not None
 
 
 def charts_of(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
@@ -88,7 +90,7 @@ def charts_of(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
             hidden |= {f"{count}{source}", f"train_{count}{source}"}
     names = [name for name in series if name not in hidden and not _NO_CURVE.fullmatch(name)]
     kinds = {"loss": ["loss"], "loss by source": [f"loss_{source}" for source in sources]}
-    kinds["eval_loss"] = [name for name in names if _is_eval_loss(name)]
+    kinds["eval_loss"] = [name for name in names if _EVAL_LOSS.fullmatch(name)]
     kinds |= {name: [name] for name in _MAIN}
     main = []
     for kind, of_kind in kinds.items():
@@ -139,15 +141,3 @@ def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> Sequence[Point
         order = stretch[np.argsort(values[stretch])]
         kept |= {int(order[0]), int(order[-1])}
     return [points[at] for at in sorted(kept)]
-
-
-def _as_json(point: Point) -> list[float | None]:
-    *place, value = point
-    return [*place, float(f"{value:.7g}") if math.isfinite(value) else None]
-
-
-def _gaps(name: str, points: Sequence[Point]) -> str:
-    """Return in words which values of a curve are left out; "" if none is."""
-    lost = [point.step for point in points if not math.isfinite(point.value)]
-    values = quantity(len(lost), "value")
-    return f"{values} of {name} NaN or infinite, left out (from step {lost[0]:,})" if lost else ""

@@ -33,7 +33,9 @@ def histogram(
     edges = _edges(values, is_log)
     counts = np.histogram(values, edges)[0]
     red_counts = np.histogram(values[values > limit], edges)[0]
-    low, high, most = float(edges[0]), float(edges[-1]), float(counts.max())
+    low = float(edges[0])
+    high = float(edges[-1])
+    most = float(counts.max())
     scale = np.log if is_log else np.asarray
 
     def across(numbers: Any) -> Any:
@@ -102,7 +104,8 @@ def ticks(low: float, high: float, most: int = 7) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Return 1, 2, 5, 10, ... between `low` and `high`; powers of 10 alone on a long axis."""
-    first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
+    first = int(np.floor(np.log10(low)))
+    last = int(np.ceil(np.log10(high)))
     decades = [10.0**power for power in range(first, last + 1)]
     found = [step * decade for decade in decades for step in (1, 2, 5)]
     found = [number for number in found if low <= number <= high]

@@ -48,10 +48,18 @@ def plan_page(
     `plan` is what `plan_run` returns. `note` stands beside the title; "" for the model and
     max_length.
     """
+    run = plan.run
+    model = plan.run.call.model
+    limit = plan.run.args.max_length
+    about = [f"max_length {limit:,}" if limit else "no max_length"]
+    if model is not None:
+        about.insert(0, model if isinstance(model, str) else type(model).__name__)
+    if run.is_stream:
+        about.append(f"the first {run.num_rows:,} rows of a stream")
     return render(
         Path(__file__).with_name("plan.html"),
         title=title,
-        note=note or _about(plan),
+        note=note or " · ".join(about),
         styles=["plan.css"],
         charts=list(_charts(plan)),
         plan=plan,
@@ -60,26 +68,16 @@ def plan_page(
         strips=_strips(plan),
         documents=list(_documents(plan)),
         command=command,
-        settings={"ranks": plan.report.ranks, **settings_of(plan.run.args)},
+        settings={"ranks": plan.report.ranks, **settings_of(run.args)},
         versions=installed_versions(),
     )
 
 
-def _about(plan: "RunPlan") -> str:
-    """Return the model and the most important setting."""
-    run, model, limit = plan.run, plan.run.call.model, plan.run.args.max_length
-    words = []
-    if model is not None:
-        words.append(model if isinstance(model, str) else type(model).__name__)
-    words.append(f"max_length {limit:,}" if limit else "no max_length")
-    if run.is_stream:
-        words.append(f"the first {run.num_rows:,} rows of a stream")
-    return " · ".join(words)
-
-
 def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
-    epoch, bins, limit = plan.epoch, plan.bins, plan.report.capacity
+    epoch = plan.epoch
+    bins = plan.bins
+    limit = plan.report.capacity
     lengths = plan.lengths_before()
     note = ""
     if limit:

@@ -192,7 +192,8 @@ def _row_data(
     short = f"{row.micro_batch + 1:,}"
     name = f"Micro-batch {short}"
     if row.start or row.stop < row.batch["input_ids"].shape[1]:
-        name, short = f"{name}, bin {row.index + 1}", f"{short}.{row.index + 1}"
+        name = f"{name}, bin {row.index + 1}"
+        short = f"{short}.{row.index + 1}"
     names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
     names |= {"counts": TARGET_COUNTS} if row.segments else {}
     data: dict[str, Any] = {key: row.values(of)[:most].tolist() for key, of in names.items()}
@@ -203,7 +204,15 @@ def _row_data(
     if row.segments:
         data["realTokens"] = sum(document.stop - document.start for document in row.documents)
         data["segments"] = row.segments
-    documents = [_document_data(document, row, tokenizer) for document in row.documents]
+    documents, images = [], []
+    for document in row.documents:
+        documents.append(_document_data(document, row, tokenizer))
+        first = document.start - row.start
+        for image in document.images:
+            user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
+            height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
+            size = f"{width} × {height}"
+            images.append({"start": first + image.start, "stop": first + image.stop, "size": size})
     return data | {
         "name": name,
         "short": short,
@@ -213,19 +222,8 @@ def _row_data(
         "weights": weights,
         "texts": [texts.setdefault(word, len(texts)) for word in words],
         "documents": documents,
-        "images": list(_images(epoch, row)),
+        "images": images,
     }
-
-
-def _images(epoch: "PackedEpoch", row: PackedRow) -> Iterator[dict[str, Any]]:
-    """Yield the size of each image and its tokens, counted from the first of the row."""
-    for document in row.documents:
-        first = document.start - row.start
-        for image in document.images:
-            user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
-            height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
-            size = f"{width} × {height}"
-            yield {"start": first + image.start, "stop": first + image.stop, "size": size}
 
 
 def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:

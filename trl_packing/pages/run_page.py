@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from trl_packing.pages.curves import values_of_curves
 from trl_packing.pages.page import HtmlPage, render
@@ -15,19 +14,20 @@ def run_page(record: RunRecord) -> HtmlPage:
     notes = record.notes
     if record.trl_path:
         notes = [f"{record.path}: {record.trl_path}. Documents are not counted there.", *notes]
+    settings = []
+    for name in record.changed:
+        value = record.settings.get(name)
+        if not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False)
+        settings.append((name, value))
     return render(
         Path(__file__).with_name("run.html"),
         title=f"Run · {record.name}",
         record=record,
         notes=notes,
         shown=shown,
-        settings=[(name, _as_text(record.settings.get(name))) for name in record.changed],
+        settings=settings,
         versions=[*record.facts.items(), *record.versions.items()],
         data=shown["data"],
         script="curves.js",
     )
-
-
-def _as_text(value: Any) -> str:
-    """Return a setting as text: texts as they are, all else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -115,7 +115,8 @@ def token_texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     done = 0  # tokens whose text is known
     for end in range(1, len(ids) + 1):
         first = max(done - CONTEXT, 0)
-        before, text = decode(list(ids[first:done])), decode(list(ids[first:end]))
+        before = decode(list(ids[first:done]))
+        text = decode(list(ids[first:end]))
         is_last = end == len(ids)
         if text.endswith(_UNFINISHED) and not is_last and end - done < 2 * CONTEXT:
             texts.append("")

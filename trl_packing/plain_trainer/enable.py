@@ -108,9 +108,15 @@ def enable_packing(
         model, attention=attention, isolation_check=isolation_check, is_ours=False
     )
     earlier = getattr(base, "enabled_packing", None)
-    divides = earlier.divides_by_count if earlier else _divides_by_count(base)
+    # Whether the native loss is divided by `num_items_in_batch`, as Trainer decides.
+    divides = getattr(base, "accepts_loss_kwargs", None)
+    if earlier:
+        divides = earlier.divides_by_count
+    elif divides is None:
+        parameters = inspect.signature(base.forward).parameters.values()
+        divides = any(p.kind is p.VAR_KEYWORD for p in parameters)
     reach = max([REACH, *map(len, documents)])
-    base.enabled_packing = packing = EnabledPacking(guard, documents, reach, divides)
+    base.enabled_packing = packing = EnabledPacking(guard, documents, reach, bool(divides))
     # Trainer then counts the targets of a step, and `_run_with_packed_loss` divides by them.
     base.accepts_loss_kwargs = True
     with temporarily(packing, is_checking=True):
@@ -162,13 +168,6 @@ def _check_loss(model: Any, base: Any) -> None:
             f"{type(base).__name__} has another loss ({native:.4f}) than that of the next token "
             f"({packed:.4f}); use PackedSFTTrainer, or compute_loss_func with isolation_check='off'"
         )
-
-
-def _divides_by_count(base: Any) -> bool:
-    """Return whether the native loss of `base` is divided by `num_items_in_batch`."""
-    accepts = getattr(base, "accepts_loss_kwargs", None)
-    parameters = inspect.signature(base.forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters) if accepts is None else bool(accepts)
 
 
 @dataclass(eq=False)
@@ -238,7 +237,8 @@ class EnabledPacking:
 def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
     """Run `forward` without labels, and put the loss into its output."""
     others = dict(call)
-    labels, count = others.pop("labels", None), others.pop("num_items_in_batch", None)
+    labels = others.pop("labels", None)
+    count = others.pop("num_items_in_batch", None)
     output = forward(**others)
     if labels is None:
         return output
@@ -250,7 +250,8 @@ def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
 @torch.compiler.disable
 def _with_boundaries(model: nn.Module, call: Call) -> Call:
     """Return the call with boundaries, if its mask or its positions number documents."""
-    mask, ids = call.get("attention_mask"), call.get("input_ids")
+    mask = call.get("attention_mask")
+    ids = call.get("input_ids")
     numbers = None if call.get("cu_seq_lens_q") is not None else _document_numbers(model, call)
     if numbers is None:
         return call
@@ -273,7 +274,8 @@ def _with_boundaries(model: nn.Module, call: Call) -> Call:
 
 def _document_numbers(model: nn.Module, call: Call) -> torch.Tensor | None:
     """Return the document of each token of the call's row ``(T,)``, None if it is not packed."""
-    mask, position_ids = call.get("attention_mask"), call.get("position_ids")
+    mask = call.get("attention_mask")
+    position_ids = call.get("position_ids")
     is_continued = has_cache(call)
     if is_continued and not model.training:  # `generate`
         return None

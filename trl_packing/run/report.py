@@ -315,7 +315,8 @@ class PackingReport(DataReport, EpochReport, StepReport):
         return rows
 
     def _epoch(self) -> list[Line]:
-        steps, batches = self.steps_per_epoch, self.micro_batches_per_epoch
+        steps = self.steps_per_epoch
+        batches = self.micro_batches_per_epoch
         if steps is None or batches is None:
             return []
         most = None if self.tokens_per_micro_batch else self.room
@@ -351,7 +352,8 @@ class PackingReport(DataReport, EpochReport, StepReport):
         if steps and steps < 20:  # fewer learn little, whatever their size
             few = f"warning: {quantity(steps, 'optimizer step')} an epoch"
             more = "a smaller documents_per_step or gradient_accumulation_steps makes more"
-            read, kept = self.preparation.before.documents, self.preparation.after.documents
+            read = self.preparation.before.documents
+            kept = self.preparation.after.documents
             if read > 2 * kept:
                 more = f"{read - kept:,} of {read:,} documents were dropped, for the reasons below"
             lines.append(Line("", f"{few}; {more}", is_warning=True))
@@ -431,11 +433,15 @@ def _data_report(
     """Return the report on the documents of a training set; None is a stream."""
     if documents is None:
         return DataReport(preparation=preparation)
-    lengths, trained, number = documents.lengths(), documents.num_trained(), documents.num_documents
+    lengths = documents.lengths()
+    trained = documents.num_trained()
+    number = documents.num_documents
     in_data = None
     if sampler is not None and sampler.draw is not None:
         drawn = sampler.draw.documents(0)
-        lengths, trained, number = lengths[drawn], trained[drawn], len(drawn)
+        lengths = lengths[drawn]
+        trained = trained[drawn]
+        number = len(drawn)
         in_data = len(documents)
     return DataReport(
         number,

@@ -95,7 +95,9 @@ class Run:
             TypeError: the training set is none.
             ValueError: the arguments cannot be used together.
         """
-        args, given, collator = call.args, call.train_dataset, call.data_collator
+        args = call.args
+        given = call.train_dataset
+        collator = call.data_collator
         sets = source_sets(given, args, collator)
         first = next(iter(sets.values())) if sets else given
         images = RunImages()
@@ -256,11 +258,9 @@ class Run:
             ValueError: preparation refuses the data.
         """
         if isinstance(rows, dict):
-
-            def prepare_source(rows: Any, name: str) -> tuple[Any, PreparationCounts | None]:
-                return self.of_source(rows).prepare(rows, name)
-
-            return prepare_sources(rows, prepare_source, self.args)
+            return prepare_sources(
+                rows, lambda source, name: self.of_source(source).prepare(source, name), self.args
+            )
         return prepare(self.images.tokenize(rows, self.rules, name), self.rules, name)
 
     def documents(self) -> tuple[Dataset, PreparationCounts | None]:
@@ -321,7 +321,8 @@ class Run:
 
     def check_weights_and_sources(self, train: Any, evaluated: list[Any]) -> None:
         """Raise ValueError for weights that no loss can use, and for sources that are not there."""
-        loss, column = self.call.compute_loss_func, self.options.source_column
+        loss = self.call.compute_loss_func
+        column = self.options.source_column
         for dataset in [train, *evaluated] if loss is not None else ():
             check_weights_can_be_used(loss, columns_of(dataset))
         for dataset in evaluated:

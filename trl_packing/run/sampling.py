@@ -116,7 +116,9 @@ class Sampling:
 
         Their sampler stays at the first epoch. Raises ValueError as `for_training`.
         """
-        args, options, groups = self.args, self.options, self.draws_groups(True)
+        args = self.args
+        options = self.options
+        groups = self.draws_groups(True)
         planned_from = (
             documents.dataset,
             self.settings(None),

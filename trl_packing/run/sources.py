@@ -201,7 +201,9 @@ def _documents_an_epoch(
 
     Weights divide the units (documents, or tokens) that all sources with a weight have together.
     """
-    names, sizes, unit = sources.names, sources.num_documents, options.mixture_unit
+    names = sources.names
+    sizes = sources.num_documents
+    unit = options.mixture_unit
     given: Any = options.mixture or {}
     shares: dict[str, Any] = {str(name): share for name, share in given.items()}
     if unknown := [name for name in shares if name not in names]:

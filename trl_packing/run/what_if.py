@@ -45,7 +45,8 @@ class PlannedEpoch:
     """
 
     def __init__(self, sampler: PackedBatchSampler):
-        self.drawn, self.members = sampler.drawn(), sampler.micro_batches()
+        self.drawn = sampler.drawn()
+        self.members = sampler.micro_batches()
         self.documents = np.diff(self.drawn.ends, prepend=0)
         squares = sampler.lengths.astype(np.int64) ** 2
         squares = squares if sampler.groups is None else sampler.groups.squares
@@ -207,6 +208,13 @@ def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
     if whole is not None and all(other is None for other in others):
         limits = sorted({*MAX_LENGTHS, own} - {None}) + [None] * (own is None)
         what_if = other_max_lengths(whole, run.rules, sampling, limits)
+    on_ranks = []
+    for number in sorted({*RANKS, ranks}):
+        with suppress(ValueError):  # documents that do not fill a micro-batch of every rank
+            other = sampling.changed(ranks=number)
+            is_run = number == ranks
+            if number <= len(lengths):
+                on_ranks.append(variant_of(other, lengths, facts, f"{number:,}", is_run=is_run))
     return RunPlan(
         run=run,
         report=report,
@@ -216,7 +224,7 @@ def plan_run(run: Run, *, ranks: int = 1) -> RunPlan:
         whole=whole,
         what_if=tuple(what_if),
         ways=() if sampler.rows else ways_to_batch(lengths, sampling, facts),
-        ranks=tuple(_on_ranks(lengths, sampling, facts, sorted({*RANKS, ranks}))),
+        ranks=tuple(on_ranks),
         sharing=_ways_to_share(documents, sampling, facts),
     )
 
@@ -244,7 +252,8 @@ def other_max_lengths(
 
 def ways_to_batch(lengths: np.ndarray, sampling: Sampling, facts: Any) -> tuple[Variant, ...]:
     """Return how padded batches, bins, and steps of a fixed number of documents compare."""
-    args, given = sampling.args, sampling.options.documents_per_step
+    args = sampling.args
+    given = sampling.options.documents_per_step
     size = padded_batch_size(args.per_device_train_batch_size, packing=args.packing)
     settings = {"documents_per_step": None, "per_device_train_batch_size": size}
     padded = sampling.changed(packing=False, **settings)
@@ -276,18 +285,6 @@ def _padded(sampler: PackedBatchSampler, size: int, multiple: int) -> Variant:
         tokens=int(lengths.sum()),
         computed=int((longest * np.diff(starts, append=len(lengths))).sum()),
     )
-
-
-def _on_ranks(
-    lengths: np.ndarray, sampling: Sampling, facts: Any, numbers: Iterable[int]
-) -> Iterator[Variant]:
-    """Yield the plan for each number of ranks that has a document for every rank."""
-    for ranks in numbers:
-        with suppress(ValueError):  # documents that do not fill a micro-batch of every rank
-            other = sampling.changed(ranks=ranks)
-            is_run = ranks == sampling.ranks[0]
-            if ranks <= len(lengths):
-                yield variant_of(other, lengths, facts, f"{ranks:,}", is_run=is_run)
 
 
 def _ways_to_share(

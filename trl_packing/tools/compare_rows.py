@@ -50,7 +50,10 @@ class Side(NamedTuple):
     by_trl: bool = False
 
     def rows(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the documents of each row of the data set, with the weights of their tokens."""
+        """Yield the documents of each row of the data set, with the weights of their tokens.
+
+        These are 0 on tokens that are not trained, as the first of a document.
+        """
         run = with_row_numbers(self.run).with_settings(shuffle_dataset=False)
         dataset = documents_by_trl(run) if self.by_trl else run.documents()[0]
         documents = documents_of(dataset, None)
@@ -58,7 +61,15 @@ class Side(NamedTuple):
         order = np.argsort(numbers, kind="stable")
         bounds = np.searchsorted(numbers[order], np.arange(run.num_rows + 1))
         for start, stop in pairwise(bounds.tolist()):
-            yield [*map(_weighted, documents.__getitems__(order[start:stop]))]
+            found = []
+            for document in documents.__getitems__(order[start:stop]):
+                ids = document["input_ids"]
+                labels = np.array(document["labels"])
+                labels[:1] = IGNORE_INDEX
+                weights = token_weights(document, len(labels)) * document_weight(document)
+                weights = np.where(labels == IGNORE_INDEX, 0, weights)
+                found.append({"input_ids": ids, "labels": labels, TOKEN_WEIGHTS: weights})
+            yield found
 
 
 def documents_by_trl(run: Run) -> Dataset:
@@ -82,15 +93,6 @@ def documents_by_trl(run: Run) -> Dataset:
             formatting_func=run.call.formatting_func,
         )
     return trainer.train_dataset.select_columns([*TOKEN_COLUMNS, ROW])
-
-
-def _weighted(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a document whose weights are 0 on tokens that are not trained, as the first one."""
-    labels = np.array(document["labels"])
-    labels[:1] = IGNORE_INDEX
-    weights = token_weights(document, len(labels)) * document_weight(document)
-    weights = np.where(labels == IGNORE_INDEX, 0, weights)
-    return {"input_ids": document["input_ids"], "labels": labels, TOKEN_WEIGHTS: weights}
 
 
 def other_side(against: str, run: Run, words: Sequence[str]) -> Side:

@@ -195,18 +195,14 @@ def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
         text = "no backend keeps documents apart on this device; train on another one"
         return [*findings, Finding("fail", "attention", text)]
     findings.append(Finding("ok", "to be faster", advice(trials, device.capability)))
-    return [*findings, Finding("-", "recurrent layers", _kernels_of_recurrent_layers(device))]
-
-
-def _kernels_of_recurrent_layers(device: Device) -> str:
-    """Return what makes recurrent layers kernels on a device, by family of models."""
-    if device.kind != "cuda":
-        return "by document, in one row; their kernels need an NVIDIA GPU"
-    parts = []
-    for package, families in _RECURRENT.items():
-        has = installed_version(package) is not None
-        parts.append(f"{families}: {'kernels' if has else f'by document; pip install {package}'}")
-    return ". ".join(parts)
+    ways = ["by document, in one row; their kernels need an NVIDIA GPU"]
+    if device.kind == "cuda":
+        ways = []
+        for package, families in _RECURRENT.items():
+            has = installed_version(package) is not None
+            way = "kernels" if has else f"by document; pip install {package}"
+            ways.append(f"{families}: {way}")
+    return [*findings, Finding("-", "recurrent layers", ". ".join(ways))]
 
 
 _INSTALL = {

@@ -9,7 +9,8 @@ an error inside a training step     →  a traceback, because no option caused i
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -108,14 +109,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def short_usage_errors() -> Any:
+@contextmanager
+def short_usage_errors() -> Iterator[None]:
     """Make errors of `argparse` a ValueError, without the usage, which has hundreds of lines."""
-    from unittest.mock import patch
+    parser: Any = argparse.ArgumentParser
+    native = parser.error
 
     def fail(self: argparse.ArgumentParser, message: str) -> NoReturn:
         raise ValueError(message)
 
-    return patch.object(argparse.ArgumentParser, "error", fail)
+    parser.error = fail  # not by unittest.mock, whose import takes as long as the help
+    try:
+        yield
+    finally:
+        parser.error = native
 
 
 def message_of(error: Exception) -> str | None:

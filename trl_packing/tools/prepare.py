@@ -148,7 +148,8 @@ def as_text(made: Mapping[str, Any]) -> str:
     """
     lines = []
     for name, stored in made["sets"].items():
-        rows, documents = quantity(stored["rows"], "row"), quantity(stored["documents"], "document")
+        rows = quantity(stored["rows"], "row")
+        documents = quantity(stored["documents"], "document")
         tokens, trained = stored["tokens"], stored["trained"]
         share = f"{trained:,} trained ({trained / max(tokens, 1):.0%})"
         lines.append((name, f"{rows} → {documents} · {tokens:,} tokens · {share}"))

@@ -44,7 +44,6 @@ from trl_packing.tools.training_command import (
     configure_tokenizer,
     processing_class_of,
 )
-from trl_packing.vision.run_images import RunImages
 from trl_packing.vision.support import has_images
 
 # Preparation carries one column along for every document, the `source_column` of evaluation sets:
@@ -79,10 +78,14 @@ def run_of_call(call: TrainerCall, *, stream_rows: int = 1000) -> Run:
     if run.trl_path:
         raise ValueError(f"{run.trl_path}: TRL's own code prepares it; it cannot be shown here")
     check_is_backend(run.options.attention)
-    loaded = {
-        name: rows if isinstance(rows, Dataset) else _first_rows(rows, stream_rows)
-        for name, rows in run.sets.items()
-    }
+    loaded = {}
+    for name, rows in run.sets.items():
+        loaded[name] = rows
+        if not isinstance(rows, Dataset):  # a stream may have columns that its first row lacks
+            taken = list(rows.take(stream_rows))
+            missing = dict.fromkeys(column for row in taken for column in row)
+            full = [missing | row for row in taken]
+            loaded[name] = Dataset.from_list(full, features=rows.features)
     first = next(iter(loaded.values()))
     is_stream = first is not next(iter(run.sets.values()))
     tokenizer = run.processing_class or processing_class_of(call.model, args)
@@ -151,23 +154,12 @@ def _documents_of_rows(
         if shows_progress:
             enable_progress_bars()
     stages = () if counts is None else counts.stages
-    shown = [_with_image_sizes(document, run.images) for document in documents]
-    return shown, "", {stage.why: stage.affected for stage in stages}
-
-
-def _with_image_sizes(document: Mapping[str, Any], images: RunImages) -> Mapping[str, Any]:
-    """Return a document with the sizes of the images of its row in place of its number."""
-    if IMAGE_ROW not in document:
-        return document
-    others = {name: value for name, value in document.items() if name != IMAGE_ROW}
-    return {**others, IMAGE_SIZES: images.store.sizes(document[IMAGE_ROW]).tolist()}
-
-
-def _first_rows(stream: IterableDataset, number: int) -> Dataset:
-    """Return the first rows of a stream, with columns that the first of them lacks."""
-    rows = list(stream.take(number))
-    missing = dict.fromkeys(name for row in rows for name in row)
-    return Dataset.from_list([missing | row for row in rows], features=stream.features)
+    shown = [dict(document) for document in documents]
+    for document in shown:
+        if IMAGE_ROW in document:
+            sizes = run.images.store.sizes(document.pop(IMAGE_ROW))
+            document[IMAGE_SIZES] = sizes.tolist()
+    return [*shown], "", {stage.why: stage.affected for stage in stages}
 
 
 def _training_template(args: Any, tokenizer: Any, rows: Dataset) -> str | None:

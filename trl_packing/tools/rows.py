@@ -135,7 +135,8 @@ class PackedEpoch:
     def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
         if number is None:
             return RowDocument(start, stop)
-        row, uncut = int(self.traced.rows[number]), int(self.traced.uncut[number])
+        row = int(self.traced.rows[number])
+        uncut = int(self.traced.uncut[number])
         properties = tuple(name for name, has in self.with_property.items() if has[number])
         has_images = IMAGE_IDS in self.documents.columns
         images = tuple(images_of(self.documents[number])) if has_images else ()

@@ -35,7 +35,6 @@ from trl_packing.run.report import PackingReport, PrefixSavings, report_of
 from trl_packing.run.run import Run
 from trl_packing.run.sampling import Sampling
 from trl_packing.run.sources import Mixture, columns_of, documents_of, training_sources
-from trl_packing.run.stream import StreamBatches
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
@@ -84,10 +83,6 @@ class RunReport:
     def print(self) -> None:
         """Print the report below the progress bar."""
         print(f"\n{self.current}", flush=True)
-
-    def complete(self, stream: StreamBatches) -> None:
-        """Report what a stream was found to hold, counted as it was read."""
-        self.planned = replace(self.planned, preparation=stream.counts_of_all_ranks())
 
 
 @dataclass(eq=False)
@@ -139,7 +134,8 @@ class BeforeTraining(TrainerCallback):
             ValueError: its documents, or the settings for them, cannot be trained.
         """
         sampling = self.sampling
-        self.dataset, self._batch_size = dataset, sampling.batch_size
+        self.dataset = dataset
+        self._batch_size = sampling.batch_size
         self.sources = training_sources(dataset, self.run.options)
         self._plans_groups = sampling.draws_groups(True)
         self.documents = self.mixture = sampler = None
@@ -267,6 +263,7 @@ class BeforeTraining(TrainerCallback):
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Complete the report on a stream, which is counted as it is read."""
         if self.epochs.stream is not None:
-            self.report.complete(self.epochs.stream)
+            counts = self.epochs.stream.counts_of_all_ranks()
+            self.report.planned = replace(self.report.planned, preparation=counts)
             if self.accelerator.is_main_process:
                 self.report.print()

@@ -67,7 +67,11 @@ class Chunks:
         chunks = [part_of_row(batch, at, min(at + self.num_tokens, length)) for at in starts]
         with use_current_row(None), use_native_attention(base), without_checkpointing(base):
             kept, randomness = self._forward(base, chunks)
-            total, gradients = torch.zeros((), device=base.device), _zeros(kept)
+            total = torch.zeros((), device=base.device)
+            gradients: KeysAndValues = []
+            for keys, values in kept:
+                zeros = torch.zeros_like(keys, dtype=torch.float32)
+                gradients.append((zeros, torch.zeros_like(values, dtype=torch.float32)))
             for number in reversed(range(len(chunks))):
                 _restore_randomness(randomness[number])
                 if number:
@@ -125,15 +129,6 @@ def cache_name(base: nn.Module) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def _zeros(kept: KeysAndValues) -> KeysAndValues:
-    """Return float32 zeros, to which the gradients of keys and values are added."""
-    made = []
-    for keys, values in kept:
-        zeros = [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
-        made.append((zeros[0], zeros[1]))
-    return made
-
-
 def _randomness(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that dropout draws from."""
     states = [torch.get_rng_state()]
@@ -168,27 +163,25 @@ def check_chunks(model: nn.Module) -> None:
         behind = torch.cat([logits, logits[:, -1:]], 1)[:, : labels.shape[1]]
         return next_token_loss(behind, labels, num_items=len(drawn) - 1)
 
-    def gradients_by(train: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    def take_gradients() -> list[Tensor]:
+        found = [p.grad.float().flatten() for p in trained if p.grad is not None]
         for parameter in trained:
             parameter.grad = None
-        loss = float(train())
-        found = [p.grad.float().flatten() for p in trained if p.grad is not None]
-        return loss, torch.cat(found)
-
-    def whole() -> Tensor:
-        with use_native_attention(base):
-            loss = loss_of(dict(batch))
-            loss.backward()
-        return loss.detach()
+        return found
 
     chunks = Chunks(model, _CHUNK, loss_of, torch.Tensor.backward, nullcontext)
-
     name = type(base).__name__
     advice = "max_tokens_in_memory cannot train it; leave it out"
     try:
         with preserve_state(model, training=True):
-            loss, expected = gradients_by(whole)
-            other, found = gradients_by(lambda: chunks.train(batch, len(drawn)))
+            take_gradients()  # of the user, who gets them back
+            with use_native_attention(base):
+                whole = loss_of(dict(batch))
+                whole.backward()
+            loss = float(whole.detach())
+            expected = torch.cat(take_gradients())
+            other = float(chunks.train(batch, len(drawn)))
+            found = torch.cat(take_gradients())
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

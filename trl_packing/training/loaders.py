@@ -68,7 +68,8 @@ class PackedLoaders:
 
     def __post_init__(self) -> None:
         self.run = self.before.run
-        self.collators, self.epochs = self.before.collators, self.before.epochs
+        self.collators = self.before.collators
+        self.epochs = self.before.epochs
 
     @property
     def sampling(self) -> Sampling:
@@ -193,7 +194,9 @@ class PackedLoaders:
         self, dataset: IterableDataset, sources: Sources | None, collator: Any, *, training: bool
     ) -> Any:
         """Return the data loader of a stream; its `dataset` is the `StreamBatches`."""
-        args, sampling, (ranks, rank) = self.run.args, self.sampling, self.sampling.ranks
+        args = self.run.args
+        sampling = self.sampling
+        ranks, rank = self.sampling.ranks
         packing = self.run.packing if training else self.run.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = packing and sampling.draws_groups(training)

@@ -177,7 +177,8 @@ class ThroughputMeter:
         seconds = self.seconds()
         step = self.state.global_step
         if is_interval:
-            past, steps = seconds - self._last_seconds, step - self._last_step
+            past = seconds - self._last_seconds
+            steps = step - self._last_step
             self._logs = self._metrics(self._interval, past, steps)
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()
@@ -230,22 +231,8 @@ class ThroughputMeter:
     def _metrics(self, vector: np.ndarray, seconds: float, steps: int) -> dict[str, float]:
         """Return the metrics of a vector in `seconds` and `steps`; unknown ones are left out."""
         counted = self._read(vector)
-        counts, found = counted.counts, self._of_sources(counted)
-        if not counts["room"]:  # the batches of a user's collator have no CPU copy
-            return found
-        if seconds > 0:
-            found |= {f"{name}_per_second": counts[name] / seconds for name in self._counted()}
-        found["utilization"] = (counts["tokens"] - counts["shared"]) / counts["room"]
-        if steps:
-            found["documents_per_step"] = counts["documents"] / steps
-        if self._peak_memory:
-            found["peak_memory_gib"] = self._peak_memory / 2**30
-        return found
-
-    def _of_sources(self, counted: Counted) -> dict[str, float]:
-        """Return the loss and the tokens of each source."""
+        counts, by_source = counted.counts, counted.sums.by_source
         found: dict[str, float] = {}
-        by_source = counted.sums.by_source
         is_scored = any(map(any, by_source))  # a user's compute_loss may never call ours
         for name, sums, tokens in zip(self._sources, by_source, counted.tokens, strict=True):
             if sums.weight:
@@ -254,6 +241,15 @@ class ThroughputMeter:
                 found[f"num_tokens_{name}"] = tokens
             if is_scored:
                 found[f"num_trained_tokens_{name}"] = int(sums.trained)
+        if not counts["room"]:
+            return found
+        if seconds > 0:
+            found |= {f"{name}_per_second": counts[name] / seconds for name in self._counted()}
+        found["utilization"] = (counts["tokens"] - counts["shared"]) / counts["room"]
+        if steps:
+            found["documents_per_step"] = counts["documents"] / steps
+        if self._peak_memory:
+            found["peak_memory_gib"] = self._peak_memory / 2**30
         return found
 
     def _write_token_means(self) -> None:

@@ -158,7 +158,9 @@ class ResumedEpochs:
         """Return `Trainer.set_initial_training_values` for a run that continues in an epoch."""
         if self._position is None or self._record is None:
             return found
-        args, step, (epoch, behind) = self.args, self._record.global_step, self._position
+        args = self.args
+        step = self._record.global_step
+        epoch, behind = self._position
         num_epochs, per_epoch, *others, max_steps = found
         if step != epoch * per_epoch + behind:  # else as `Trainer` counts
             if args.max_steps <= 0:

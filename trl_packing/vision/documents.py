@@ -79,9 +79,11 @@ def documents_with_images(
     keys = [*map(keys_of, sizes)]
     places = {key: row_name(row, name) for row, of in enumerate(keys) for key in of}
     learned = placeholders_of(processor, places, patch_size)
-    images = []
+    images, loads = [], []
     for of_row in keys:
-        images.append([*map(learned.__getitem__, of_row)])
+        placeholders = [learned[key] for key in of_row]
+        images.append(placeholders)
+        loads.append((len(placeholders), sum(image.patches for image in placeholders)))
     kept = document_columns(dataset.column_names, rules.options.named_columns())
     documents = dataset.with_format(None).map(
         _tokenize_batch,
@@ -117,12 +119,7 @@ def documents_with_images(
                 f"{row_name(number, name)} has other {other[0]} by its image sizes "
                 f"than {type(processor).__name__} makes of its pixels; {WAY_OUT}"
             )
-    return documents, [*map(_load_of, images)]
-
-
-def _load_of(images: Sequence[Placeholder]) -> tuple[int, int]:
-    """Return the numbers of images and patches of a row."""
-    return len(images), sum(image.patches for image in images)
+    return documents, loads
 
 
 def _row_format(rules: Rules, weighted: bool) -> RowFormat:
@@ -249,7 +246,8 @@ def _in_full_length(tokenized: Tokenized, runs: Runs, feature: int, token: str) 
         raise ValueError(
             f"its text holds the token of images ({token}) outside of images; remove it"
         )
-    times, images = np.ones(len(ids), np.int64), np.zeros(len(ids), np.int32)
+    times = np.ones(len(ids), np.int64)
+    images = np.zeros(len(ids), np.int32)
     times[at] = [length for _, length in runs]
     images[at] = [number for number, _ in runs]
     return [np.repeat(values, times) for values in (ids, weights, images)]

@@ -205,7 +205,8 @@ def documents_to_check(dataset: Any, store: ImageStore) -> list[Document]:
     order = np.argsort(ArrowDocuments(dataset, ["input_ids"]).lengths(), kind="stable")
     rows = np.array([-1 if row is None else row for row in dataset[IMAGE_ROW]])[order]
     counts = np.array([len(store.sizes(row)) if row >= 0 else 0 for row in rows.tolist()])
-    several, single = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
+    several = np.flatnonzero(counts > 1)
+    single = np.flatnonzero(counts == 1)
     most = 1 if len(several) and len(single) else 2
     chosen = [*several[:most], *single[:most]]
     if chosen:
