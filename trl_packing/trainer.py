@@ -590,6 +590,7 @@ class PackedSFTTrainer(SFTTrainer):
             loss_of=lambda chunk: compute(chunk, False, num_items),
             backward=self.accelerator.backward,
             without_sync=partial(without_sync, self.accelerator, model),
+            autocast=self.accelerator.autocast,
         )
         with self.compute_loss_context_manager():
             return chunks.train(prepared, int(inputs.host.lengths[0]))

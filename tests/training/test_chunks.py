@@ -69,6 +69,20 @@ def cut_off(past=()):
     return DynamicCache([[keys.detach(), values.detach()] for keys, values in past] or None)
 
 
+def test_values_are_kept_in_the_precision_of_the_step(tmp_path, monkeypatch):
+    seen = set()
+    step = Chunks._step
+
+    def noted(self, chunk, start, kept, gradients):
+        seen.update(values.dtype for _, values in kept)  # rope makes keys float32
+        return step(self, chunk, start, kept, gradients)
+
+    monkeypatch.setattr("trl_packing.trainer.check_chunks", lambda model: None)
+    monkeypatch.setattr(Chunks, "_step", noted)
+    trained(tmp_path, "llama", max_tokens_in_memory=20, bf16=True, use_cpu=True)
+    assert seen == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("name", ["lfm2", "falcon_mamba"])
 def test_models_with_states_are_refused(name):
     with pytest.raises(RuntimeError, match="max_tokens_in_memory cannot train it; leave it out"):

@@ -49,6 +49,7 @@ class Chunks:
         loss_of: returns the share of a chunk in the loss of the step.
         backward: of accelerate.
         without_sync: a block in which gradients stay on this rank.
+        autocast: a block in the precision in which `model` runs, for calls of its backbone.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Chunks:
     loss_of: Callable[[dict[str, Any]], Tensor]
     backward: Callable[[Tensor], None]
     without_sync: Callable[[], AbstractContextManager[None]]
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def train(self, batch: Mapping[str, Any], length: int) -> Tensor:
         """Add the gradients of a document to those of the model; return its share of the loss.
@@ -90,7 +92,7 @@ class Chunks:
         options = {cache_name(base): cache, "use_cache": True}
         device = base.device
         randomness = []
-        with torch.no_grad():
+        with torch.no_grad(), self.autocast():
             for chunk in chunks[:-1]:
                 randomness.append(_randomness(device))
                 tokens = {name: chunk[name] for name in ("input_ids", "position_ids")}
