@@ -128,17 +128,16 @@ def run(scenario: Scenario) -> dict:
             kept.append({name: inputs[name].clone() for name in names})
             return super().training_step(model, inputs, *args, **kwargs)
 
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            if not scenario.own_loss:
-                return super().compute_loss(model, inputs, *args, **kwargs)
-            inputs = {name: value for name, value in inputs.items() if name != "labels"}
-            return model(**inputs).logits.square().mean()
-
         def get_train_dataloader(self):
             dataloader = super().get_train_dataloader()
             if scenario.forgets_epoch_on_resume:
                 del dataloader.batch_sampler.set_epoch
             return dataloader
+
+    class WithOwnLoss(Recorder):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+            return model(**inputs).logits.square().mean()
 
     def correct(prediction):
         largest_targets.extend(prediction.label_ids.max(1).tolist())
@@ -173,7 +172,7 @@ def run(scenario: Scenario) -> dict:
         scenario.output_dir,
         training_set(scenario),
         model,
-        cls=Recorder,
+        cls=WithOwnLoss if scenario.own_loss else Recorder,
         evaluated=evaluation_set(scenario),
         arguments=arguments,
         **settings,
