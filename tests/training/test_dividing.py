@@ -5,6 +5,7 @@ Tolerance, float32: sums over tokens in another order; losses of about 6, a few 
 
 import pytest
 import torch
+from datasets import Dataset
 from harness import make_trainer
 from helpers.tiny import documents_of_lengths
 
@@ -55,7 +56,8 @@ def trained(folder, cls=PackedSFTTrainer, rows=ROWS, memory=1000, **settings):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_divided_run_trains_as_the_undivided_one(way, tmp_path):
-    rows = make_stream() if way == "a stream" else ROWS
+    rows = Dataset.from_list(ROWS)
+    rows = rows.to_iterable_dataset() if way == "a stream" else rows
     whole = trained(tmp_path, rows=rows, **WAYS[way])
     parts = trained(tmp_path, rows=rows, max_tokens_per_micro_batch=BUDGET, **WAYS[way])
     for one, other in zip(whole[:2], parts[:2], strict=True):
@@ -64,12 +66,6 @@ def test_a_divided_run_trains_as_the_undivided_one(way, tmp_path):
         assert max(whole[2]) > 64 or way == "bins"
         assert {*parts[2]} - {60} <= {*range(BUDGET + 1)}
         assert len(parts[2]) > len(whole[2])
-
-
-def make_stream():
-    from datasets import Dataset
-
-    return Dataset.from_list(ROWS).to_iterable_dataset()
 
 
 def test_other_documents_fail_the_same_comparison(tmp_path):
