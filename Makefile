@@ -11,8 +11,8 @@ OLDEST := $(VENV)-oldest
 TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
 	$(addprefix tests/,drop_in $(addsuffix .py,test_seams test_versions architectures/test_tiny_models \
 	data/test_tokenize_rows loss/test_evaluation test_oracle loss/test_lm_head \
-	training/test_metrics plain_trainer/test_enable training/test_resume run/test_stream_loader \
-	run/test_stream_reader))
+	training/test_metrics plain_trainer/test_enable training/test_resuming run/test_stream_loader \
+	run/test_stream_reader training/test_chunks training/test_dividing))
 
 .PHONY: demo test test-all test-oldest chromium notebooks notebook-outputs matrix check lint types format docs samples bench \
 	clean

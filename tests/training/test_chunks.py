@@ -21,13 +21,12 @@ for row in ROWS:
     row["loss_weights"] = [token % 7 / 4 for token in row["input_ids"]]
 SETTINGS = {"per_device_train_batch_size": 3, "max_length": 128, "max_steps": 3, "logging_steps": 1}
 SETTINGS |= {"learning_rate": 0.05, "optim": "sgd", "packing": False, "router_aux_loss_coef": 0.0}
-LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
 
 CASES = {
     "llama": {},
     "llama, packed": {"packing": True, "gradient_checkpointing": True},
     "llama, accumulated": {"gradient_accumulation_steps": 2, "loss_weighting": "document"},
-    "llama, LoRA": {"arguments": LORA},
+    "llama, LoRA": {"arguments": {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}},
     "mistral": {"config": {"sliding_window": 9}},
     "qwen3": {"optim": "adamw_torch", "learning_rate": 1e-3},
     "gemma3_text": {},
@@ -70,6 +69,7 @@ def cut_off(past=()):
 
 
 def test_values_are_kept_in_the_precision_of_the_step(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", "5.23")  # caches of 5.17 hold values in the dtype of keys
     seen = set()
     step = Chunks._step
 
@@ -129,6 +129,7 @@ def test_what_chunks_do_not_have_is_refused(tmp_path):
             trained(tmp_path, **settings)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_chunks_as_one_trains_whole_documents(tmp_path):
     """One rank has documents in three chunks, the other has none."""
     case = {"output_dir": str(tmp_path), "max_tokens_in_memory": 12}

@@ -56,8 +56,7 @@ def trained(folder, cls=PackedSFTTrainer, rows=ROWS, memory=1000, **settings):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_divided_run_trains_as_the_undivided_one(way, tmp_path):
-    rows = Dataset.from_list(ROWS)
-    rows = rows.to_iterable_dataset() if way == "a stream" else rows
+    rows = Dataset.from_list(ROWS).to_iterable_dataset() if way == "a stream" else ROWS
     whole = trained(tmp_path, rows=rows, **WAYS[way])
     parts = trained(tmp_path, rows=rows, max_tokens_per_micro_batch=BUDGET, **WAYS[way])
     for one, other in zip(whole[:2], parts[:2], strict=True):
