@@ -17,7 +17,7 @@ from typing import Any
 import step
 import torch
 from datasets import Dataset
-from machine import in_process, provenance, publish, table
+from machine import ON_CPU, in_process, provenance, publish, table
 from transformers import TrainerCallback
 
 from trl_packing import PackedSFTConfig, PackedSFTTrainer
@@ -66,13 +66,9 @@ def measure(way: str, tokens: int, result: Any) -> None:
             packing=False,
             per_device_train_batch_size=1,
             max_steps=2,
-            use_cpu=True,
-            bf16=False,
             logging_steps=1,
-            report_to="none",
-            save_strategy="no",
             isolation_check="off",
-            disable_tqdm=True,
+            **ON_CPU,
             **settings,
         )
         trainer = PackedSFTTrainer(

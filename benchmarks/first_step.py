@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from machine import ON_CPU, provenance, publish, table
+
 START = time.perf_counter()  # libraries are imported inside of functions, which time them
 CLASSES = ("trl", "trl_packing")
 RUNS = {"model": "on all rows as messages", "llama": "Llama of 4 layers, 256-token documents"}
@@ -76,12 +78,8 @@ def child(arguments: argparse.Namespace) -> None:
             per_device_train_batch_size=1,
             max_steps=1,
             gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
             dataloader_pin_memory=False,
+            **ON_CPU,
         )
         trainer = Trainer(
             model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[Timer()]
@@ -147,8 +145,6 @@ def main() -> None:
     if arguments.child:
         child(arguments)
         return
-    from machine import provenance, publish, table
-
     text = "# From the start of Python to the end of the first step\n"
     for run in arguments.runs:
         turns = []
@@ -156,11 +152,11 @@ def main() -> None:
             turns.append({trainer: measured(trainer, run) for trainer in CLASSES})
             print(run, turns[-1], file=sys.stderr, flush=True)
         name = f"{arguments.model_name} " if run == "model" else ""
-        text += f"\n{name}{RUNS[run]}:\n\n{stage_table(turns, table)}"
+        text += f"\n{name}{RUNS[run]}:\n\n{stage_table(turns)}"
     publish(f"{text}\n{provenance()}", arguments.output)
 
 
-def stage_table(turns: list[dict[str, Any]], table: Any) -> str:
+def stage_table(turns: list[dict[str, Any]]) -> str:
     """Return the medians of all stages of both trainers as a table."""
 
     def median(trainer: str, stage: str, kind: int) -> float:

@@ -12,6 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# Settings of a trainer on a CPU that reports and saves nothing.
+ON_CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+ON_CPU |= {"save_strategy": "no"}
+
 
 def provenance(packages: tuple[str, ...] = ("torch", "transformers", "trl")) -> str:
     """Return command, hardware and versions as lines of Markdown."""

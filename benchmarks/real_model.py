@@ -35,7 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from machine import provenance, publish, table
+from machine import ON_CPU, provenance, publish, table
 
 PADDED, PACKED, OURS = "TRL, padded", "TRL, packed", "trl_packing"
 RUNS = (PADDED, OURS, PACKED)
@@ -153,12 +153,8 @@ def build(arguments: argparse.Namespace, folder: str) -> Any:
         max_length=arguments.max_length,
         num_train_epochs=1,
         logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
         dataloader_pin_memory=False,
+        **ON_CPU,
         **changes,
     )
     return classes[1](arguments.model, args, train_dataset=rows)

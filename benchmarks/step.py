@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from machine import in_process, provenance, publish, table
+from machine import ON_CPU, in_process, provenance, publish, table
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -122,13 +122,9 @@ def trainer(trainer_class: type, case: tuple, timer: StepTimer, folder: str) -> 
             per_device_train_batch_size=1,
             max_steps=WARM_UP + timer.steps + 1,
             gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
             logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             learning_rate=0.0,
+            **ON_CPU,
         ),
         train_dataset=documents(num_tokens, vocabulary, rows=WARM_UP + timer.steps + 2),
         processing_class=tiny_tokenizer(),

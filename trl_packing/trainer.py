@@ -41,7 +41,6 @@ from trl_packing.attention.model_facts import (
     layer_values,
     temporarily,
     text_config,
-    unwrap_model,
 )
 from trl_packing.attention.sequence_parallel import group_of_row
 from trl_packing.data.files import records_of
@@ -67,7 +66,7 @@ from trl_packing.run.sources import columns_of, trains_completions
 from trl_packing.training.before_training import BeforeTraining, RunReport, make_model_ready
 from trl_packing.training.between_steps import BetweenSteps, use_averaged_weights
 from trl_packing.training.checkpoints import checkpoint_to_resume, load_renamed, write_whole
-from trl_packing.training.chunks import Chunks, check_chunks, is_longer
+from trl_packing.training.chunks import Chunks, is_longer
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.engines import (
     forget_evaluation_wrapper,
@@ -501,14 +500,6 @@ class PackedSFTTrainer(SFTTrainer):
     def _before_first_step(self) -> None:
         """Check the model, which is wrapped by now, on the documents that it trains."""
         self._before_training.before_first_step(self.model_wrapped, self.train_dataset)
-        most = self._run.options.max_tokens_in_memory
-        if most is not None:
-            if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.aux_loss_enabled:
-                raise RuntimeError(
-                    f"max_tokens_in_memory={most} needs whole parameters, and no balance of "
-                    "experts: use DDP in place of FSDP or DeepSpeed, and router_aux_loss_coef=0.0"
-                )
-            check_chunks(unwrap_model(self.model))
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:

@@ -58,7 +58,7 @@ def test_gradients_that_are_not_carried_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_packing.training.chunks.DynamicCache", cut_off)
     with pytest.raises(RuntimeError, match=r"gradients of Llama.* in chunks are off by \d+"):
         trained(tmp_path, "llama", max_tokens_in_memory=20)
-    monkeypatch.setattr("trl_packing.trainer.check_chunks", lambda model: None)
+    monkeypatch.setattr("trl_packing.training.before_training.check_chunks", lambda model: None)
     other = trained(tmp_path, "llama", max_tokens_in_memory=20)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(other, whole, **CLOSE)
@@ -77,7 +77,7 @@ def test_values_are_kept_in_the_precision_of_the_step(tmp_path, monkeypatch):
         seen.update(values.dtype for _, values in kept)  # rope makes keys float32
         return step(self, chunk, start, kept, gradients)
 
-    monkeypatch.setattr("trl_packing.trainer.check_chunks", lambda model: None)
+    monkeypatch.setattr("trl_packing.training.before_training.check_chunks", lambda model: None)
     monkeypatch.setattr(Chunks, "_step", noted)
     trained(tmp_path, "llama", max_tokens_in_memory=20, bf16=True, use_cpu=True)
     assert seen == {torch.bfloat16}

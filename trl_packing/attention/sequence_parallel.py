@@ -72,11 +72,13 @@ def part_of_row(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, An
     return part
 
 
-def num_shares(tokens: int, cu_seqlens: Tensor) -> int:
+def num_shares(tokens: int, cu_seqlens: Tensor | None) -> int:
     """Return over how many ranks a row with these boundaries is divided, of which one has `tokens`.
 
-    1 if it is not divided.
+    1 if it is not divided, or no packed row.
     """
+    if cu_seqlens is None:
+        return 1
     return max(int(host_values(cu_seqlens)[-1]) // max(tokens, 1), 1)
 
 
@@ -165,8 +167,7 @@ def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        boundaries = kwargs.get("cu_seq_lens_q")
-        size = 1 if boundaries is None else num_shares(query.shape[2], boundaries)
+        size = num_shares(query.shape[2], kwargs.get("cu_seq_lens_q"))
         if size == 1:
             return function(module, query, key, value, *args, **kwargs)
         group = group_of_row(size)

@@ -101,11 +101,8 @@ class PackedBatch(dict[str, Any]):
         return PackedBatch(pinned, self.host, [part.pin_memory() for part in self.parts])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PackedBatch, (
-            dict(self),
-            self.host,
-            self.parts,
-        )  # caches in the process that unpickles it
+        # Numbers are cached in the process that unpickles it.
+        return PackedBatch, (dict(self), self.host, self.parts)
 
 
 def host_row(batch: Mapping[str, Any]) -> HostRow | None:

@@ -75,10 +75,8 @@ def use_native_head(model: Any) -> None:
         native = inner(self, *args, **kwargs | {"use_cache": False})
         output = score_logits(native.logits, labels, num_items=num_items)
         output.aux_loss = getattr(native, "aux_loss", None)
-        boundaries = kwargs.get("cu_seq_lens_q")
-        tokens = native.logits.shape[1]
-        is_divided = boundaries is not None and num_shares(tokens, boundaries) > 1
-        if is_divided and output.aux_loss is not None:
+        size = num_shares(native.logits.shape[1], kwargs.get("cu_seq_lens_q"))
+        if size > 1 and output.aux_loss is not None:
             raise ValueError("its balance of experts would be that of a part of the row")
         return output
 
@@ -195,9 +193,9 @@ def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
 
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     num_experts, *_ = (count for count in counts if count is not None)
-    logits, boundaries = backbone.router_logits, call.get("cu_seq_lens_q")
+    logits = backbone.router_logits
     tokens = backbone.last_hidden_state.shape[1]
-    size = 1 if boundaries is None else num_shares(tokens, boundaries)
+    size = num_shares(tokens, call.get("cu_seq_lens_q"))
     if size > 1:
         row = host_row(current_row() or {})
         # A mean over no token would be NaN, and 0 times NaN too.

@@ -116,8 +116,7 @@ class StepLoss:
                 f"{trainer} computes the loss of a part of a micro-batch by itself; leave "
                 "max_tokens_per_micro_batch out, or take it from PackedSFTTrainer.compute_loss"
             )
-        boundaries = batch.get("cu_seq_lens_q")
-        if boundaries is not None and num_shares(batch["input_ids"].shape[1], boundaries) > 1:
+        if num_shares(batch["input_ids"].shape[1], batch.get("cu_seq_lens_q")) > 1:
             raise RuntimeError(
                 f"{trainer} computes the loss of a rank's part of a row by itself; set "
                 "sequence_parallel_size=1, or take the loss from PackedSFTTrainer.compute_loss"

@@ -35,6 +35,7 @@ from trl_packing.run.report import PackingReport, PrefixSavings, report_of
 from trl_packing.run.run import Run
 from trl_packing.run.sampling import Sampling
 from trl_packing.run.sources import Mixture, columns_of, documents_of, training_sources
+from trl_packing.training.chunks import check_chunks
 from trl_packing.training.collators import RunCollators
 from trl_packing.training.prefix_sharing import PrefixSharing
 from trl_packing.training.resuming import ResumedEpochs
@@ -188,7 +189,8 @@ class BeforeTraining(TrainerCallback):
         """Check the model, wrapped as it will run, on the documents that it trains, and report.
 
         Raises:
-            RuntimeError: a document affects another, or planned groups cannot be shared.
+            RuntimeError: a document affects another, or planned groups cannot be shared, or a long
+                document cannot run in chunks.
         """
         guard = self.guard
         is_main = self.accelerator.is_main_process
@@ -206,6 +208,14 @@ class BeforeTraining(TrainerCallback):
                 "prefix_sharing='group' has planned bins, but the model cannot share as it runs "
                 f"now: {self.sharing.reason()}; set prefix_sharing='bin' or 'off'"
             )
+        most = self.run.options.max_tokens_in_memory
+        if most is not None:
+            if self.sharing.balances_experts or not self.is_whole:
+                raise RuntimeError(
+                    f"max_tokens_in_memory={most} needs whole parameters, and no balance of "
+                    "experts: use DDP in place of FSDP or DeepSpeed, and router_aux_loss_coef=0.0"
+                )
+            check_chunks(guard.base_model)
         if is_main:
             self.report.print()
 

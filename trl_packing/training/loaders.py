@@ -33,8 +33,13 @@ logger = get_logger(__name__)
 ByTrl = Callable[[Any, Any, Any], DataLoader]
 
 # Settings that our sampler follows, and a user's does not.
-_OF_BINS = ["static_shapes", "documents_per_step", "curriculum", "mixture"]
-_OF_BINS += ["sequence_parallel_size"]
+_OF_BINS = (
+    "static_shapes",
+    "documents_per_step",
+    "curriculum",
+    "mixture",
+    "sequence_parallel_size",
+)
 
 
 def keep_batches_whole(accelerator: Accelerator) -> None:
