@@ -175,14 +175,7 @@ def main() -> None:
         for mean in arguments.means:
             rows.append(compare(name, mean, arguments.steps, arguments.turns))
             print(*rows[-1], flush=True)
-    header = [
-        "model",
-        "tokens a document",
-        "padded µs/token",
-        "one row µs/token",
-        "ratio",
-        "products",
-    ]
+    header = ["model", "tokens a document", "padded µs/token", "one row µs/token", "ratio"]
     header += ["products", "padded MiB", "one row MiB", "TRL 1.16 on this machine"]
     title = "# A packed step of hybrid models on a CPU, without kernels"
     publish(f"{title}\n\n{table(header, rows)}\n{provenance()}", arguments.output)

@@ -148,7 +148,7 @@ def test_a_leak_much_weaker_than_attention_s_shows():
 def test_a_threshold_between_the_documents_leaks(model, lengths):
     """However the documents lie around it; documents on one side of it pass."""
     report = assert_leaks(model(), documents(*lengths))
-    assert report.probe == "after 210 tokens"
+    assert report.probe in ("of 177 tokens", "after 210 tokens")
     assert check_isolation(model(), max_length=64)
     assert check_isolation(model(), documents(10, 20, 60))
 
@@ -179,16 +179,16 @@ def test_a_kernel_that_computes_something_else_does_not_pass_for_rounding(monkey
     assert_leaks(packed_model("mistral"))
 
 
-class NoNumbersAtALength(AddRowMean):
-    """Computes NaN in rows of 11 tokens before the short probe's document, which are not first."""
+class NoNumbersInALaterRow(AddRowMean):
+    """Computes NaN in rows that are longer than the first ones of the short probe."""
 
     def forward(self, x):
         x = self.inner(x)
-        return x * torch.nan if x.shape[1] == 11 + MIN_TOKENS else x
+        return x * torch.nan if x.shape[1] > 23 + MIN_TOKENS else x
 
 
 def test_a_later_row_without_numbers_is_a_leak():
-    report = check_isolation(with_layer(NoNumbersAtALength))
+    report = check_isolation(with_layer(NoNumbersInALaterRow))
     assert (report.verdict, bool(report)) == ("leaks", False), str(report)
     assert math.isnan(report.difference)
 
@@ -235,7 +235,7 @@ def test_model_and_random_states_are_left_as_they_were(name, trained):
 @pytest.mark.parametrize("ignores_mask", [False, True])
 def test_the_row_is_longer_than_what_an_index_keeps(ignores_mask, monkeypatch):
     """Shorter rows show nothing: the index keeps all keys, and attention masks those of others."""
-    model = architectures.tiny_model("deepseek_v32", index_topk=100)
+    model = architectures.tiny_model("deepseek_v32", index_topk=150)
     indexer = type(next(m for m in model.modules() if type(m).__name__.endswith("Indexer")))
     forward = indexer.forward
 
@@ -248,7 +248,7 @@ def test_the_row_is_longer_than_what_an_index_keeps(ignores_mask, monkeypatch):
     report = check_isolation(model, attention="model")
     assert bool(report) != ignores_mask
     if ignores_mask:
-        assert (report.verdict, report.probe) == ("leaks", "behind 100 tokens")
+        assert (report.verdict, report.probe) == ("leaks", "behind 150 tokens")
 
 
 def test_ties_of_an_index_are_no_leaks_of_tokens():

@@ -1,8 +1,14 @@
-"""A CPU copy of each row's boundaries and trained positions, so that no kernel waits for a sync.
+"""Where a packed row lives, and its numbers on the CPU, so that no kernel waits for a sync.
 
-    collator           makes a `PackedBatch`: tensors, and a `HostRow` beside them
-    batch.to(device)   caches the numbers of the row under its tensors there (`cache_values`)
-    attention, head    read the numbers of a tensor (`cached_values`)
+    the row            `PackedBatch`     tensors by name, boundaries among them; a batch holds them
+    its numbers        `HostRow`         beside the tensors, as long as the batch lives
+    of one tensor      `cached_values`   until the tensor is written to, or dies
+    found by tokens    `rows_alive`      boundaries by `input_ids`, until these die
+    the micro-batch    `current_row`     in attention/calls.py, until the next one is set
+    the running call   `running_row`     there, until the call returns
+
+The collator makes the batch; `batch.to(device)` caches its numbers under its tensors there, where
+attention and head read them, from a plain dictionary of the tensors, too.
 
 Reading a number from a device (`item`, `tolist`, a boolean index) makes the host wait for all
 queued work; then the device is idle until the host has queued more.
@@ -10,7 +16,7 @@ queued work; then the device is idle until the host has queued more.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,9 +75,8 @@ _READ_BY_HOST = {"cu_seq_lens_q", "cu_seq_lens_k", "key_index"}
 class PackedBatch(dict[str, Any]):
     """A packed micro-batch: tensors by name, and in `host` the CPU copy of its row, if it has one.
 
-    `host` goes along to other processes, pinned memory and the device; its numbers are cached under
-    the tensors there, so a plain dictionary of them has them too. So do `parts`: rows of some of
-    its documents each, which run one after another; none if the row runs as a whole.
+    `host` goes along to other processes, pinned memory and the device. So do `parts`: rows of some
+    of its documents each, which run one after another; none if the row runs as a whole.
     """
 
     def __init__(
@@ -139,7 +144,6 @@ def for_counting(batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _rows_alive: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_max_lengths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by boundaries
 
 
 def remember_row(batch: Mapping[str, Any]) -> None:
@@ -152,8 +156,7 @@ def remember_row(batch: Mapping[str, Any]) -> None:
     if row is None:
         return
     cache_values(batch["labels"], row.is_trained)
-    cache_values(boundaries, row.boundaries)
-    _max_lengths[boundaries] = row.max_length
+    cache_values(boundaries, row.boundaries, row.max_length)
     for name in _READ_BY_HOST & batch.keys():
         if batch[name].is_cpu and cached_values(batch[name]) is None:
             cache_values(batch[name], batch[name].numpy())
@@ -169,8 +172,16 @@ def rows_alive() -> list[tuple[Tensor, dict[str, Any]]]:
 
 def _longest(cu_seqlens: Tensor) -> int:
     """Return the tokens of the longest document as passed to kernels; syncs if not cached."""
-    kept = _max_lengths.get(cu_seqlens)
-    return int(np.diff(host_values(cu_seqlens)).max()) if kept is None else kept
+    kept = _known(cu_seqlens)
+    if kept is None or kept.longest is None:
+        return int(np.diff(host_values(cu_seqlens)).max())
+    return kept.longest
+
+
+class _Kept(NamedTuple):
+    values: np.ndarray
+    version: int  # of the tensor that had these values
+    longest: int | None  # tokens of the longest document, if the values are boundaries
 
 
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -183,16 +194,21 @@ def is_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def cache_values(tensor: Tensor, values: np.ndarray) -> None:
+def cache_values(tensor: Tensor, values: np.ndarray, longest: int | None = None) -> None:
     """Keep `values` for `cached_values(tensor)`, until the tensor is written to."""
     if not tensor.is_inference():  # inference tensors do not count writes
-        _kept[tensor] = (values, tensor._version)
+        _kept[tensor] = _Kept(values, tensor._version, longest)
+
+
+def _known(tensor: Tensor) -> _Kept | None:
+    kept = _kept.get(tensor)
+    return kept if kept is not None and kept.version == tensor._version else None
 
 
 def cached_values(tensor: Tensor) -> np.ndarray | None:
     """Return the values cached for `tensor`; None without any, or if it was written to."""
-    values, version = _kept.get(tensor, (None, 0))
-    return values if values is not None and tensor._version == version else None
+    kept = _known(tensor)
+    return None if kept is None else kept.values
 
 
 def host_boundaries(cu_seqlens: Tensor) -> list[int]:

@@ -228,8 +228,9 @@ def check_probes(
 
     def worst(called: Any, eps: float) -> tuple[IsolationReport, Probe]:
         reports = []
+        runs = _Runs(called, inner, fused_head, made, collator)
         for probe in made:
-            measured = _measure(called, inner, probe, fused_head, collator)
+            measured = runs.measure(probe)
             verdict, difference, noise, leak = _verdict(*measured, eps)
             report = IsolationReport(
                 verdict,
@@ -312,27 +313,43 @@ def check_fused_head(model: nn.Module) -> bool:
     return _furthest([fused], expected) <= NOISE_FACTOR * noise
 
 
-def _measure(
-    model: Any, inner: nn.Module, probe: Probe, fused_head: bool, collate: PackedCollator
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return logits, or scores of the fused head, of B alone, packed and contaminated."""
-    ids = np.asarray(probe.document["input_ids"], np.int64)
-    name = type(inner).__name__
-    # The last position of B predicts nothing.
-    kept = probe.at < len(ids) - int(fused_head)
-    at = probe.at[kept]
+class _Runs:
+    """Runs documents alone and in rows, and returns logits, or scores of the fused head."""
 
-    def alone(rounded: bool = False, rows: int = 1, **others: Any) -> Tensor:
-        batch = _alone_batch(inner, collate, probe.document, rows, **others)
+    def __init__(
+        self, model: Any, inner: nn.Module, fused_head: bool, made: Sequence[Probe], collate: Any
+    ):
+        self.model, self.inner, self.fused_head, self.collate = model, inner, fused_head, collate
+        self.compared: dict[int, np.ndarray] = {}  # positions of rows, by their documents
+        for probe in made:
+            for row in (*probe.packed, *probe.contaminated):
+                known = self.compared.get(id(row.documents), row.at)
+                self.compared[id(row.documents)] = np.union1d(known, row.at)
+        self.outputs: dict[int, Tensor] = {}
+
+    def measure(self, probe: Probe) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return the outputs of B alone, packed and contaminated."""
+        layouts = _two_roundings(self.inner, lambda rounded: self.alone(probe, rounded))
+        if probe.name == SHORT:
+            mask = torch.ones(1, len(probe.document["input_ids"]), dtype=torch.int64)
+            layouts += [self.alone(probe, rows=2), self.alone(probe, attention_mask=mask)]
+        packed = [self.in_row(row) for row in probe.packed]
+        return layouts, packed, [self.in_row(row) for row in probe.contaminated]
+
+    def alone(self, probe: Probe, rounded: bool = False, rows: int = 1, **others: Any) -> Tensor:
+        """Return the outputs of B without packing."""
+        ids = np.asarray(probe.document["input_ids"], np.int64)
+        name = type(self.inner).__name__
+        batch = _alone_batch(self.inner, self.collate, probe.document, rows, **others)
         # Some ropes remember the longest document they have seen.
         with (
             _without_packing(f"{name} cannot run a document even alone, unpacked"),
-            restore_state(inner),
-            use_native_attention(inner),
+            restore_state(self.inner),
+            use_native_attention(self.inner),
         ):
-            outputs = _logits_at(model, inner, batch, at - len(ids))
-        if fused_head:
-            outputs = _score_logits(outputs, ids[at + 1], rounded)
+            outputs = _logits_at(self.model, self.inner, batch, probe.at - len(ids))
+        if self.fused_head:
+            outputs = _score_logits(outputs, ids[probe.at + 1], rounded)
         if not bool(outputs.isfinite().all()):
             raise Refusal(
                 f"the logits of {name} are not finite (NaN or infinity) for a document alone, "
@@ -341,23 +358,25 @@ def _measure(
             )
         return outputs
 
-    def in_row(row: Row) -> Tensor:
+    def in_row(self, row: Row) -> Tensor:
+        """Return the outputs of B in a row, which runs once for all that is compared in it."""
+        key = id(row.documents)
+        if key not in self.outputs:
+            self.outputs[key] = self._run(row.documents, self.compared[key])
+        return self.outputs[key][np.searchsorted(self.compared[key], row.at)]
+
+    def _run(self, documents: Sequence[Document], at: np.ndarray) -> Tensor:
+        inner, share = self.inner, self.collate.share
         with restore_state(inner):
-            batch = collate_probe(inner, collate.replaced(share=(0, 1)), row.documents)
+            batch = collate_probe(inner, self.collate.replaced(share=(0, 1)), documents)
             labels = batch.pop("labels")
             # From the end: prompt tuning prepends tokens, and padding may follow the documents.
-            here = row.at[kept] - labels.shape[1]
-            if not fused_head:
-                return _logits_at(model, inner, batch, here)
+            here = at - labels.shape[1]
+            if not self.fused_head:
+                return _logits_at(self.model, inner, batch, here)
             chosen = torch.full_like(labels, IGNORE_INDEX)
             chosen[:, here + 1] = labels[:, here + 1]
-            return _fused_scores(model, batch, chosen, *collate.share)
-
-    layouts = _two_roundings(inner, alone)
-    if probe.name == SHORT:
-        mask = torch.ones(1, len(ids), dtype=torch.int64)
-        layouts += [alone(rows=2), alone(attention_mask=mask)]
-    return layouts, [*map(in_row, probe.packed)], [*map(in_row, probe.contaminated)]
+            return _fused_scores(self.model, batch, chosen, *share)
 
 
 def _verdict(

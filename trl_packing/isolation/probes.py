@@ -38,7 +38,10 @@ Draw = Callable[[int], np.ndarray]
 
 
 class Row(NamedTuple):
-    """A packed row, and the positions in it that are compared, ``(P,)``."""
+    """A packed row, and the positions in it that are compared, ``(P,)``.
+
+    Rows with the same list of documents run once.
+    """
 
     documents: Sequence[Document]
     at: np.ndarray
@@ -49,7 +52,7 @@ class Probe(NamedTuple):
 
     name: str  # in the report
     document: Document
-    at: np.ndarray  # positions of B that are compared, ``(P,)``
+    at: np.ndarray  # positions of B that are compared, but not its last one, ``(P,)``
     packed: list[Row]  # with B as one of their documents
     contaminated: list[Row]  # the first of these rows as one document: the effect of a full leak
 
@@ -69,13 +72,10 @@ def probes(
     positions = learned_positions(model) or max_length + _ROOM
     few = min(MIN_TOKENS, positions // 2)
     most_room = min(_ROOM, positions)
-    # Twice 23 tokens, to show what depends on content alone; 19, which share a padded forward with
-    # B; and as many tokens as B, which share a forward of equal lengths.
-    before = [[draw(23)], [draw(23)], [draw(11)], [draw(19), draw(5)], [draw(few)], []]
-    made = [_behind(SHORT, before, draw(few), most_room)]
+    made = [_short(draw, few, most_room)]
     if index := max(layer_values(text_config(model), "index_topk"), default=0):
         # Sparse attention keeps so many keys: of the document, or of the row if it ignores masks.
-        made.append(_behind(f"behind {index:,} tokens", [[draw(index)]], draw(few), most_room))
+        made += _behind([draw(index)], {f"behind {index:,} tokens": draw(few)}, most_room)
     given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
     if given and len(given[-1]) > 1:
         longest = given[-1]
@@ -94,39 +94,59 @@ def probes(
     room = max(len(longest), most_room)
     alone = min(max(room - 13, room // 2), longest_alone(model))
     most = longest[:alone]
-    made.append(_behind(f"after {len(longest):,} tokens", [[longest]], other[:alone], room))
     # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
     shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
-    before = [[draw(len(most)), draw(13)]]
-    made.append(_behind(f"of {len(shorter):,} tokens", before, shorter, room))
+    names = f"of {len(shorter):,} tokens", f"after {len(longest):,} tokens"
+    before = [draw(len(longest)), draw(13)]
+    made += _behind(before, dict(zip(names, (shorter, other[:alone]), strict=True)), room)
     if thorough:
         made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
     return made
 
 
+def _short(draw: Draw, few: int, room: int) -> Probe:
+    """Return the probe of a document of `few` tokens."""
+    ids = draw(few)
+    # Twice 23 tokens, to show what depends on content alone.
+    first, second = [_behind([draw(23)], {SHORT: ids}, room)[0] for _ in range(2)]
+    # B opens a row, too. 19 tokens share a padded forward with B, as many as B one of equal
+    # lengths.
+    documents = [first.document]
+    packed = [*first.packed, *second.packed, Row(documents, first.at)]
+    for others in ([11], [19, 5], [few]):
+        documents += [{"input_ids": draw(length)} for length in others]
+        start = sum(len(document["input_ids"]) for document in documents)
+        packed.append(Row(documents, start + first.at))
+        documents.append(first.document)
+    return first._replace(packed=packed, contaminated=first.contaminated + second.contaminated)
+
+
 def _alike(draw: Draw, length: int, room: int) -> list[Probe]:
     """Return a probe for each of four documents that fill one padded forward."""
-    documents = [draw(max(2, length * percent // 100)) for percent in (100, 88, 84, 80)]
-    filler = draw(length // 2)  # a padded forward has at most as many cells as the row has tokens
+    made = {}
+    for percent in (100, 88, 84, 80):
+        document = draw(max(2, length * percent // 100))
+        made[f"of {len(document):,} tokens among similar ones"] = document
+    # A padded forward has at most as many cells as the row has tokens.
+    return _behind([draw(length // 2)], made, room)
+
+
+def _behind(before: list[np.ndarray], given: dict[str, np.ndarray], room: int) -> list[Probe]:
+    """Return a probe of each document `given`, by its name: they follow others in one packed row.
+
+    Contaminated rows fit into `room`.
+    """
+    every = [*before, *given.values()]
+    documents = [{"input_ids": ids} for ids in every]
     made = []
-    for document in documents:
-        others = [filler, *(other for other in documents if other is not document)]
-        name = f"of {len(document):,} tokens among similar ones"
-        made.append(_behind(name, [others], document, room))
+    for i, (name, ids) in enumerate(given.items(), len(before)):
+        at = _at_both_ends(np.arange(len(ids) - 1))  # the last position predicts nothing
+        row = np.concatenate(every[: i + 1])
+        whole = row[-room:]
+        packed = Row(documents, len(row) - len(ids) + at)
+        contaminated = Row([{"input_ids": whole}], len(whole) - len(ids) + at)
+        made.append(Probe(name, documents[i], at, [packed], [contaminated]))
     return made
-
-
-def _behind(name: str, before: list[list[np.ndarray]], ids: np.ndarray, room: int) -> Probe:
-    """Return a probe of the document `ids` behind others; contaminated rows fit into `room`."""
-    document = {"input_ids": ids}
-    at = _at_both_ends(np.arange(len(ids)))
-    packed = []
-    for others in before:
-        documents = [{"input_ids": x} for x in others]
-        packed.append(Row([*documents, document], sum(map(len, others)) + at))
-    whole = [np.concatenate([*others, ids])[-room:] for others in before[: 1 + (name == SHORT)]]
-    contaminated = [Row([{"input_ids": x}], len(x) - len(ids) + at) for x in whole]
-    return Probe(name, document, at, packed, contaminated)
 
 
 def _at_both_ends(positions: np.ndarray) -> np.ndarray:
