@@ -552,7 +552,8 @@ class PackedSFTTrainer(SFTTrainer):
             num_items_in_batch, hidden = None, (num_items_in_batch, divisor)
         is_own = not (self._is_ours("training_step") and self._loss_is_ours())
         parts = parts_of(inputs)
-        most = self._run.options.max_tokens_in_memory
+        has_chunks = self._run.options.max_tokens_in_memory is not None
+        most = self._max_tokens() if has_chunks else None
         losses = []
         with (
             self._other_models.watch() if is_own and not self.args.torch_compile else nullcontext(),

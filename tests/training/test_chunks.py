@@ -12,6 +12,7 @@ from helpers.tiny import documents_of_lengths, tiny_model
 from peft import LoraConfig
 from transformers import DynamicCache
 
+from trl_packing import PackedCollator
 from trl_packing.training.chunks import Chunks, cache_name, check_chunks
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # gradients of chunks are added in another order
@@ -118,8 +119,14 @@ def test_a_chunk_draws_the_same_dropout_twice():
         assert torch.equal(expected.keys[..., :16, :], third)
 
 
+class OwnRows(PackedCollator):
+    def __call__(self, documents):
+        return dict(super().__call__(documents))
+
+
 def test_what_chunks_do_not_have_is_refused(tmp_path):
     for settings, words in (
+        ({"collator": OwnRows()}, "max_tokens_in_memory=20 divides .* OwnRows changes them"),
         ({"max_tokens_per_micro_batch": 40}, "exclude each other"),
         ({"neftune_noise_alpha": 5.0}, "exclude each other"),
         ({"router_aux_loss_coef": 0.1, "name": "qwen3_moe"}, "router_aux_loss_coef=0.0"),

@@ -62,9 +62,11 @@ class RunCollators:
         packed.share = (run.args.process_index % size, size)
         if size > 1:
             packed.pad_to_multiple_of = math.lcm(packed.pad_to_multiple_of or 1, size)
-            if not made.makes_rows_unchanged:
+        for name, default in (("sequence_parallel_size", 1), ("max_tokens_in_memory", None)):
+            value = getattr(run.options, name)
+            if value != default and not made.makes_rows_unchanged:
                 raise ValueError(
-                    f"sequence_parallel_size={size} divides rows as PackedCollator makes them, and "
+                    f"{name}={value} divides rows as PackedCollator makes them, and "
                     f"{type(packed).__name__} changes them; leave one of the two out"
                 )
         return made
