@@ -148,7 +148,7 @@ def test_a_leak_much_weaker_than_attention_s_shows():
 def test_a_threshold_between_the_documents_leaks(model, lengths):
     """However the documents lie around it; documents on one side of it pass."""
     report = assert_leaks(model(), documents(*lengths))
-    assert report.probe in ("of 177 tokens", "after 210 tokens")
+    assert report.probe == "after 210 tokens"
     assert check_isolation(model(), max_length=64)
     assert check_isolation(model(), documents(10, 20, 60))
 

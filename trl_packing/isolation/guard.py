@@ -18,7 +18,12 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
-from trl_packing.attention.backends import AttentionChoice, divide_rows, resolve_attention
+from trl_packing.attention.backends import (
+    PADDED,
+    AttentionChoice,
+    divide_rows,
+    resolve_attention,
+)
 from trl_packing.attention.install import install_attention
 from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
 from trl_packing.attention.ranks import all_reduce_max
@@ -284,7 +289,8 @@ class IsolationGuard:
             training = options["training"]
             alike = self._is_ours
             by_document[:] = _install(self.model, choice, wrapped, training, ranks_alike=alike)
-            made = self.probes(documents, thorough=bool(failed))
+            thorough = bool(failed) or choice.backend in PADDED
+            made = self.probes(documents, thorough=thorough)
             with wait_at_most(_PATIENCE):
                 return check_probes(wrapped, made, attention=str(choice), **options)
 

@@ -26,7 +26,7 @@ SHORT = "short documents"
 
 # Shorter documents show little of attention: the first token attends only to itself.
 MIN_TOKENS = 17
-_ROOM = 40  # tokens of the longest document in a short probe
+_ROOM = 40  # tokens of a contaminated row
 _MOST_BYTES = 4 * 2**30  # for attention scores and masks of a document alone
 
 # The check compares this many of the first positions of B, where a leak is strongest, and of the
@@ -54,7 +54,8 @@ class Probe(NamedTuple):
     document: Document
     at: np.ndarray  # positions of B that are compared, but not its last one, ``(P,)``
     packed: list[Row]  # with B as one of their documents
-    contaminated: list[Row]  # the first of these rows as one document: the effect of a full leak
+    # The first of these rows as one document, at the first positions: the effect of a full leak.
+    contaminated: list[Row]
 
 
 def probes(
@@ -71,11 +72,11 @@ def probes(
     draw = random_tokens(model, np.random.default_rng(0))
     positions = learned_positions(model) or max_length + _ROOM
     few = min(MIN_TOKENS, positions // 2)
-    most_room = min(_ROOM, positions)
-    made = [_short(draw, few, most_room)]
+    room = min(_ROOM, positions)
+    made = [_short(draw, few, room)]
     if index := max(layer_values(text_config(model), "index_topk"), default=0):
         # Sparse attention keeps so many keys: of the document, or of the row if it ignores masks.
-        made += _behind([draw(index)], {f"behind {index:,} tokens": draw(few)}, most_room)
+        made += _behind([draw(index)], {f"behind {index:,} tokens": draw(few)}, room)
     given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
     if given and len(given[-1]) > 1:
         longest = given[-1]
@@ -90,16 +91,15 @@ def probes(
         # Beyond a threshold of rope there must be room for two different lengths.
         longest = draw(reach + (reach // 4 + 23 if reach in rope_thresholds(model) else 7))
         other = draw(19)
-    # In the contaminated layout, B continues the document before it and needs room.
-    room = max(len(longest), most_room)
-    alone = min(max(room - 13, room // 2), longest_alone(model))
-    most = longest[:alone]
-    # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
-    shorter = most if len(most) < 2 * MIN_TOKENS else most[: len(most) * 9 // 10]
-    names = f"of {len(shorter):,} tokens", f"after {len(longest):,} tokens"
-    before = [draw(len(longest)), draw(13)]
-    made += _behind(before, dict(zip(names, (shorter, other[:alone]), strict=True)), room)
+    most = longest[: longest_alone(model)]
+    before = [draw(13)] if len(most) == len(longest) else [draw(len(longest)), draw(13)]
+    names = f"of {len(most):,} tokens", f"after {len(longest):,} tokens"
+    made += _behind(before, dict(zip(names, (most, other[: len(most)]), strict=True)), room)
     if thorough:
+        # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
+        shorter = most[: max(2, len(most) * 9 // 10)]
+        name = f"of {len(shorter):,} tokens behind {len(most):,}"
+        made += _behind([draw(len(most)), draw(13)], {name: shorter}, room)
         made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
     return made
 
@@ -134,18 +134,19 @@ def _alike(draw: Draw, length: int, room: int) -> list[Probe]:
 def _behind(before: list[np.ndarray], given: dict[str, np.ndarray], room: int) -> list[Probe]:
     """Return a probe of each document `given`, by its name: they follow others in one packed row.
 
-    Contaminated rows fit into `room`.
+    Contaminated rows fit into `room`, half of it for the start of B, where a leak is strongest.
     """
     every = [*before, *given.values()]
     documents = [{"input_ids": ids} for ids in every]
     made = []
     for i, (name, ids) in enumerate(given.items(), len(before)):
         at = _at_both_ends(np.arange(len(ids) - 1))  # the last position predicts nothing
-        row = np.concatenate(every[: i + 1])
-        whole = row[-room:]
-        packed = Row(documents, len(row) - len(ids) + at)
-        contaminated = Row([{"input_ids": whole}], len(whole) - len(ids) + at)
-        made.append(Probe(name, documents[i], at, [packed], [contaminated]))
+        in_front = np.concatenate(every[:i])
+        start = ids[: room // 2]
+        whole = np.concatenate([in_front, start])[-room:]
+        packed = Row(documents, len(in_front) + at)
+        behind = len(whole) - len(start) + at[at < len(start) - 1]
+        made.append(Probe(name, documents[i], at, [packed], [Row([{"input_ids": whole}], behind)]))
     return made
 
 
