@@ -2,7 +2,7 @@
 
     alone          [B]        without packing: the reference
     packed         [A, B]     as in training; also with other tokens and another length of A
-    contaminated   [A · B]    the same row as one document: the effect of a full leak
+    contaminated   [A · B]    the end of A and the start of B as one document: a full leak
     difference     max |packed − alone|, over the outputs for B
     noise          the same between layouts of B alone, and modules that round differently; of the
                    first probe, and of those that do not pass by it
