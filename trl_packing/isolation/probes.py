@@ -77,20 +77,9 @@ def probes(
     if index := max(layer_values(text_config(model), "index_topk"), default=0):
         # Sparse attention keeps so many keys: of the document, or of the row if it ignores masks.
         made += _behind([draw(index)], {f"behind {index:,} tokens": draw(few)}, room)
-    given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
-    if given and len(given[-1]) > 1:
-        longest = given[-1]
-        # As short as the data's shortest document: a model that treats rows with the longest
-        # document differently shows it on a document at the other side of a threshold.
-        least = max(few, len(given[0]))
-        other = next((d for d in given if len(d) >= least), longest)[:least]
-    else:
-        reach = max((c for c in length_constants(model) if c < max_length), default=0)
-        if given or not reach:
-            return made
-        # Beyond a threshold of rope there must be room for two different lengths.
-        longest = draw(reach + (reach // 4 + 23 if reach in rope_thresholds(model) else 7))
-        other = draw(19)
+    longest, other = _longest_and_other(model, documents, max_length, few, draw)
+    if not len(longest):
+        return _contaminated_in_one_row(made)
     most = longest[: longest_alone(model)]
     before = [draw(13)] if len(most) == len(longest) else [draw(len(longest)), draw(13)]
     names = f"of {len(most):,} tokens", f"after {len(longest):,} tokens"
@@ -101,7 +90,24 @@ def probes(
         name = f"of {len(shorter):,} tokens behind {len(most):,}"
         made += _behind([draw(len(most)), draw(13)], {name: shorter}, room)
         made += [*_alike(draw, len(most), room), *_alike(draw, MIN_TOKENS * 2, room)]
-    return made
+    return _contaminated_in_one_row(made)
+
+
+def _longest_and_other(
+    model: nn.Module, documents: Sequence[Any], max_length: int, few: int, draw: Draw
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the longest of `documents` and one that is as short as any, both empty without any."""
+    given = sorted((np.asarray(d, dtype=np.int64) for d in documents), key=len)
+    if given and len(given[-1]) > 1:
+        # As short as the data's shortest document: a model that treats rows with the longest
+        # document differently shows it on a document at the other side of a threshold.
+        least = max(few, len(given[0]))
+        return given[-1], next((d for d in given if len(d) >= least), given[-1])[:least]
+    reach = max((c for c in length_constants(model) if c < max_length), default=0)
+    if given or not reach:
+        return draw(0), draw(0)
+    # Beyond a threshold of rope there must be room for two different lengths.
+    return draw(reach + (reach // 4 + 23 if reach in rope_thresholds(model) else 7)), draw(19)
 
 
 def _short(draw: Draw, few: int, room: int) -> Probe:
@@ -148,6 +154,21 @@ def _behind(before: list[np.ndarray], given: dict[str, np.ndarray], room: int) -
         behind = len(whole) - len(start) + at[at < len(start) - 1]
         made.append(Probe(name, documents[i], at, [packed], [Row([{"input_ids": whole}], behind)]))
     return made
+
+
+def _contaminated_in_one_row(made: list[Probe]) -> list[Probe]:
+    """Return the probes with contaminated rows, a document each, that run as one row."""
+    documents: list[Document] = []
+    start = 0
+    found = []
+    for probe in made:
+        rows = []
+        for row in probe.contaminated:
+            rows.append(Row(documents, start + row.at))
+            documents.extend(row.documents)
+            start += len(row.documents[0]["input_ids"])
+        found.append(probe._replace(contaminated=rows))
+    return found
 
 
 def _at_both_ends(positions: np.ndarray) -> np.ndarray:
