@@ -31,7 +31,7 @@ from trl_packing.attention import document_sdpa
 from trl_packing.attention.interface import _attend
 from trl_packing.isolation import check
 from trl_packing.isolation.check import IsolationReport, check_fused_head
-from trl_packing.isolation.probes import MIN_TOKENS
+from trl_packing.isolation.probes import MIN_TOKENS, SHORT
 
 
 def assert_leaks(model, *arguments, **options):
@@ -177,6 +177,20 @@ def test_a_kernel_that_computes_something_else_does_not_pass_for_rounding(monkey
     monkeypatch.setitem(AttentionInterface._global_mapping, document_sdpa.NAME, wrong)
     assert check_isolation(packed_model("llama"))
     assert_leaks(packed_model("mistral"))
+
+
+@pytest.mark.parametrize("rounds_alike", [False, True])
+def test_a_document_that_rounds_more_than_the_first_is_measured_again(rounds_alike, monkeypatch):
+    """Unless its own rounding explains the difference, it leaks."""
+    alone, leak = torch.ones(4, 3), torch.full((4, 3), 2.0)
+
+    def measure(self, probe, rounds):
+        moved = alone if probe.name == SHORT else alone + 1e-3
+        return [alone, moved] if rounds and not rounds_alike else [alone], [moved], [leak]
+
+    monkeypatch.setattr("trl_packing.isolation.check._Runs.measure", measure)
+    report = check_isolation(packed_model("llama"), documents(40, 60))
+    assert report.verdict == ("leaks" if rounds_alike else "isolated")
 
 
 class NoNumbersInALaterRow(AddRowMean):
