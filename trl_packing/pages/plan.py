@@ -3,7 +3,7 @@
 RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML file
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from trl_packing.data.counts import times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX, document_labels, token_columns
+from trl_packing.documents.labels import IGNORE_INDEX, Document, document_labels, token_columns
 from trl_packing.pages.histograms import histogram
 from trl_packing.pages.page import HtmlPage, render
 from trl_packing.pages.record import (
@@ -193,7 +193,7 @@ def _documents(plan: "RunPlan") -> Iterator[dict[str, Any]]:
         )
 
 
-def _kinds(document: Mapping[str, Any]) -> np.ndarray:
+def _kinds(document: Document) -> np.ndarray:
     """Return the kind of each token; the first token of a document is never a target."""
     labels = document_labels(document, np.asarray(document["input_ids"]))
     kinds = np.where(labels == IGNORE_INDEX, _PROMPT, _TRAINED)
@@ -204,7 +204,7 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 def _document(
     plan: "RunPlan",
     name: str,
-    document: Mapping[str, Any],
+    document: Document,
     kinds: np.ndarray,
     *,
     is_cut: bool = False,
