@@ -85,10 +85,11 @@ def test_messages_say_whether_they_are_trained_and_how_much(name):
     [every], [last] = trained(chat, [THREE]), trained(chat, [THREE], "last_assistant")
     assert len(every) == 3
     assert last == every[-1:]
-    for flags in ((False, None, True), (True, False, False)):
+    for flags in ((False, None, True), (True, False, False), (True, None, False)):
         flagged = [{**m, "train": flags[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
         wanted = [text for text, flag in zip(every, flags, strict=True) if flag is not False]
         assert "".join(trained(chat, [flagged])[0]) == "".join(wanted)
+    assert trained(chat, [flagged], "last_assistant") == [every[:1]], "flags count first"
     weights = (0.5, 0.0, 2.0)
     weighted = [{**m, "weight": weights[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
     [row] = prepared(chat, [weighted])
