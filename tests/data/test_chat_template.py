@@ -211,9 +211,7 @@ def refusal(name: str, messages, train_on: str = "assistant") -> str:
 MUTE = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if m.role == 'user' }}\n"
 
 
-def test_a_template_that_drops_calls_or_contents_is_refused():
-    for name in ("llama3", "phi3"):
-        assert "out the tool call of message 1 ('weather')" in refusal(name, TOOLS)
+def test_a_template_that_drops_contents_is_refused():
     with pytest.raises(ValueError, match=r"row 0 of .*leaves out the content of message 1 \('Hel"):
         trained(ChatTemplate(with_template(MUTE + "<|im_end|>{% endfor %}")), [SENTENCES])
 
