@@ -23,7 +23,7 @@ def said(*flags):
 PLAIN = [{"messages": said({}, {}, {}, {})}, {"messages": said({}, {})}]
 ROWS = {
     "plain": PLAIN,
-    "first": [{"messages": said({}, {"weight": 0}, {}, {"weight": 1})}, *PLAIN],
+    "first": [{"messages": said({}, {"weight": 0}, {}, {"weight": 2})}, *PLAIN],
     "later": [*PLAIN, {"messages": said({}, {"weight": 0}, {}, {})}],
     "half": [*PLAIN, {"messages": said({}, {"weight": 0.5}, {}, {})}, *PLAIN],
     "trained users": [*PLAIN, {"messages": said({"train": True}, {"train": False}, {}, {})}],
@@ -127,6 +127,7 @@ def test_every_loader_gives_the_same_documents_or_one_sentence(tmp_path, rows, t
 
 def test_flags_in_a_later_row_are_read_and_decide(tmp_path):
     """Control: they change what is trained."""
-    flagged, plain = (documents(ROWS[name], tmp_path) for name in ("later", "plain"))
+    flagged, half, plain = (documents(ROWS[n], tmp_path) for n in ("later", "half", "plain"))
     assert plain[0][1] == plain[0][0]
     assert flagged[0][1].count(-100) > len(flagged[0][0]) / 3
+    assert {*half[2][2]} == {0, 0.5, 1}
