@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -212,56 +212,56 @@ _LEAST = {
 }
 
 
-class _Excluded(NamedTuple):
-    """A setting, or one `value` of it, beside which another is refused, or `others` of its values.
+_ANY: tuple[Any, ...] = ()
+_WRAPPED = ("wrapped",)
+_SHARES = ("bin", "group")
 
-    An empty tuple stands for all values.
-    """
-
-    name: str
-    other: str
-    others: tuple[Any, ...] = ()
-    value: tuple[Any, ...] = ()
-
-
-_GROUP, _WRAPPED = ("group",), ("wrapped",)
-_NOT_DIVIDED = ("model", "mask", "by_document", "padded", "equal_lengths")
-_EXCLUDED = (
-    _Excluded("train_on", "assistant_only_loss", (True,)),
-    _Excluded("response_template", "train_on"),
-    _Excluded("response_template", "assistant_only_loss", (True,)),
-    _Excluded("static_shapes", "packing", (False,)),
-    _Excluded("static_shapes", "documents_per_step"),
-    _Excluded("static_shapes", "prefix_sharing", ("bin", "group")),
-    _Excluded("static_shapes", "attention", ("padded", "equal_lengths")),
-    _Excluded("max_tokens_per_micro_batch", "prefix_sharing", ("bin", "group")),
-    _Excluded("max_tokens_per_micro_batch", "static_shapes", (True,)),
-    _Excluded("max_tokens_in_memory", "max_tokens_per_micro_batch"),
-    _Excluded("max_tokens_in_memory", "sequence_parallel_size"),
-    _Excluded("max_tokens_in_memory", "fp16", (True,)),
-    _Excluded("max_tokens_in_memory", "prefix_sharing", ("bin", "group")),
-    _Excluded("max_tokens_in_memory", "static_shapes", (True,)),
-    _Excluded("max_tokens_in_memory", "neftune_noise_alpha"),
-    _Excluded("max_tokens_in_memory", "torch_compile", (True,)),
-    _Excluded("sequence_parallel_size", "prefix_sharing", ("bin", "group")),
-    _Excluded("sequence_parallel_size", "neftune_noise_alpha"),
-    _Excluded("sequence_parallel_size", "torch_compile", (True,)),
-    _Excluded("sequence_parallel_size", "attention", _NOT_DIVIDED),
-    _Excluded("pad_to_multiple_of", "prefix_sharing", ("bin", "group")),
-    _Excluded("max_patches", "packing", (False,)),
-    _Excluded("max_patches", "documents_per_step"),
-    _Excluded("curriculum", "packing_strategy", _WRAPPED),
-    _Excluded("curriculum", "prefix_sharing", _GROUP),
-    _Excluded("curriculum", "train_sampling_strategy", ("sequential", "group_by_length")),
-    _Excluded("mixture", "packing_strategy", _WRAPPED),
-    _Excluded("mixture", "prefix_sharing", _GROUP),
-    _Excluded("mixture", "train_sampling_strategy", ("sequential",)),
-    _Excluded("mixture", "curriculum"),
-    _Excluded("prefix_sharing", "packing", (False,), _GROUP),
-    _Excluded("prefix_sharing", "documents_per_step", (), _GROUP),
-    _Excluded("prefix_sharing", "packing_strategy", _WRAPPED, _GROUP),
-    _Excluded("overflow", "packing_strategy", _WRAPPED, ("overlap",)),
-)
+# Settings, or one value of them, and the values of others that are refused beside them.
+_EXCLUDED: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
+    ("train_on",): {"assistant_only_loss": (True,)},
+    ("response_template",): {"train_on": _ANY, "assistant_only_loss": (True,)},
+    ("static_shapes",): {
+        "packing": (False,),
+        "documents_per_step": _ANY,
+        "prefix_sharing": _SHARES,
+        "attention": ("padded", "equal_lengths"),
+    },
+    ("max_tokens_per_micro_batch",): {"prefix_sharing": _SHARES, "static_shapes": (True,)},
+    ("max_tokens_in_memory",): {
+        "max_tokens_per_micro_batch": _ANY,
+        "sequence_parallel_size": _ANY,
+        "fp16": (True,),
+        "prefix_sharing": _SHARES,
+        "static_shapes": (True,),
+        "neftune_noise_alpha": _ANY,
+        "torch_compile": (True,),
+    },
+    ("sequence_parallel_size",): {
+        "prefix_sharing": _SHARES,
+        "neftune_noise_alpha": _ANY,
+        "torch_compile": (True,),
+        "attention": ("model", "mask", "by_document", "padded", "equal_lengths"),
+    },
+    ("pad_to_multiple_of",): {"prefix_sharing": _SHARES},
+    ("max_patches",): {"packing": (False,), "documents_per_step": _ANY},
+    ("curriculum",): {
+        "packing_strategy": _WRAPPED,
+        "prefix_sharing": ("group",),
+        "train_sampling_strategy": ("sequential", "group_by_length"),
+    },
+    ("mixture",): {
+        "packing_strategy": _WRAPPED,
+        "prefix_sharing": ("group",),
+        "train_sampling_strategy": ("sequential",),
+        "curriculum": _ANY,
+    },
+    ("prefix_sharing", "group"): {
+        "packing": (False,),
+        "documents_per_step": _ANY,
+        "packing_strategy": _WRAPPED,
+    },
+    ("overflow", "overlap"): {"packing_strategy": _WRAPPED},
+}
 
 
 def is_launched_on_gpus() -> bool:
@@ -320,14 +320,16 @@ def _check_exclusions(args: Any, options: PackingOptions) -> None:
         values["packing_strategy"] = None
     if options.sequence_parallel_size == 1:
         values["sequence_parallel_size"] = None
-    for name, other, others, own in _EXCLUDED:
-        one, two = values[name], values.get(other)
-        if one in (None, False) or two is None or (own and one not in own):
+    for (name, *own), excluded in _EXCLUDED.items():
+        one = values[name]
+        if one in (None, False) or (own and one not in own):
             continue
-        if not others or two in others:
-            raise ValueError(
-                f"{name}={one!r} and {other}={two!r} exclude each other; leave one of them out"
-            )
+        for other, others in excluded.items():
+            two = values.get(other)
+            if two is not None and (not others or two in others):
+                raise ValueError(
+                    f"{name}={one!r} and {other}={two!r} exclude each other; leave one of them out"
+                )
 
 
 def _check_mixture(mixture: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures.tiny_models import DOCUMENT_IDS, tiny_model
-from harness import alone, assert_exact, run
+from harness import alone, assert_exact
 from helpers import kernel_doubles
 from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -309,18 +309,6 @@ def test_bfloat16_is_as_exact_as_documents_alone(name):
         )
         apart = (model(**row).logits - wide).norm()
     assert apart <= 2 * (alone - wide).norm()
-
-
-@pytest.mark.parametrize("name", ["lfm2", "rwkv"])
-def test_prefixes_are_not_shared(name, tmp_path):
-    documents = [
-        {"input_ids": [*range(3, 33), token], "labels": [-100] * 30 + [token]}
-        for token in (40, 50, 60)
-    ]
-    found = run(tiny_model(name), documents, tmp_path, prefix_sharing="bin")
-    (line,) = [x.text for x in found.trainer.packing_report.lines() if x.label == "prefixes"]
-    assert line == "not shared: recurrent layers carry a state along the row"
-    assert_exact(found, alone(tiny_model(name), documents))
 
 
 @pytest.mark.slow

@@ -85,10 +85,11 @@ def test_messages_say_whether_they_are_trained_and_how_much(name):
     [every], [last] = trained(chat, [THREE]), trained(chat, [THREE], "last_assistant")
     assert len(every) == 3
     assert last == every[-1:]
-    for flags in ((False, None, True), (True, False, False)):
+    for flags in ((False, None, True), (True, False, False), (True, None, False)):
         flagged = [{**m, "train": flags[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
         wanted = [text for text, flag in zip(every, flags, strict=True) if flag is not False]
         assert "".join(trained(chat, [flagged])[0]) == "".join(wanted)
+    assert trained(chat, [flagged], "last_assistant") == [every[:1]], "flags count first"
     weights = (0.5, 0.0, 2.0)
     weighted = [{**m, "weight": weights[n // 2]} if n % 2 else m for n, m in enumerate(THREE)]
     [row] = prepared(chat, [weighted])
@@ -210,9 +211,7 @@ def refusal(name: str, messages, train_on: str = "assistant") -> str:
 MUTE = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content if m.role == 'user' }}\n"
 
 
-def test_a_template_that_drops_calls_or_contents_is_refused():
-    for name in ("llama3", "phi3"):
-        assert "out the tool call of message 1 ('weather')" in refusal(name, TOOLS)
+def test_a_template_that_drops_contents_is_refused():
     with pytest.raises(ValueError, match=r"row 0 of .*leaves out the content of message 1 \('Hel"):
         trained(ChatTemplate(with_template(MUTE + "<|im_end|>{% endfor %}")), [SENTENCES])
 

@@ -1,4 +1,4 @@
-"""ShareGPT becomes messages, bad messages are named, each says whether it is trained."""
+"""ShareGPT becomes messages, bad messages are named, flags that cannot be read are, too."""
 
 import json
 
@@ -66,32 +66,16 @@ def test_good_messages_pass():
         check_messages(USER, "")
 
 
-def conversation(*flags: dict) -> list[dict]:
-    """User and assistant in turn, as many as there are flags, which go to the assistant."""
-    return [m for flag in flags for m in (dict(USER), {**ANSWER, **flag})]
-
-
-FLAGGED = [
-    (conversation({"train": False}, {}), {3: 1}, {3: 1}),
-    (conversation({}, {"train": False}), {1: 1}, {}),
-    (conversation({"train": True}, {"weight": None}), {1: 1, 3: 1}, {1: 1, 3: 1}),
-    (conversation({"weight": 0}, {"weight": 0.5}), {3: 0.5}, {3: 0.5}),
-    ([{**USER, "train": True}, ANSWER, USER], {0: 1, 1: 1}, {0: 1, 1: 1}),
-]
-
-
-@pytest.mark.parametrize(("messages", "assistant", "last"), FLAGGED)
-def test_a_message_says_whether_it_is_trained_before_train_on_does(messages, assistant, last):
-    assert trained_messages(messages, "assistant") == assistant
-    assert trained_messages(messages, "last_assistant") == last
-    flagged = {n: w for n, w in assistant.items() if messages[n].get("train")}
-    assert trained_messages(messages, "assistant", first=len(messages)) == flagged, "a prompt"
+def test_a_user_is_trained_where_a_flag_says_so_also_in_a_prompt():
+    messages = [USER | {"train": True}, ANSWER, USER]
+    assert trained_messages(messages, "last_assistant") == {0: 1, 1: 1}
+    assert trained_messages(messages, "last_assistant", first=3) == {0: 1}
 
 
 @pytest.mark.parametrize("flag", [{"weight": -1}, {"weight": float("nan")}, {"train": "false"}])
 def test_flags_that_cannot_be_read_are_named(flag):
     with pytest.raises(ValueError, match=r"message 1 has (weight|train)=.*; give "):
-        trained_messages(conversation(flag), "assistant")
+        trained_messages([USER, ANSWER | flag], "assistant")
 
 
 def test_a_chat_template_sees_neither_flags_nor_nulls():

@@ -2,14 +2,13 @@
 
 import pytest
 from datasets import Dataset, concatenate_datasets, interleave_datasets
-from harness import alone, assert_exact, make_trainer, run
+from harness import make_trainer
 from helpers.chat_templates import source_of
 from helpers.streams import stream_of
 from helpers.tiny import (
     assistant,
     documents_of_lengths,
     tiny_dataset,
-    tiny_model,
     tiny_rows,
     tiny_tokenizer,
     user,
@@ -31,46 +30,6 @@ def trained_texts(trainer) -> list[str]:
         trainer.processing_class.decode([label for label in row["labels"] if label != -100])
         for row in trainer.train_dataset
     ]
-
-
-def chat(*answers: tuple[str, dict]) -> dict:
-    return {"messages": [user("Why?"), *(assistant(text, **flags) for text, flags in answers)]}
-
-
-# --- weights of messages --------------------------------------------------------------------------
-
-WEIGHED = [
-    chat(("So.", {"weight": 0.5}), ("Because.", {"weight": 1})),
-    chat(("Never, ever.", {"weight": 0}), ("Two and two are four.", {"weight": 2})),
-    chat(("Yes.", {})),
-]
-
-
-def by_hand(row: dict, weighs: bool = True) -> dict:
-    """The tokens of ChatML, part by part: an answer and its end have the weight of the message."""
-    tokenizer = tiny_tokenizer(chat=True)
-    ids = []
-    weights = []
-    for message in row["messages"]:
-        weight = message.get("weight", 1) if weighs else 1
-        said = weight if message["role"] == "assistant" else 0
-        opening = f"<|im_start|>{message['role']}\n"
-        content = f"{message['content']}<|im_end|>"
-        for text, weight in ((opening, 0), (content, said), ("\n", 0)):
-            tokens = tokenizer(text)["input_ids"]
-            ids = ids + tokens
-            weights = weights + [float(weight)] * len(tokens)
-    labels = [token if weight else -100 for token, weight in zip(ids, weights, strict=True)]
-    return {"input_ids": ids, "labels": labels, "loss_weights": weights}
-
-
-@pytest.mark.parametrize("given", [Dataset.from_list, stream_of], ids=["data set", "stream"])
-def test_weights_of_messages_train_as_documents_with_weights_alone(tmp_path, given):
-    model = tiny_model("llama")
-    found = run(model, given(WEIGHED), tmp_path, tokenizer=tiny_tokenizer(chat=True))
-    assert_exact(found, alone(model, map(by_hand, WEIGHED)))
-    with pytest.raises(AssertionError):  # the control
-        assert_exact(found, alone(model, (by_hand(row, weighs=False) for row in WEIGHED)))
 
 
 # --- response templates, hints, columns -----------------------------------------------------------
@@ -103,7 +62,8 @@ def test_tools_that_the_template_leaves_out_are_warned_of(tmp_path, caplog, lack
         tokenizer.chat_template = plain
     elif lacks == "tools":
         tokenizer.chat_template = source_of("deepseekv3")
-    trainer_for(tmp_path, [chat(("So.", {})) | {"tools": [tool]}], tokenizer=tokenizer)
+    row = {"messages": [user("Why?"), assistant("So.")], "tools": [tool]}
+    trainer_for(tmp_path, [row], tokenizer=tokenizer)
     warns = "has tools, but the chat template renders no" in caplog.text
     assert warns == (lacks is not None)
     assert not lacks or f"renders no {lacks};" in caplog.text

@@ -4,7 +4,8 @@
 001  multipack: tests/tools/test_show.py draws its page
 002  DART-Math: tests/plain_trainer/test_enable.py runs its four lines
 003  Packing Analysis: recipes/compare_packing.py
-004  padding-free training: both samples, and what they promise
+004  padding-free training: the sample without TRL, and what it promises; that of SFTTrainer:
+     tests/data/test_completion_only_collator.py
 """
 
 import pytest
@@ -91,47 +92,6 @@ trainer = Trainer(
 trainer.train()
 """
 
-COMPLETION_ONLY = """
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from datasets import load_dataset
-from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM
-
-dataset = load_dataset("lucasmccabe-lmi/CodeAlpaca-20k", split="train")
-model = AutoModelForCausalLM.from_pretrained(
-    "instructlab/merlinite-7b-lab",
-    torch_dtype=torch.bfloat16,
-    attn_implementation="flash_attention_2")
-tokenizer = AutoTokenizer.from_pretrained("instructlab/merlinite-7b-lab")
-tokenizer.pad_token = tokenizer.eos_token
-
-def formatting_prompts_func(example):
-    output_texts = []
-    for i in range(len(example['instruction'])):
-        text = f"### Question: {example['instruction'][i]}\\n ### Answer: {example['output'][i]}"
-        output_texts.append(text)
-    return output_texts
-
-response_template = " ### Answer:"
-response_template_ids = tokenizer.encode(response_template, add_special_tokens=False)[2:]
-collator = DataCollatorForCompletionOnlyLM(
-    response_template_ids, tokenizer=tokenizer, padding_free=True)
-
-trainer = SFTTrainer(
-    model,
-    train_dataset=dataset,
-    args=SFTConfig(
-        output_dir="./tmp",
-        gradient_checkpointing=True,
-        per_device_train_batch_size=8
-    ),
-    formatting_func=formatting_prompts_func,
-    data_collator=collator,
-)
-
-trainer.train()
-"""
-
 NUM_ROWS = 20  # steps of 8, 8 and 4 documents, three epochs
 
 
@@ -140,16 +100,12 @@ def places(tmp_path, monkeypatch):
     """Changes besides the imports: the places of the model and the data, and no CUDA here."""
     monkeypatch.chdir(tmp_path)
     pairs = [QUESTIONS_AND_ANSWERS[i % 12] for i in range(NUM_ROWS)]
-    rows = [{"instruction": question, "output": answer} for question, answer in pairs]
     tokenizer = tiny_tokenizer()
-    texts = [f"### Question: {r['instruction']}\n ### Answer: {r['output']}<eos>" for r in rows]
+    texts = [f"### Question: {question}\n ### Answer: {answer}<eos>" for question, answer in pairs]
     tokens = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
-    for name, written in (("rows", rows), ("tokens", tokens)):
-        write_rows(tmp_path / f"{name}.jsonl", written)
     return {
         "instructlab/merlinite-7b-lab": save_tiny_model(tmp_path, "llama", chat=False),
-        "path/to/my/dataset": str(tmp_path / "tokens.jsonl"),
-        '"lucasmccabe-lmi/CodeAlpaca-20k"': f'"json", data_files="{tmp_path / "rows.jsonl"}"',
+        "path/to/my/dataset": write_rows(tmp_path / "tokens.jsonl", tokens),
         "/save/path": str(tmp_path / "saved"),
         "flash_attention_2": "sdpa",
         "torch.bfloat16": "torch.float32",
@@ -168,12 +124,7 @@ def run(sample: str, *changes: dict[str, str]):
 
 
 THEIR_COLLATOR = "from transformers import DataCollatorWithFlattening"
-THEIR_TRAINER = "from trl import SFTConfig, SFTTrainer, DataCollatorForCompletionOnlyLM"
 OUR_FLATTENING = {THEIR_COLLATOR: "from trl_packing import DataCollatorWithFlattening"}
-OUR_TRAINER = {
-    THEIR_TRAINER: "from trl import SFTConfig\n"
-    "from trl_packing import PackedSFTTrainer as SFTTrainer, DataCollatorForCompletionOnlyLM"
-}
 # The padded run that the post compares with: rows padded to the longest, every token trained.
 PADDED = {
     THEIR_COLLATOR: "from helpers.padded import Padded",
@@ -205,12 +156,3 @@ def test_a_model_that_needs_it_takes_one_line_more(places, tmp_path):
     assert_same_losses(run(FLATTENING, OUR_FLATTENING, ENABLED, places), padded)
     with pytest.raises(AssertionError):
         assert_same_losses(run(FLATTENING, OUR_FLATTENING, places), padded)
-
-
-def test_the_completion_only_sample_makes_the_steps_of_the_padded_run(places):
-    trainer = run(COMPLETION_ONLY, OUR_TRAINER, places)
-    assert trainer.state.global_step == 3 * 3
-    assert all(loss > 0 for loss in logged(trainer, "loss"))
-    for row in trainer.train_dataset:
-        trained = [label for label in row["labels"] if label != -100]
-        assert tiny_tokenizer().decode(trained).strip() == f"{row['output']}<eos>"

@@ -3,6 +3,7 @@
 by_hand(model, documents, loss, weighting)     `harness.alone`
 one_step(model, documents, folder, **options)  `harness.run`: loss and gradients of one step
 assert_same_step(found, expected)              `harness.assert_exact`, or two runs to 1e-4
+assert_reports(metrics, expected)              metrics of a log, or of an evaluation
 """
 
 import copy
@@ -14,7 +15,7 @@ from harness import alone as by_hand
 from harness import run as one_step
 
 from helpers.one_step import ONE_STEP
-from helpers.tiny import tiny_model
+from helpers.tiny import documents_of_lengths, tiny_model
 
 __all__ = ["SMOOTHING", "by_hand", "one_step"]
 
@@ -50,6 +51,17 @@ def weighted(documents, seed=1, least=0):
 def unweighted(documents):
     columns = ("loss_weights", "loss_weight")
     return [{k: v for k, v in d.items() if k not in columns} for d in documents]
+
+
+#: Eight documents of three sources, one of them without any weight.
+OF_SOURCES = documents_of_lengths((20, 5, 11, 38, 12, 33, 3, 29), prompt=2)
+SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
+DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
+
+
+def assert_reports(metrics, expected, tolerance=TOLERANCE):
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=tolerance), name
 
 
 def trainer_for(model, train, folder, **options):

@@ -8,7 +8,16 @@ import math
 import pytest
 from datasets import Dataset
 from harness import alone, make_trainer
-from helpers.by_hand import LOSSES, TOLERANCE, unweighted, weighted
+from helpers.by_hand import (
+    DOCUMENT_WEIGHTS,
+    LOSSES,
+    SOURCES,
+    TOLERANCE,
+    assert_reports,
+    unweighted,
+    weighted,
+)
+from helpers.by_hand import OF_SOURCES as DOCUMENTS
 from helpers.combinations import combined
 from helpers.distributed.train import Scenario, run_on_ranks, token_weights
 from helpers.tiny import documents_of_lengths, tiny_model
@@ -16,9 +25,6 @@ from helpers.tiny import documents_of_lengths, tiny_model
 from trl_packing import PackedSFTConfig
 
 MODES = ("token", "document", "sqrt")
-SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
-DOCUMENT_WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
-DOCUMENTS = documents_of_lengths((20, 5, 11, 38, 12, 33, 3, 29), prompt=2)
 EVALUATIONS = {
     "two rows a batch": {"per_device_eval_batch_size": 2},
     "not packed": {"eval_packing": False, "per_device_eval_batch_size": 3},
@@ -52,11 +58,6 @@ def losses_by_hand(documents, loss="nll", mode="token", prefix="eval_"):
         expected[f"{prefix}loss_{source}"] = alone(model, own, loss, mode)[0]
         expected[f"{prefix}num_documents_{source}"] = len(own)
     return expected
-
-
-def assert_reports(metrics, expected, tolerance=TOLERANCE):
-    for name, value in expected.items():
-        assert metrics[name] == pytest.approx(value, rel=tolerance), name
 
 
 # --- one mean over the set, and over each source --------------------------------------------------

@@ -199,6 +199,7 @@ def test_the_numbers_of_the_page_are_those_of_the_report():
     assert [number(c) for c in stages[-1][1:]] == [*vars(counts.after).values()]
     assert [-number(c) for c in stages[1][1:]] == [*vars(counts.stages[0].lost).values()]
     assert str(report) in html.unescape(page)
+    assert "trained tokens · 2 ranks × 1 accumulated × 3 bins" in " ".join(str(report).split())
 
 
 def test_rows_that_stay_as_they_are_and_a_run_without_limit_have_a_page():
@@ -228,6 +229,7 @@ def test_the_page_opens_without_errors_and_hostile_text_does_nothing(tmp_path, w
         assert page.problems() == []
         assert "window.hostile = 1" in page.text(".documents")
         assert page.evaluate("document.querySelectorAll('svg').length") == 6
+        assert page.evaluate("document.querySelector('.bar i').style.width")
     (tmp_path / "plan.html").write_text(html.unescape(text), encoding="utf-8")
     with open_page(tmp_path / "plan.html") as page:  # the negative control
         assert "hostile text acts" in page.problems()

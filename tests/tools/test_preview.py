@@ -163,6 +163,7 @@ def test_the_plan_honors_what_the_trainer_honors(tmp_path, chat_model):
         of_the_model = {"attention": None, "checked": None}
         found = json.loads(planned.to_json())
         assert found | of_the_model == trained | of_the_model
+        assert {"utilization": report.utilization, "bins": report.bins}.items() <= found.items()
         assert found["checked"]["verdict"] == trained["checked"]["verdict"] == "not checked"
 
 

@@ -3,6 +3,7 @@
 import pytest
 from datasets import Dataset
 from harness import make_trainer
+from helpers.prepared import chats
 from helpers.tiny import tiny_tokenizer
 
 # The prompt opens thoughts, and those of earlier turns are dropped.
@@ -20,14 +21,10 @@ def thinking_tokenizer():
 
 
 def conversations(number=12):
-    rows = []
-    for i in range(number):
-        messages = []
-        for turn in range(1 + i % 3):
-            messages.append({"role": "user", "content": f"Question {i}, part {turn}?"})
-            answer = {"role": "assistant", "content": "So. " * (turn + 1)}
-            messages.append(answer | {"reasoning_content": f"Hm {i}. " * 3})
-        rows.append({"messages": messages, "source": "ab"[i % 2]})
+    rows = chats(number, sources=True).to_list()
+    for row in rows:
+        for message in row["messages"][1::2]:
+            message["reasoning_content"] = f"Hm, {message['content']}" * 3
     return rows
 
 

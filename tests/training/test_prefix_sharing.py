@@ -92,9 +92,9 @@ class OwnRows(PackedCollator):
         return super().__call__(documents)
 
 
-def of_bloom():
+def of_architecture(name):
     torch.manual_seed(0)
-    made = architectures.tiny_model("bloom")
+    made = architectures.tiny_model(name)
     made.resize_token_embeddings(len(tiny_tokenizer()))
     return made
 
@@ -106,7 +106,9 @@ def with_dropout():
 
 # arguments of `trainer_of`, and why nothing is shared.
 APART_BECAUSE = {
-    "padded rows": (lambda: {"model": of_bloom()}, "attention='padded'"),
+    "padded rows": (lambda: {"model": of_architecture("bloom")}, "attention='padded'"),
+    "a state": (lambda: {"model": of_architecture("lfm2")}, "recurrent layers carry a state"),
+    "a state, by document": (lambda: {"model": of_architecture("rwkv")}, "recurrent layers carry"),
     "the model's attention": (lambda: {"attention": "model"}, "attention='model'"),
     "a loss": (lambda: {"cls": OwnLoss}, "the loss is your own"),
     "noise": (lambda: {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 draws noise"),

@@ -9,19 +9,23 @@ import itertools
 import pytest
 from datasets import Dataset
 from harness import alone, run
-from helpers.by_hand import LOSSES, TOLERANCE, weighted
+from helpers.by_hand import (
+    DOCUMENT_WEIGHTS,
+    LOSSES,
+    OF_SOURCES,
+    SOURCES,
+    assert_reports,
+    weighted,
+)
 from helpers.shared_prefixes import forked_documents, one_shared_step
-from helpers.tiny import documents_of_lengths, tiny_model
-
-SOURCES = ["web", "code", "web", "books", "code", "web", "web", "code"]
-WEIGHTS = [1.0, 0.5, 3.0, 0.25, 2.0, 0.0, 1.5, 1.0]
+from helpers.tiny import tiny_model
 
 
 def with_sources(documents, sources=SOURCES):
     return [d | {"source": sources[i % len(sources)]} for i, d in enumerate(documents)]
 
 
-DOCUMENTS = with_sources(documents_of_lengths((20, 5, 11, 38, 12, 33, 3, 29), prompt=2))
+DOCUMENTS = with_sources(OF_SOURCES)
 
 
 def by_source(documents, loss="nll", weighting="token", model=None):
@@ -37,11 +41,6 @@ def by_source(documents, loss="nll", weighting="token", model=None):
             f"num_trained_tokens_{source}": sum(label != -100 for label in labels),
         }
     return expected
-
-
-def assert_reports(logs, expected):
-    for name, value in expected.items():
-        assert logs[name] == pytest.approx(value, rel=TOLERANCE), name
 
 
 def history(folder, documents, **options):
@@ -62,7 +61,7 @@ def test_a_step_reports_each_source_as_it_is_alone(name, tmp_path):
     (loss, settings) = RUNS[name]
     weighting = settings.get("loss_weighting", "token")
     if weighting == "document":
-        pairs = zip(weighted(documents), WEIGHTS, strict=True)
+        pairs = zip(weighted(documents), DOCUMENT_WEIGHTS, strict=True)
         documents = [d | {"loss_weight": w} for d, w in pairs]
     logs, *_, totals = history(
         tmp_path, documents, source_column="source", **settings, **LOSSES[loss]

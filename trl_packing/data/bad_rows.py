@@ -1,7 +1,6 @@
 """Checks of a data set that run before anything is computed on it."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ from trl_packing.data.limits import NO_LIMITS
 from trl_packing.documents.arrow import AnyDataset, ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
     DOCUMENT_WEIGHT,
-    MASK_COLUMNS,
     SEQ_LENGTHS,
-    TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     and_others,
     row_name,
@@ -51,10 +48,7 @@ def check_columns(dataset: AnyDataset, name: str, text_field: str) -> None:
             f"the {name} dataset has no column to train on: it has {columns}; name one "
             f"{text_field!r}, 'messages', 'prompt' or 'input_ids', or pass formatting_func"
         )
-    if isinstance(dataset, Dataset) and "input_ids" in columns:
-        documents = ArrowDocuments(dataset, (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS))
-        named = partial(row_name, name=name, unit="document")
-        NO_LIMITS.check_documents(documents, named)  # none is negative
+    NO_LIMITS.check(dataset, name)  # no id is negative
 
 
 def check_weights_have_tokens(columns: Iterable[str], name: str) -> None:

@@ -235,11 +235,6 @@ class ChatTemplate:
         """
         return {False: self._form_of_arguments(None), True: self._form_of_arguments([_TOOL])}
 
-    @property
-    def reads_tools(self) -> bool:
-        """Whether the template for rows with tools names them."""
-        return "tools" in self.tokenizer.get_chat_template(self.override, [_TOOL])
-
     def _form_of_arguments(self, tools: list[Any] | None) -> type | None:
         as_text = self.try_render(_calling(_JSON, tools))
         as_dict = self.try_render(_calling(json.loads(_JSON), tools))

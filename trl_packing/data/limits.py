@@ -17,8 +17,10 @@ from trl_packing.attention.model_facts import text_config
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import (
     IGNORE_INDEX,
+    MASK_COLUMNS,
     SEQ_LENGTHS,
     TOKEN_COLUMNS,
+    TOKEN_WEIGHTS,
     Document,
     and_others,
     row_name,
@@ -39,7 +41,8 @@ class ModelLimits:
         """Raise ValueError naming the first document of a tokenized data set beyond a limit."""
         if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
             return
-        documents = ArrowDocuments(dataset, (*TOKEN_COLUMNS, SEQ_LENGTHS))
+        columns = (*TOKEN_COLUMNS, *MASK_COLUMNS, TOKEN_WEIGHTS, SEQ_LENGTHS)
+        documents = ArrowDocuments(dataset, columns)
         if "input_ids" in documents.columns:
             self.check_documents(documents, partial(row_name, name=name, unit="document"))
 

@@ -242,7 +242,8 @@ class RowFormat:
             return ""
         if not self.calls_tools:
             return "tool calls"
-        return "" if self.chat.reads_tools else "tools"
+        template = self.chat.tokenizer.get_chat_template(self.chat.override, row["tools"])
+        return "" if "tools" in template else "tools"
 
     def documents(self, row: Row, form: str) -> list[Rendered]:
         """Return the texts of a row of that form, with `train_on="every_turn"` one for each turn.

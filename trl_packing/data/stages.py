@@ -10,7 +10,7 @@ the rules that made them (files).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -62,6 +62,10 @@ logger = get_logger(__name__)
 _MESSAGES = ("messages", "conversations")
 
 
+# Documents, and what was kept and lost; None of packed rows, or of a stream, counted as it is read.
+Prepared: TypeAlias = tuple[AnyDataset, PreparationCounts | None]
+
+
 class WholeDocuments(NamedTuple):
     """Documents of any length, before the overflow policy; a stream gets its EOS when it is fitted.
 
@@ -72,9 +76,7 @@ class WholeDocuments(NamedTuple):
     found: PreparationCounts = PreparationCounts()
 
 
-def prepare(
-    dataset: AnyDataset, rules: Rules, name: str = "train"
-) -> tuple[AnyDataset, PreparationCounts | None]:
+def prepare(dataset: AnyDataset, rules: Rules, name: str = "train") -> Prepared:
     """Return the documents of `dataset`, of rows of any form, and counts of what was lost.
 
     Packed rows, which do not change, have no counts, nor has a stream, which is counted as it is
@@ -133,9 +135,7 @@ def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> W
     return WholeDocuments(tokens.dataset, replace(found, notes=tuple(notes)))
 
 
-def fit_documents(
-    whole: WholeDocuments, rules: Rules, name: str = "train"
-) -> tuple[AnyDataset, PreparationCounts | None]:
+def fit_documents(whole: WholeDocuments, rules: Rules, name: str = "train") -> Prepared:
     """Return the documents that fit, and counts of what was kept and lost."""
     documents = whole.documents
     if isinstance(documents, IterableDataset):

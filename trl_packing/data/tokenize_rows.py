@@ -213,7 +213,6 @@ def _prepare_batch(
         for row, index in zip(rows, indices, strict=True):
             _check_row(row, render, row_format, row_name(index, name))
         raise
-    _note_lost_prompt(documents, tokenizer)
     tokens = zip(("input_ids", "labels", TOKEN_WEIGHTS), flat_tokens(documents), strict=True)
     flat = {column: values for column, values in tokens if column in columns}
     stops = np.cumsum([len(document.input_ids) for document in documents])
@@ -247,16 +246,6 @@ def _has_other_weights(document: Rendered) -> bool:
     return any(weight != 1 for *_, weight in document.spans or ())
 
 
-def _note_lost_prompt(documents: Sequence[Tokenized], tokenizer: Any) -> None:
-    """Warn of the first prompt whose last tokens are not in its document."""
-    if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
-        logger.warning_once(
-            "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
-            f"{quote(tokenizer.decode(lost))} is left out, unlike at inference. End the prompt on "
-            "a token boundary, or use a chat template that renders it the same way. Shown once."
-        )
-
-
 def _as_table(flat: Mapping[str, np.ndarray], stops: np.ndarray) -> pa.Table:
     """Return documents that end at `stops` of flat columns."""
     offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
@@ -270,7 +259,7 @@ def _as_table(flat: Mapping[str, np.ndarray], stops: np.ndarray) -> pa.Table:
 def _documents_of(
     rows: Sequence[Row], render: Callable[[Row], list[Rendered]], tokenizer: Any
 ) -> tuple[list[list[Rendered]], list[Tokenized]]:
-    """Return the texts of each row, and the tokens of all of them."""
+    """Return the texts of each row, and the tokens of all; warn of a prompt that loses its end."""
     rendered: list[list[Rendered]] = []
     parts = []
     at_once = -(-len(rows) // _PARTS)
@@ -280,7 +269,14 @@ def _documents_of(
             texts = [render(row) for row in rows[start : start + at_once]]
             parts.append(tokenizing.submit(tokenize, tokenizer, [*chain.from_iterable(texts)]))
             rendered += texts
-    return rendered, [document for part in parts for document in part.result()]
+    documents = [document for part in parts for document in part.result()]
+    if lost := next((d.lost_prompt for d in documents if d.lost_prompt), None):
+        logger.warning_once(
+            "The tokenized prompt is not a prefix of the tokenized prompt+completion: its end "
+            f"{quote(tokenizer.decode(lost))} is left out, unlike at inference. End the prompt on "
+            "a token boundary, or use a chat template that renders it the same way. Shown once."
+        )
+    return rendered, documents
 
 
 def _check_row(

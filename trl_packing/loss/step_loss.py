@@ -7,7 +7,7 @@ write_metrics a whole evaluation set: the same mean, from `LossSums`
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from trl_packing.documents.labels import (
 from trl_packing.loss.lm_head import score_logits
 from trl_packing.loss.sums import (
     LossSums,
+    MicroBatch,
     Sources,
     Sums,
     check_weights_can_be_used,
@@ -67,7 +68,7 @@ class StepLoss:
     _was_computed: bool = False  # the loss of the micro-batch that is trained
 
     def measure(
-        self, batches: Sequence[Mapping[str, Any]], num_items: Any, device: Any, *, weighted: bool
+        self, batches: Sequence[MicroBatch], num_items: Any, device: Any, *, weighted: bool
     ) -> None:
         """Sum up the weights and tokens of a step over all ranks, before it is trained.
 
@@ -97,7 +98,7 @@ class StepLoss:
         """Forget the step: none is trained."""
         self._scale = self._num_tokens = None
 
-    def check_was_computed(self, batch: Mapping[str, Any], trainer: str) -> None:
+    def check_was_computed(self, batch: MicroBatch, trainer: str) -> None:
         """Raise RuntimeError if a user's own loss has trained shared prefixes or divided rows.
 
         `trainer` is the name of its class.
@@ -125,7 +126,7 @@ class StepLoss:
     def compute(
         self,
         model: Any,
-        batch: Mapping[str, Any],
+        batch: MicroBatch,
         return_outputs: bool,
         num_items: Any,
         *,
@@ -228,7 +229,7 @@ class StepLoss:
             share = tokens / self._num_tokens.to(scored.aux_loss.device) * self._ranks
         return self.balance * share * scored.aux_loss
 
-    def _mean(self, losses: Tensor, batch: Mapping[str, Any], num_items: Any) -> Tensor:
+    def _mean(self, losses: Tensor, batch: MicroBatch, num_items: Any) -> Tensor:
         """Return the weighted sum of `losses` ``(rows, T - 1)`` divided by that of the step.
 
         Without `num_items` it is divided by the sum of the weights of this batch.
@@ -250,7 +251,7 @@ class StepLoss:
         # A step without trained tokens is 0, not 0 / 0.
         return losses.sum() / torch.as_tensor(num_items).to(losses.device).clamp(min=1)
 
-    def _mask_repeated_rows(self, inputs: Mapping[str, Any]) -> None:
+    def _mask_repeated_rows(self, inputs: MicroBatch) -> None:
         """Mask the rows with which accelerate fills up the last batch of several ranks."""
         state = self.accelerator.gradient_state
         labels = inputs["labels"]
@@ -305,7 +306,7 @@ class StepLoss:
         metrics.update(found | metrics | {name: mean})
 
 
-def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
+def without_weights(batch: MicroBatch) -> dict[str, Any]:
     """Return what a model takes of a batch, for the `compute_loss` of another class.
 
     Raises ValueError for weights, which that would ignore.
@@ -318,7 +319,7 @@ def without_weights(batch: Mapping[str, Any]) -> dict[str, Any]:
     return _for_model(batch)
 
 
-def _for_model(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _for_model(batch: MicroBatch) -> dict[str, Any]:
     """Return what a model takes of a batch."""
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
 

@@ -10,7 +10,7 @@ then change no bit. `aux_loss`, the balance of experts, is weighted by tokens.
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import datasets
 import numpy as np
@@ -31,6 +31,8 @@ from trl_packing.documents.labels import (
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
 )
+
+MicroBatch: TypeAlias = Mapping[str, Any]  # its tensors by name, and what models take beside
 
 # Each source becomes a metric. A column with more values holds texts or ids, not sources.
 MOST_SOURCES = 1000
@@ -79,7 +81,7 @@ _, *_NUMBERS = Sums.__annotations__
 _OF_SOURCE = len(SourceSums.__annotations__)
 
 
-def target_weights(batch: Mapping[str, Any]) -> Tensor:
+def target_weights(batch: MicroBatch) -> Tensor:
     """Return the weight of every target ``labels[:, 1:]``, ``(rows, T - 1)`` float32; 0: untrained.
 
     Trained ones have 1 if the batch has no `loss_weights`.
@@ -89,7 +91,7 @@ def target_weights(batch: Mapping[str, Any]) -> Tensor:
     return is_trained.float() if weights is None else weights[..., 1:] * is_trained
 
 
-def tokens_of_batch(batch: Mapping[str, Any]) -> float:
+def tokens_of_batch(batch: MicroBatch) -> float:
     """Return the tokens of a batch, padding included; of a divided row, 1/N of its documents'."""
     row = host_row(batch)
     size = 1 if row is None else num_shares(batch["input_ids"].shape[1], batch["cu_seq_lens_q"])
@@ -186,7 +188,7 @@ class LossSums:
         """Number of values that `take` returns."""
         return len(_NUMBERS) + _OF_SOURCE * (1 + self.num_sources)
 
-    def add(self, batch: Mapping[str, Any], losses: Tensor, scored: Any) -> None:
+    def add(self, batch: MicroBatch, losses: Tensor, scored: Any) -> None:
         """Add a packed or padded micro-batch.
 
         Args:
@@ -231,7 +233,7 @@ class LossSums:
 
 
 def _add_by_source(
-    by_source: Tensor, batch: Mapping[str, Any], losses: Tensor, weights: Tensor, times: Tensor
+    by_source: Tensor, batch: MicroBatch, losses: Tensor, weights: Tensor, times: Tensor
 ) -> None:
     """Add Σ w · loss, Σ w and trained tokens of each source to `by_source`, in place."""
     ids = batch[SOURCE_IDS]

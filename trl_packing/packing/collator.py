@@ -17,7 +17,7 @@ packed documents, and every token silently sees the documents before it
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,13 +34,11 @@ from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     SOURCE_IDS,
     TOKEN_WEIGHTS,
+    Document,
     document_labels,
 )
 from trl_packing.documents.weights import document_weight, token_weights, weigh_tokens
 from trl_packing.packing.prefix_tree import share_prefixes
-
-Document = Mapping[str, Any]
-
 
 # --- one shape --------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class PackedCollator:
         vars(made).update(attributes)
         return made
 
-    def __call__(self, documents: Sequence[Mapping[str, Any]]) -> PackedBatch:
+    def __call__(self, documents: Sequence[Document]) -> PackedBatch:
         """Return the batch of `documents`, in one row.
 
         Raises:
@@ -290,7 +288,7 @@ def _token_ids(values: Any) -> np.ndarray:
 
 
 def _seq_lengths(
-    documents: Sequence[Mapping[str, Any]], input_ids: Sequence[np.ndarray]
+    documents: Sequence[Document], input_ids: Sequence[np.ndarray]
 ) -> Iterator[list[int]]:
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
         if document.get(SEQ_LENGTHS) is None:

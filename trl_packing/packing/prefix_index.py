@@ -9,10 +9,9 @@ row with shared prefixes (prefix_tree.py). Nothing is shared where labels are ot
 PyArrow sorts documents as strings of bytes, without a copy of their tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.lib.stride_tricks import sliding_window_view
 
 from trl_packing.documents.arrow import ArrowDocuments, ListColumn
-from trl_packing.documents.labels import IGNORE_INDEX, document_labels
+from trl_packing.documents.labels import IGNORE_INDEX, Document, document_labels
 
 # A shorter prefix costs more as a segment of its own than it saves.
 MIN_SHARED = 16
@@ -57,7 +56,7 @@ class PrefixIndex:
         return index
 
     @classmethod
-    def of_loaded(cls, documents: Sequence[Mapping[str, Any]]) -> "PrefixIndex":
+    def of_loaded(cls, documents: Sequence[Document]) -> "PrefixIndex":
         """Return the index of documents in memory, such as a window of a stream."""
         ids = [np.asarray(document["input_ids"]) for document in documents]
         labels = [document_labels(x, y) for x, y in zip(documents, ids, strict=True)]

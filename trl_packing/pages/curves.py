@@ -6,11 +6,12 @@ record  →  charts_of  →  values_of_curves  →  curves.html, curves.js
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from trl_packing.data.counts import quantity
+from trl_packing.pages.page import PageData
 from trl_packing.pages.record import Point, RunRecord
 
 # Notes beside charts, and those behind the losses.
@@ -65,7 +66,7 @@ class Chart(NamedTuple):
                 notes.append(f"{values} NaN or infinite, left out (from step {lost[0]:,})")
         return " · ".join(filter(None, notes))
 
-    def drawn(self) -> dict[str, Any]:
+    def drawn(self) -> PageData:
         """Return what curves.js draws."""
         curves = []
         for color, (name, points) in enumerate(self.curves.items()):
@@ -102,7 +103,7 @@ def charts_of(record: RunRecord) -> tuple[list[Chart], list[Chart]]:
     return main, [Chart(name, {name: series[name]}) for name in rest]
 
 
-def values_of_curves(record: RunRecord) -> dict[str, Any]:
+def values_of_curves(record: RunRecord) -> PageData:
     """Return what curves.html shows of a run, and with it, as `data`, what curves.js draws.
 
     A value that is NaN or infinite leaves a gap, marked on the x-axis. Long curves are thinned.

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from trl_packing.pages.page import PageData
+
 WIDTH, HEIGHT = 520, 220
 _LEFT = 54
 _RIGHT = WIDTH - 8
@@ -18,7 +20,7 @@ _LONG_TAIL = 16
 
 def histogram(
     values: np.ndarray, *, label: str, counted: str = "", cut: float | None = None
-) -> dict[str, Any]:
+) -> PageData:
     """Return how often values occur, as numbers of a picture.
 
     Args:

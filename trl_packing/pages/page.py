@@ -19,6 +19,8 @@ from trl_packing.data.printable import escape_hidden
 _FOLDER = Path(__file__).parent
 REPORT = _FOLDER / "report.html"  # the lines of a report as a table
 
+PageData = dict[str, Any]  # what a template or a script draws, as JSON
+
 
 class HtmlPage(str):
     """The text of an HTML file; a notebook shows it in a frame."""

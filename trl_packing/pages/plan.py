@@ -3,7 +3,7 @@
 RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML file
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ from trl_packing.data.counts import times, times_fewer
 from trl_packing.data.fitting import fit, pieces_of
 from trl_packing.data.printable import escape_hidden
 from trl_packing.documents.arrow import ArrowDocuments
-from trl_packing.documents.labels import IGNORE_INDEX, document_labels, token_columns
+from trl_packing.documents.labels import IGNORE_INDEX, Document, document_labels, token_columns
 from trl_packing.pages.histograms import histogram
-from trl_packing.pages.page import HtmlPage, render
+from trl_packing.pages.page import HtmlPage, PageData, render
 from trl_packing.pages.record import (
     ON_ANY_MACHINE,
     all_settings,
@@ -73,7 +73,7 @@ def plan_page(
     )
 
 
-def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, PageData]]:
     """Yield title, note and histogram of documents, bins, steps and micro-batches."""
     epoch = plan.epoch
     bins = plan.bins
@@ -100,7 +100,7 @@ def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def _chart(
     title: str, values: np.ndarray, label: str, counted: str, unit: str = ""
-) -> tuple[str, str, dict[str, Any]]:
+) -> tuple[str, str, PageData]:
     mean = float(values.mean())
     note = f"mean {mean:,.{0 if mean >= 1000 else 1}f}{unit}"
     return title, note, histogram(values, label=unit + label, counted=counted)
@@ -162,7 +162,7 @@ def _strip(
 _AROUND = 90
 
 
-def _documents(plan: "RunPlan") -> Iterator[dict[str, Any]]:
+def _documents(plan: "RunPlan") -> Iterator[PageData]:
     """Yield the longest and the shortest document of the plan, and some of those that are cut."""
     lengths = plan.documents.lengths()
     for name, row in (("Longest", int(lengths.argmax())), ("Shortest", int(lengths.argmin()))):
@@ -193,7 +193,7 @@ def _documents(plan: "RunPlan") -> Iterator[dict[str, Any]]:
         )
 
 
-def _kinds(document: Mapping[str, Any]) -> np.ndarray:
+def _kinds(document: Document) -> np.ndarray:
     """Return the kind of each token; the first token of a document is never a target."""
     labels = document_labels(document, np.asarray(document["input_ids"]))
     kinds = np.where(labels == IGNORE_INDEX, _PROMPT, _TRAINED)
@@ -204,11 +204,11 @@ def _kinds(document: Mapping[str, Any]) -> np.ndarray:
 def _document(
     plan: "RunPlan",
     name: str,
-    document: Mapping[str, Any],
+    document: Document,
     kinds: np.ndarray,
     *,
     is_cut: bool = False,
-) -> dict[str, Any]:
+) -> PageData:
     """Return a document as parts of its text, each with the element that marks it."""
     ids = document["input_ids"]
     images = images_of(document)

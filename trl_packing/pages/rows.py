@@ -17,7 +17,7 @@ from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden, quote
 from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_ROW, TARGET_COUNTS, TOKEN_WEIGHTS
 from trl_packing.packing.prefix_tree import PrefixTree
-from trl_packing.pages.page import HtmlPage, render
+from trl_packing.pages.page import HtmlPage, PageData, render
 from trl_packing.pages.show import CONTEXT, token_texts
 from trl_packing.vision.documents import ImageTokens
 
@@ -71,14 +71,14 @@ class PackedRow:
     batch: Any = field(repr=False)
     documents: tuple[RowDocument, ...]
     apart: Any = field(repr=False)
-    segments: Sequence[dict[str, Any]] = ()
+    segments: Sequence[PageData] = ()
 
     def values(self, name: str) -> np.ndarray:
         """Return the row's part of a tensor of the batch, ``(tokens,)``."""
         return self.batch[name][0, self.start : self.stop].numpy()
 
 
-def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
+def segments_of(tree: PrefixTree) -> list[PageData]:
     """Return the segments of the row of `tree`, in its order: tokens that the same documents hold.
 
         start, stop    boundaries of `cu_seqlens`
@@ -95,7 +95,7 @@ def segments_of(tree: PrefixTree) -> list[dict[str, Any]]:
         >>> [(s["start"], s["stop"], s["parent"], s["documents"]) for s in segments_of(tree)]
         [(0, 2, None, [0, 1]), (2, 4, 0, [0]), (4, 6, 0, [1])]
     """
-    found: list[dict[str, Any]] = []
+    found: list[PageData] = []
     deepest: dict[int, int] = {}  # of each document, the last segment so far
     own = np.diff(tree.starts)
     for number, (start, stop) in enumerate(pairwise(tree.cu_seqlens.tolist())):
@@ -136,7 +136,7 @@ def rows_page(
     shown as the one that made it.
     """
     texts: dict[str, int] = {}
-    drawn: list[dict[str, Any]] = []
+    drawn: list[PageData] = []
     left = max_tokens
     for row, reason in _candidates(epoch, max_rows):
         if drawn and row.stop - row.start > left:
@@ -181,9 +181,7 @@ def _candidates(epoch: "PackedEpoch", max_rows: int) -> Iterator[tuple[PackedRow
                 found |= properties
 
 
-def _row_data(
-    epoch: "PackedEpoch", row: PackedRow, texts: dict[str, int], most: int
-) -> dict[str, Any]:
+def _row_data(epoch: "PackedEpoch", row: PackedRow, texts: dict[str, int], most: int) -> PageData:
     """Return the values that rows.js draws of `row`; lists have one entry for each token.
 
     At most `most` tokens are shown, and their texts get numbers in `texts`.
@@ -196,7 +194,7 @@ def _row_data(
         short = f"{short}.{row.index + 1}"
     names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
     names |= {"counts": TARGET_COUNTS} if row.segments else {}
-    data: dict[str, Any] = {key: row.values(of)[:most].tolist() for key, of in names.items()}
+    data: PageData = {key: row.values(of)[:most].tolist() for key, of in names.items()}
     weights = None
     if TOKEN_WEIGHTS in row.batch:  # the shortest digits that give the same float32
         weights = [float(str(weight)) for weight in row.values(TOKEN_WEIGHTS)[:most]]
@@ -243,7 +241,7 @@ def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:
         yield from texts[: max(len(ids) - first, 0)]
 
 
-def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> dict[str, Any]:
+def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> PageData:
     part = slice(document.start, document.stop)
     labels, ids = (row.apart[name][0, part].numpy() for name in ("labels", "input_ids"))
     ending = None

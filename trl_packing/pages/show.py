@@ -13,7 +13,7 @@ EEEEFFFFFGGGHHH·
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import MARKS, escape_hidden, quote
-from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_SIZES, document_labels
+from trl_packing.documents.labels import IGNORE_INDEX, IMAGE_SIZES, Document, document_labels
 from trl_packing.documents.weights import token_weights
 from trl_packing.vision.documents import ImageTokens, images_of
 
@@ -34,7 +34,7 @@ _FAKED_WEIGHT = re.compile(r"^([\d.e+-]+)×")  # text that looks like a weight
 
 
 def show_document(
-    document: Mapping[str, Any], tokenizer: Any, *, color: bool = False, name: str = "document"
+    document: Document, tokenizer: Any, *, color: bool = False, name: str = "document"
 ) -> str:
     """Return `document` as text with its trained tokens between ⟦ and ⟧, or in color.
 
@@ -83,7 +83,7 @@ def image_in_words(image: ImageTokens, sizes: Sequence[Sequence[int]] | None) ->
 
 
 def _marked(
-    document: Mapping[str, Any], ids: np.ndarray, weights: np.ndarray, tokenizer: Any, color: bool
+    document: Document, ids: np.ndarray, weights: np.ndarray, tokenizer: Any, color: bool
 ) -> Iterator[str]:
     """Yield consecutive tokens of one weight as text, marked if trained, and images as words."""
     opening, closing = _COLORS if color else MARKS

@@ -17,7 +17,6 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from trl_packing.documents.labels import (
     SEQ_LENGTHS,
     TOKEN_WEIGHTS,
     document_labels,
-    row_name,
 )
 from trl_packing.packing.bins import PackingPlan, find_strategy, pack
 from trl_packing.packing.epoch import split_bins
@@ -122,8 +120,7 @@ class PackedDataset(torch.utils.data.Dataset):
                 f"document {at} has {self.lengths[at]} tokens but pack_len is {pack_len}; raise "
                 "pack_len, or cut the document, as make_supervised_dset does"
             )
-        named = partial(row_name, name="training", unit="document")
-        NO_LIMITS.check_documents(self.documents, named)
+        NO_LIMITS.check(dataset, "training")
         self._enabled_where_pickled = False
         self.repack(0)
 

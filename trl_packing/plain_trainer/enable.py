@@ -15,7 +15,6 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,7 +38,7 @@ from trl_packing.attention.ranks import is_sharded
 from trl_packing.config import ISOLATION_CHECKS
 from trl_packing.data.limits import limits_of
 from trl_packing.documents.boundaries import boundaries_of_row, lengths_from_numbers
-from trl_packing.documents.labels import IGNORE_INDEX, row_name
+from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.isolation.guard import REACH, IsolationGuard, Precision, representative_documents
 from trl_packing.isolation.preserve import preserve_state
 from trl_packing.isolation.probes import random_tokens
@@ -95,8 +94,7 @@ def enable_packing(
         _check_loss(model, base)  # before the model is changed: if refused, it stays as it was
     limits = limits_of(base)
     if isinstance(dataset, PackedDataset):
-        named = partial(row_name, name="training", unit="document")
-        limits.check_documents(dataset.documents, named)
+        limits.check(dataset.documents.dataset, "training")
         chosen = representative_documents(dataset.lengths)
         documents = [dataset.documents[i]["input_ids"] for i in chosen]
     else:

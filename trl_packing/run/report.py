@@ -193,16 +193,6 @@ class StepReport:
     has_chunks: bool = False
 
 
-# The order of numbers in JSON.
-_IN_JSON = """
-    ranks accumulation micro_batch attention capacity documents tokens trained_tokens bins
-    micro_batches_per_epoch steps_per_epoch documents_per_step padded_documents_per_step loss
-    tokens_per_micro_batch preparation given_in_steps room precision checked prefixes
-    tokens_computed sources documents_in_data order images utilization
-    ranks_of_row tokens_per_forward has_chunks longer_documents
-"""
-
-
 @dataclass(frozen=True, repr=False)
 class PackingReport(DataReport, EpochReport, StepReport):
     """The documents, bins and optimizer steps of the first epoch of a run.
@@ -253,8 +243,7 @@ class PackingReport(DataReport, EpochReport, StepReport):
 
     def to_json(self) -> str:
         """Return the report as one line of JSON. Numbers that are not finite become strings."""
-        found = asdict(self) | {"utilization": self.utilization}
-        return json.dumps(storable({name: found[name] for name in _IN_JSON.split()}))
+        return json.dumps(storable(asdict(self) | {"utilization": self.utilization}))
 
     def __repr__(self) -> str:
         return as_text(self.lines())

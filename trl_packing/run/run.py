@@ -20,12 +20,11 @@ from trl.chat_template_utils import supports_tool_calling
 
 from trl_packing.config import PackedSFTConfig, PackingOptions
 from trl_packing.data.chat_template import ChatTemplate, tokenizer_in
-from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.files import records_of
 from trl_packing.data.responses import DataCollatorForCompletionOnlyLM, ResponseTemplate
 from trl_packing.data.row_format import PromptTemplate, RowFormat
 from trl_packing.data.rules import Rules
-from trl_packing.data.stages import WholeDocuments, prepare, whole_documents
+from trl_packing.data.stages import Prepared, WholeDocuments, prepare, whole_documents
 from trl_packing.data.stop_tokens import EosRule, generation_stop_ids, stop_token_ids
 from trl_packing.documents.arrow import is_packed
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
@@ -251,7 +250,7 @@ class Run:
         row_format = replace(self.rules.row_format, completion_only=only)
         return replace(self, rules=replace(self.rules, row_format=row_format))
 
-    def prepare(self, rows: Any, name: str = "train") -> tuple[Any, PreparationCounts | None]:
+    def prepare(self, rows: Any, name: str = "train") -> Prepared:
         """Return the documents of a data set, or of all sources, and counts of what was lost.
 
         Raises:
@@ -263,7 +262,7 @@ class Run:
             )
         return prepare(self.images.tokenize(rows, self.rules, name), self.rules, name)
 
-    def documents(self) -> tuple[Dataset, PreparationCounts | None]:
+    def documents(self) -> Prepared:
         """Return the documents of the training set, and the counts of what was kept and lost.
 
         Raises:
@@ -274,9 +273,7 @@ class Run:
         self.check_weights_and_sources(documents, [])
         return documents, counts
 
-    def documents_of_rows(
-        self, rows: Any, name: str = "train"
-    ) -> tuple[Dataset, PreparationCounts | None]:
+    def documents_of_rows(self, rows: Any, name: str = "train") -> Prepared:
         """Return the documents of some rows, which the user's word may make them already."""
         if not self.skips_preparation:
             return self.prepare(rows, name)

@@ -35,6 +35,7 @@ from datasets import (
 from trl_packing.config import PackingOptions
 from trl_packing.data.counts import PreparationCounts
 from trl_packing.data.files import records_of
+from trl_packing.data.stages import Prepared
 from trl_packing.data.stream import NOTHING_TO_TRAIN, columns_kept
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
 from trl_packing.documents.labels import (
@@ -47,6 +48,7 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
+    Document,
 )
 from trl_packing.documents.weights import check_token_weights, document_weights_from_rows
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
@@ -269,7 +271,7 @@ def join_streams(
         raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None
 
 
-def _name_source(document: Mapping[str, Any], source: str) -> dict[str, str]:
+def _name_source(document: Document, source: str) -> dict[str, str]:
     return {SOURCE: source}
 
 
@@ -284,9 +286,9 @@ def trains_completions(dataset: Any, completion_only: bool | None) -> bool:
 
 def prepare_sources(
     sets: Mapping[str, Any],
-    prepare_rows: Callable[[Any, str], tuple[Any, PreparationCounts | None]],
+    prepare_rows: Callable[[Any, str], Prepared],
     args: Any,
-) -> tuple[Any, PreparationCounts | None]:
+) -> Prepared:
     """Return the documents of all sources, and counts of what was kept and lost.
 
     `prepare_rows` does the same for a data set and its name.

@@ -38,6 +38,8 @@ from trl_packing.packing.bins import pack
 from trl_packing.packing.prefix_groups import group_documents
 from trl_packing.packing.prefix_index import PrefixIndex
 
+Position = dict[str, Any]  # where a window begins, or where a rank goes on, as JSON
+
 _WINDOW_BATCHES = 64  # size of a window in micro-batches, if documents are not packed
 
 
@@ -116,7 +118,7 @@ class PackedStream(IterableDataset):
 
     def _windows(self) -> "Windows":
         """Return the windows from `place` on, of which the first is read."""
-        begin: dict[str, Any] = {"number": 0, "documents": 0, "state": None, "checksum": None}
+        begin: Position = {"number": 0, "documents": 0, "state": None, "checksum": None}
         begin |= json.loads(self.place.window or "{}")
         # Streams that shuffle lose their buffer (datasets 5.2), and other streams have no state:
         # their documents are read again from the start of the epoch.
@@ -165,7 +167,7 @@ class Windows:
         number: of that window.
     """
 
-    def __init__(self, stream: PackedStream, begin: dict[str, Any], state: Any):
+    def __init__(self, stream: PackedStream, begin: Position, state: Any):
         """Read from `state` on; without one, read and skip the documents before `begin`."""
         self._stream = stream
         ranks = stream.settings.num_ranks
@@ -204,7 +206,7 @@ class Windows:
             self.documents.append(document)
             self._size += 1 if settings.capacity is None else max(1, len(document["input_ids"]))
 
-    def begin(self) -> dict[str, Any]:
+    def begin(self) -> Position:
         """Return where the window begins in the stream, and a checksum of all its tokens."""
         checksum = 0
         for document in self.documents:
@@ -291,8 +293,8 @@ class StreamBatches(IterableDataset):
     def __post_init__(self) -> None:
         self.epoch = 0
         self.counts = PreparationCounts()  # of everything this rank has read, also before resuming
-        self._positions: dict[int, dict[str, Any]] = {}
-        self._resumed: dict[str, Any] | None = None
+        self._positions: dict[int, Position] = {}
+        self._resumed: Position | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle by `epoch` from now on, and pass it to a stream that shuffles by itself."""

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden
-from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS
+from trl_packing.documents.labels import IGNORE_INDEX, TOKEN_COLUMNS, TOKEN_WEIGHTS, Document
 from trl_packing.documents.weights import document_weight, token_weights
 from trl_packing.pages.show import show_document
 from trl_packing.run.run import Run
@@ -49,7 +49,7 @@ class Side(NamedTuple):
     run: Run
     by_trl: bool = False
 
-    def rows(self) -> Iterator[list[dict[str, Any]]]:
+    def rows(self) -> Iterator[Sequence[Document]]:
         """Yield the documents of each row of the data set, with the weights of their tokens.
 
         These are 0 on tokens that are not trained, as the first of a document.
@@ -129,7 +129,7 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
     return {"rows": rows, "counts": counts, "differences": differences}
 
 
-def _kind(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
+def _kind(ours: Sequence[Document], others: Sequence[Document]) -> str:
     """Return how the documents of one row differ."""
     if bool(ours) != bool(others):
         return DROPPED
@@ -140,7 +140,7 @@ def _kind(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> s
     return EQUAL
 
 
-def _lines_that_differ(sides: Sequence[Side], both: Sequence[list[dict[str, Any]]]) -> list[str]:
+def _lines_that_differ(sides: Sequence[Side], both: Sequence[Sequence[Document]]) -> list[str]:
     """Return lines of text that differ; where the text is equal, of ids."""
     texts, ids = [], []
     for side, documents in zip(sides, both, strict=True):

@@ -8,7 +8,7 @@ The rows of a `train_dataset` that is a dictionary are numbered as one.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from trl_packing.documents.labels import (
     IMAGE_COLUMNS,
     IMAGE_ROW,
     IMAGE_SIZES,
+    Document,
     SomeRows,
     row_name,
 )
@@ -111,7 +112,7 @@ def with_row_numbers(run: Run) -> Run:
     return replace(run, dataset=dataset).with_settings(source_column=ROW)
 
 
-def documents_of_row(run: Run, row: int) -> tuple[list[Mapping[str, Any]], str, list[str]]:
+def documents_of_row(run: Run, row: int) -> tuple[list[Document], str, list[str]]:
     """Return the documents of one row, or none and the reason, and what else happened to it.
 
     The first row is prepared with it, because it decides the format of all rows.
@@ -134,7 +135,7 @@ def documents_of_row(run: Run, row: int) -> tuple[list[Mapping[str, Any]], str, 
 
 def _documents_of_rows(
     run: Run, dataset: Dataset, rows: list[int], row: int
-) -> tuple[list[Mapping[str, Any]], str, dict[str, int]]:
+) -> tuple[list[Document], str, dict[str, int]]:
     """Return the documents of some rows, or the reason, on `row`, why there are none.
 
     The third value says how many documents preparation has changed, by what it has done.
@@ -229,7 +230,7 @@ class RowPreview:
 
     row: int
     documents: tuple[str, ...]
-    tokens: tuple[Mapping[str, Any], ...] = ()
+    tokens: tuple[Document, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
 
