@@ -279,7 +279,7 @@ def _vocabulary_size(model: Any) -> int:
     if size is None:
         of_modules = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
         size = next(of_modules, 2)
-    # Some tokens can be read but not predicted (mllama's image tokens, cpmant's prompts, the padding
-    # of musicgen, which has a head for each codebook).
+    # Some tokens can be read but not predicted: mllama's image tokens, cpmant's prompts, padding of
+    # musicgen, which has a head for each codebook.
     parts = head.modules() if isinstance(head, nn.Module) else ()
     return min(size, next((m.out_features for m in parts if hasattr(m, "out_features")), size))
