@@ -54,6 +54,8 @@ class TrainerCall:
     eval_dataset: Any = None
     compute_loss_func: Any = None
     compute_metrics: Any = None
+    peft_config: Any = None
+    quantization_config: Any = None
 
 
 @dataclass(eq=False)

@@ -1,0 +1,204 @@
+"""`benchmarks/devices.py`: estimates are what real models, kernels and exchanges need."""
+
+import importlib
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.tiny import save_tiny_model, tiny_model
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from trl_packing import PackedCollator, PackedSFTConfig
+from trl_packing.attention import sequence_parallel
+from trl_packing.attention.backends import resolve_attention
+from trl_packing.attention.install import install_attention
+from trl_packing.training.chunks import Chunks
+
+LAYERS = 6
+SIZES = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "head_dim": 16}
+LENGTHS = (200, 40, 272)
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("devices")
+
+
+@pytest.fixture
+def needs(devices):
+    """Return what a model needs, and a device of two for documents without a trained token."""
+
+    def found(model, *lengths, ranks=1, chunk=0, recomputes=False):
+        call = SimpleNamespace(model=model, peft_config=None, quantization_config=None)
+        args = PackedSFTConfig("unused", max_length=512, report_to="none")
+        images = SimpleNamespace(packs=False)
+        run = SimpleNamespace(call=call, args=args, options=args, images=images)
+        facts = devices.model_of(run)
+        machine = devices.Machine(2, 80, recomputes, 400, 200, 25)
+        return facts, devices.on_device(facts, np.array(lengths), 0, machine, ranks, chunk)
+
+    return found
+
+
+def kept_by_autograd(model):
+    """Return hooks for a block, and a function that returns the bytes kept since its last call."""
+    found = []
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+
+    def keep(tensor):
+        found.append(tensor.untyped_storage())
+        return tensor
+
+    def taken():
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
+        found.clear()
+        return sum(size for at, size in sizes.items() if at not in weights)
+
+    return saved_tensors_hooks(keep, lambda tensor: tensor), taken
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_activations_are_those_that_autograd_keeps_of_a_packed_row(name, needs):
+    model = tiny_model(name, **SIZES).bfloat16().train()
+    found, without = needs(model, *LENGTHS)
+    again = needs(model, *LENGTHS, recomputes=True)[1]["activations"]
+    assert found.parameters == sum(weight.numel() for weight in model.parameters())
+    row = dict(PackedCollator()([{"input_ids": [5] * n, "labels": [5] * n} for n in LENGTHS]))
+    del row["labels"]
+    install_attention(model, resolve_attention(model, "documents"))
+    hooks, taken = kept_by_autograd(model)
+    with hooks:
+        model.base_model(**row)
+        whole = taken()
+        model.gradient_checkpointing_enable()
+        model.base_model(**row)
+    assert without["activations"] * 1e9 == pytest.approx(whole, rel=0.01)
+    # One layer at a time runs again.
+    assert again * 1e9 == pytest.approx(taken() + whole / LAYERS, rel=0.05)
+    assert again < 0.4 * without["activations"]
+
+
+def test_chunks_keep_what_autograd_keeps_and_compute_as_often(needs):
+    model = tiny_model("llama", **SIZES).bfloat16().train()
+    hooks, taken = kept_by_autograd(model)
+    measured = []
+
+    def backward(loss):
+        measured.append(taken())
+        loss.backward()
+
+    def loss_of(chunk):
+        del chunk["labels"]
+        return model.base_model(**chunk).last_hidden_state.sum()
+
+    ids = torch.full((1, 512), 5)
+    row = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(512)[None]}
+    with hooks, FlopCounterMode(display=False) as counter:
+        Chunks(model, 64, loss_of, backward, nullcontext).train(row, 512)
+    found, way = needs(model, 512, chunk=64)
+    queries, keys, *_ = found.layers[0]
+    elsewhere = 4 * keys * 32 * 512 * LAYERS  # keys, values and gradients in bf16, in no graph
+    assert way["activations"] * 1e9 == pytest.approx(measured[0] + elsewhere, rel=0.1)
+    attended = 4.375 * 2 * queries * 32 * LAYERS * 512 * 513 / 2
+    assert way["operations"] == pytest.approx(counter.get_total_flops() + attended, rel=0.01)
+
+
+def test_operations_are_those_of_a_model_without_the_unseen_half_of_attention(needs):
+    model = tiny_model("qwen3", attn_implementation="eager", **SIZES).train()
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.base_model(input_ids=torch.full((1, 256), 5)).last_hidden_state
+        forward = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+        hidden.sum().backward()
+    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    # A kernel has 5 products in the backward, where the forward has 2.
+    operations = needs(model, 256)[1]["operations"]
+    assert operations == pytest.approx(products + 3.5 * forward / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_traffic_is_what_ranks_exchange_around_attention(ranks, monkeypatch, needs):
+    sent = []
+
+    def exchange(received, parts, group):
+        sent.append(parts.nbytes * (ranks - 1) // ranks)  # its own part stays
+        received.copy_(parts)
+
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(sequence_parallel, "group_of_row", lambda size: None)
+    found, way = needs(tiny_model("llama", **SIZES), 512, ranks=ranks, recomputes=True)
+    queries, keys, *_ = found.layers[0]
+    shapes = [(1, heads, 512 // ranks, 16) for heads in (queries, keys, keys)]
+    row = [torch.ones(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    attend = sequence_parallel.exchanging(lambda _, q, k, v: (q.transpose(1, 2) + v.sum(), None))
+    with monkeypatch.context() as patch:
+        patch.setattr(sequence_parallel, "num_shares", lambda *_: ranks)
+        output, _ = attend(None, *row)
+    forward = sum(sent)
+    assert way["traffic_of_token"] == forward / (512 // ranks)
+    output.sum().backward()  # keys get no gradient here
+    assert sum(sent) - forward == forward - sent[1]
+    assert way["traffic"] * 1e9 == 3 * LAYERS * forward  # forward, again, backward
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Return the words of a run."""
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"input_ids": [5] * 60}) + "\n") * 32)
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--max_length", "64", "--model"]
+    return [*words, save_tiny_model(tmp_path, "llama")]
+
+
+def test_the_script_prints_lines_that_fit_and_json(devices, words, capsys, monkeypatch, tmp_path):
+    def says(*more):
+        assert devices.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setenv("COLUMNS", "80")
+    words += ["--use_peft", "true", "--lora_target_modules", "all-linear"]
+    text = says("--gpus", "8", "--sp", "2", "--output", str(tmp_path / "new" / "page.txt"))
+    assert text == (tmp_path / "new" / "page.txt").read_text() + "\n"
+    assert max(map(len, text.splitlines())) <= 80
+    parts = ("no GPU was used", "4 groups of 2 ranks", "sequence_parallel_size=4", "(--memory)")
+    assert all(part in text for part in parts)
+    found = json.loads(says("--gpus", "8", "--sequence_parallel_size", "2", "--json"))
+    estimate = found["estimate"]
+    assert [found["ranks"], *(way["ranks"] for way in estimate["ways"])] == [4, 1, 1, 2, 4]
+    wanted = {"tokens": 480, "longest": 60, "shards": 8, "ranks": 2}
+    assert estimate | wanted == estimate
+    assert 0 < estimate["trained"] < estimate["parameters"] / 2
+    assert "nothing fits" in says("--gpus", "8", "--memory", "1e-6")
+    own = json.loads(says("--gpus", "1", "--max_tokens_in_memory", "16", "--json"))["estimate"]
+    assert (own["ranks"], own["shards"], own["setting"]) == (1, 1, "max_tokens_in_memory=16")
+
+
+REFUSED = [
+    ("--gpus 6 --sp 4", "--gpus 6 counts all processes: give a multiple of sequence_parallel"),
+    ("--sp 2", "required: --gpus"),
+    ("--gpus 2 --speed 0 1 1", "--speed 0 1 1 must be finite numbers above 0"),
+    ("--gpus 2 --memory nan", "--memory nan and --speed"),
+    ("--gpus 2 --output .", "--output . is a folder"),
+    ("--gpus 8 --sp 8", "does not divide the 4 attention heads of LlamaForCausalLM"),
+    ("--gpus 2 --optim adafactor", "optim=adafactor cannot be estimated"),
+    ("--gpus 2 --prefix_sharing bin", "prefix_sharing=bin cannot be estimated"),
+    ("--gpus 2 --max_lenght 5", "--max_lenght is unknown; did you mean --max_length?"),
+    ("--gpus 2 --model qwen3_moe", "a mixture of experts"),
+    ("--gpus 2 --model lfm2", "recurrent layers"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), REFUSED)
+def test_a_refusal_is_one_sentence(options, sentence, devices, words, capsys, tmp_path):
+    *_, name = added = options.split()
+    if "--model" in added:
+        words[-1] = added[-1] = save_tiny_model(tmp_path, name)
+    assert devices.main([*words, *added]) == 2
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]
+    assert (said.out, last.startswith("devices.py: "), sentence in last) == ("", True, True)
