@@ -282,4 +282,5 @@ def _vocabulary_size(model: Any) -> int:
     # Some tokens can be read but not predicted: mllama's image tokens, cpmant's prompts, padding of
     # musicgen, which has a head for each codebook.
     parts = head.modules() if isinstance(head, nn.Module) else ()
-    return min(size, next((m.out_features for m in parts if hasattr(m, "out_features")), size))
+    predicted: Any = next((m.out_features for m in parts if hasattr(m, "out_features")), size)
+    return min(size, predicted)
