@@ -66,16 +66,14 @@ def measure(way: str, tokens: int, vocabulary: int, checkpoints: bool, result: A
 
 def measure_held(tokens: int, vocabulary: int, checkpoints: bool, result: Any) -> None:
     """Send the MiB of gradients, states of AdamW, and what the backward of the backbone reads."""
-    torch.set_grad_enabled(True)
     model = step.model(vocabulary, "fp32", tokens).train()
     install_attention(model, resolve_attention(model))
     if checkpoints:
         model.gradient_checkpointing_enable()
     rows = step.documents(tokens, vocabulary, 1)
     batch = PackedCollator()([{"input_ids": row["input_ids"]} for row in rows])
-    inputs = {key: batch[key] for key in for_kernels(batch) if key != "labels"}
-    inputs = for_kernels(inputs)
-    inputs.pop("target_counts", None)
+    names = ("labels", "target_counts")
+    inputs = {key: value for key, value in for_kernels(batch).items() if key not in names}
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -185,10 +185,13 @@ def test_a_document_that_rounds_more_than_the_first_is_measured_again(rounds_ali
     alone, leak = torch.ones(4, 3), torch.full((4, 3), 2.0)
 
     def measure(self, probe, rounds):
-        moved = alone if probe.name == SHORT else alone + 1e-3
-        return [alone, moved] if rounds and not rounds_alike else [alone], [moved], [leak]
+        return [alone], [alone if probe.name == SHORT else alone + 1e-3], [leak]
+
+    def rounded(self, probe):
+        return alone if rounds_alike else alone + 1e-3
 
     monkeypatch.setattr("trl_packing.isolation.check._Runs.measure", measure)
+    monkeypatch.setattr("trl_packing.isolation.check._Runs.rounded", rounded)
     report = check_isolation(packed_model("llama"), documents(40, 60))
     assert report.verdict == ("leaks" if rounds_alike else "isolated")
 

@@ -16,7 +16,6 @@ the last bit when A's tokens change. Otherwise the check is inconclusive. What b
 not show to leak is measured once more, on a copy of them in float32.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -234,11 +233,11 @@ def check_probes(
         known = 0.0  # noise of probes before
         for probe in made:
             rounds = not is_alone() or not known  # ranks run equally many forwards
-            measured = runs.measure(probe, rounds)
-            found = _verdict(*measured, eps, known)
+            layouts, packed, contaminated = runs.measure(probe, rounds)
+            found = _verdict(layouts, packed, contaminated, eps, known)
             if found[0] != "isolated" and not rounds:
-                measured = runs.measure(probe, True)
-                found = _verdict(*measured, eps)
+                layouts.append(runs.rounded(probe))
+                found = _verdict(layouts, packed, contaminated, eps)
             verdict, difference, noise, leak = found
             known = max(known, noise)
             report = IsolationReport(
@@ -251,7 +250,7 @@ def check_probes(
                 attention=attention,
                 mode="training" if model.training else "evaluation",
                 has_images="images" in probe.document,
-                whatever_others=verdict == "leaks" and _ignores_tokens(*measured[1:]),
+                whatever_others=verdict == "leaks" and _ignores_tokens(packed, contaminated),
             )
             badness = [*VERDICTS].index(verdict), report.whatever_others, difference
             reports.append((badness, report, probe))
@@ -306,7 +305,9 @@ def check_fused_head(model: nn.Module) -> bool:
             logits = _logits_at(model, inner, batch, np.arange(-len(ids), -1))
             return _score_logits(logits, ids[1:], rounded)
 
-        expected, moved = _two_roundings(inner, native)
+        expected = native(rounded=False)
+        with round_differently(inner):
+            moved = native(rounded=True)
         if not bool(expected.isfinite().all()):
             return True  # nothing to compare: the check says so
         labels = batch["input_ids"].clone()
@@ -340,13 +341,19 @@ class _Runs:
         self, probe: Probe, rounds: bool
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return the outputs of B alone, if it `rounds` in two ways, packed and contaminated."""
-        run = functools.partial(self.alone, probe)
-        layouts = _two_roundings(self.inner, run) if rounds else [run(False)]
+        layouts = [self.alone(probe)]
+        if rounds:
+            layouts.append(self.rounded(probe))
         if probe.name == SHORT:
             mask = torch.ones(1, len(probe.document["input_ids"]), dtype=torch.int64)
             layouts += [self.alone(probe, rows=2), self.alone(probe, attention_mask=mask)]
         packed = [self.in_row(row) for row in probe.packed]
         return layouts, packed, [self.in_row(row) for row in probe.contaminated]
+
+    def rounded(self, probe: Probe) -> Tensor:
+        """Return the outputs of B without packing, while modules round differently."""
+        with round_differently(self.inner):
+            return self.alone(probe, rounded=True)
 
     def alone(self, probe: Probe, rounded: bool = False, rows: int = 1, **others: Any) -> Tensor:
         """Return the outputs of B without packing."""
@@ -458,13 +465,6 @@ def round_differently(model: nn.Module) -> Iterator[None]:
             if next(module.children(), None) is None:
                 stack.callback(module.register_forward_hook(move).remove)
         yield
-
-
-def _two_roundings(model: nn.Module, run: Callable[[bool], Any]) -> list[Any]:
-    """Return `run(False)`, and `run(True)` while the outputs of modules are rounded differently."""
-    plain = run(False)
-    with round_differently(model):
-        return [plain, run(True)]
 
 
 def _alone_batch(
