@@ -244,9 +244,7 @@ def on_device(
         width = key_width + value_width
         seen = np.minimum(lengths, window or lengths)
         attended += queries * width * float(((2 * lengths - seen) * seen).sum())  # causal: half
-        # In bf16, with gradients in float32, of a chunk in bf16; SDPA keeps a copy for each head of
-        # queries, and its mask.
-        past += (8 * keys + 2 * queries) * width + 2 * chunk
+        past += 8 * keys * width  # in bf16, with gradients in float32, and once more in the chunk
         if ranks > 1:
             repeated = math.lcm(keys, ranks)  # fewer keys than ranks
             extra += 2 * ((repeated - keys) * width + queries * value_width)

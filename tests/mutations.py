@@ -50,7 +50,7 @@ masks documents/boundaries.py
   mask_from_document_ids | ids.unsqueeze(-1) == A | ids.unsqueeze(-1) >= A
 masks attention/document_sdpa.py
   visible_keys | keys <= queries | keys <= queries + 1
-  cut_tiles | q0 - window + 1 | q0 - window + 2
+  cut_tiles | q0 + past - window + 1 | q0 + past - window + 2
   visible_keys | keys > queries - A | keys >= queries - A
   _prefix_tiles | k1 + gap + window - 1 | k1 + gap
   _backward_op | part.sum(1) if A else B | B

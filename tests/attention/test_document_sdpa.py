@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from helpers.dense import KERNEL_OPTIONS, LENGTHS, TOLERANCE, assert_is_dense, boundaries, inputs
+from helpers.dense import (
+    KERNEL_OPTIONS,
+    TOLERANCE,
+    assert_is_dense,
+    boundaries,
+    inputs,
+    last_queries,
+)
 from helpers.trees import Tree
 
 from trl_packing.attention import document_sdpa as tiles
@@ -29,10 +36,13 @@ def test_document_attention_equals_dense_attention(options, way, monkeypatch):
     if "scores" in way:  # in float32: CPU's fused kernel is CPU's
         monkeypatch.setattr(tiles, "needs_scores", lambda query, options: True)
     assert_is_dense(document_attention, tensors, tolerance, **options)
+    chunk, keys = last_queries(11, tensors)
+    assert_is_dense(document_attention, chunk, tolerance, tree=keys, **options)
 
 
-def by_sdpa(query, key, value, cu_seqlens, options, max_length):
-    return tiles.sdpa_by_document(query, key, value, [n for n in LENGTHS if n], options.scale)
+def by_sdpa(query, key, value, cu_seqlens, options, max_length, keys=None):
+    lengths = [length for length in cu_seqlens.diff().tolist() if length]
+    return tiles.sdpa_by_document(query, key, value, lengths, options.scale)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -40,6 +50,8 @@ def test_heads_are_grouped_and_values_have_their_own_width(shape):
     for options in ({"window": 4}, {"softcap": 2.0}):
         assert_is_dense(document_attention, inputs(**shape), **options)
     assert_is_dense(by_sdpa, inputs(**shape))  # of other devices
+    chunk, keys = last_queries(11, inputs(**shape))
+    assert_is_dense(by_sdpa, chunk, tree=keys)
 
 
 def test_the_comparison_sees_a_missing_boundary():

@@ -13,8 +13,8 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.distributed.divided import (
     FAULTS,
+    needs_of_step,
     run_divided_on_ranks,
-    saved_for_backward,
     words_of_refusals,
 )
 from helpers.distributed.ranks import on_ranks
@@ -59,6 +59,7 @@ SAME |= {
     "static shapes": {"options": {"static_shapes": True}},
     # The first 2 tokens of a document are not trained: a rank without a target.
     "short rows": {"lengths": [3, 2, 4, 1, 3], "packing": False},
+    "rows packed before": {"packed_before": True, "lengths": [9, 13, 1, 20, 5, 11, 16, 16, 3, 4]},
     "a padded evaluation": {"counts_correct": True, **EVALUATED},
     FLASH: {"model": "mistral", "config": {"attn_implementation": "flash_attention_2"}},
 }
@@ -243,11 +244,21 @@ def test_a_checkpoint_of_groups_goes_on_in_groups_and_on_one_rank(four_ranks):
 
 
 @pytest.mark.slow
-def test_each_of_two_ranks_saves_half_of_a_row_for_the_backward(tmp_path):
-    whole = saved_for_backward((str(tmp_path / "whole"), 1))
+def test_each_of_two_ranks_saves_half_of_a_row_and_exchanges_heads_alone(tmp_path):
+    whole, nothing = needs_of_step((str(tmp_path / "whole"), 1))
+    assert not nothing
     cases = {"half": (str(tmp_path / "half"), 2)}
-    for half in on_ranks(saved_for_backward, cases, tmp_path / "results")["half"]:
+    found = on_ranks(needs_of_step, cases, tmp_path / "results")["half"]
+    heads, key_heads, dim, layers = 4, 2, 8, 2
+    # Queries, keys, values and outputs of 1,024 tokens in float32, and their gradients.
+    tokens = 1024 * dim * 4
+    expected = sorted([heads * tokens, key_heads * tokens] * 4 * layers)
+    for half, exchanges in found:
         assert 0.45 * whole < half < 0.6 * whole
+        assert sorted(size for name, size in exchanges if "alltoall" in name) == expected
+        # DDP sums the gradients of a step, and sends buffers.
+        others = {name.split(".")[1] for name, _ in exchanges if "alltoall" not in name}
+        assert others == {"allreduce_", "broadcast_"}
 
 
 @pytest.mark.slow

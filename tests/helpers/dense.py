@@ -7,10 +7,15 @@ The reference runs in float64: what remains is the rounding of one kernel, 2**-2
 1 to 10, over sums of at most 40 keys × 16 dimensions.
 """
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from trl_packing.attention.interface import KernelOptions
+from trl_packing.attention.prefix_keys import PrefixKeys
 
 TOLERANCE = 1e-5
 SCALE = 0.4
@@ -43,6 +48,15 @@ def visible(
     distance = behind_key[None] - behind_query[:, None]
     seen = (distance >= 0) & (of_query[:, None] == of_key[None])
     return seen & (distance < window) if window else seen
+
+
+def last_queries(number: int, tensors: list[Tensor]) -> tuple[list[Tensor], Any]:
+    """Return the last queries of a document with all keys and values, and a tree for them."""
+    ends, tokens = boundaries([number]), len(tensors[0])
+    keys = PrefixKeys(boundaries([tokens]), None, tokens)
+    seen = partial(visible, ends, cu_seqlens_k=keys.cu_seqlens_k)
+    tree = SimpleNamespace(cu_seqlens=ends, keys=keys, visible=seen)
+    return [tensors[0][-number:], *tensors[1:]], tree
 
 
 def _places(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,33 +3,43 @@
 Tolerance, float32: sums over tokens in another order.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from harness import make_trainer
+from helpers import flash_attn_double
 from helpers.distributed.chunks import train
 from helpers.distributed.ranks import on_ranks
 from helpers.tiny import documents_of_lengths, tiny_model
 from peft import LoraConfig
 from transformers import DynamicCache
 
-from trl_packing import PackedCollator
+from trl_packing import PackedCollator, resolve_attention
+from trl_packing.attention.install import install_attention
 from trl_packing.training.chunks import Chunks, cache_name, check_chunks
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # gradients of chunks are added in another order
 
+TOKENS = torch.arange(3, 43)[None]
+BATCH = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(40)[None]}
 ROWS = documents_of_lengths([3, 50, 7, 90, 12, 31, 5, 64, 8, 2, 70, 9], prompt=2, seed=0)
 for row in ROWS:
     row["loss_weights"] = [token % 7 / 4 for token in row["input_ids"]]
 SETTINGS = {"per_device_train_batch_size": 3, "max_length": 128, "max_steps": 3, "logging_steps": 1}
 SETTINGS |= {"learning_rate": 0.05, "optim": "sgd", "packing": False, "router_aux_loss_coef": 0.0}
 
+FLASH = "mistral, flash_attention_2"
 CASES = {
     "llama": {},
     "llama, packed": {"packing": True, "gradient_checkpointing": True},
     "llama, accumulated": {"gradient_accumulation_steps": 2, "loss_weighting": "document"},
     "llama, LoRA": {"arguments": {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}},
     "mistral": {"config": {"sliding_window": 9}},
-    "qwen3": {"optim": "adamw_torch", "learning_rate": 1e-3},
+    FLASH: {"config": {"sliding_window": 9, "attn_implementation": "flash_attention_2"}},
+    # AdamW divides by the size of a gradient: where it is 1e-8, by that of its rounding.
+    "qwen3": {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-6},
+    "gemma2": {},
     "gemma3_text": {},
     "gpt_oss": {},
     "deepseek_v3": {},
@@ -48,10 +58,28 @@ def trained(folder, name, config=None, **settings):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_documents_in_chunks_train_as_whole_ones(name, tmp_path):
+def test_documents_in_chunks_train_as_whole_ones(name, tmp_path, monkeypatch):
+    kernel = flash_attn_double.install(monkeypatch) if name == FLASH else None
     whole = trained(tmp_path, name, **CASES[name])
     chunks = trained(tmp_path, name, **CASES[name], max_tokens_in_memory=20)
     torch.testing.assert_close(chunks, whole, **CLOSE)
+    assert kernel is None or (20, 40) in {call["longest"] for call in kernel.calls}
+
+
+@pytest.mark.parametrize("attention", ["documents", "model"])
+def test_a_kernel_over_boundaries_keeps_no_mask_of_a_chunk(attention):
+    model = tiny_model("llama")
+    install_attention(model, resolve_attention(model, attention))
+    kept = []
+
+    def loss_of(chunk):
+        chunk.pop("labels")
+        return model(**chunk).logits.logsumexp(-1).mean()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        Chunks(model, 16, loss_of, torch.Tensor.backward, nullcontext).train(BATCH, 40)
+    has_mask = any(shape[1:] in ((1, 16, 32), (4, 16, 32)) for shape in kept)  # a row, (16, 32)
+    assert has_mask == (attention == "model")
 
 
 def test_gradients_that_are_not_carried_are_found(tmp_path, monkeypatch):
@@ -92,8 +120,6 @@ def test_models_with_states_are_refused(name):
 
 def test_a_chunk_draws_the_same_dropout_twice():
     model = tiny_model("llama", attention_dropout=0.3).train()
-    ids = torch.arange(3, 43)[None]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(40)[None]}
     seen = []
 
     def loss_of(chunk):
@@ -105,12 +131,12 @@ def test_a_chunk_draws_the_same_dropout_twice():
 
     states = torch.get_rng_state()
     chunks = Chunks(model, 16, loss_of, torch.Tensor.backward, torch.enable_grad)
-    chunks.train(batch, 40)
+    chunks.train(BATCH, 40)
     torch.set_rng_state(states)
     cache = DynamicCache()
     with torch.no_grad():
         for start in (0, 16):
-            tokens = ids[:, start : start + 16]
+            tokens = BATCH["input_ids"][:, start : start + 16]
             model(tokens, **{cache_name(model): cache, "use_cache": True})
     last, middle, first = seen
     for expected, one, other, third in zip(cache.layers, last, middle, first, strict=True):

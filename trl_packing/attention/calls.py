@@ -285,7 +285,7 @@ def _refusal(model: Any, tokens: Tensor, why: str = "") -> str:
 
 
 def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call as packed kernels need it: without mask, cache and targets across documents."""
+    """Return a call as kernels need it: no mask, no new cache, no targets across documents."""
     boundaries = call["cu_seq_lens_q"]
     mask = call.get("attention_mask")
     if mask is not None:
@@ -297,7 +297,7 @@ def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
                 "that hides tokens, or is not (1, T); leave it out"
             )
         call = call | {"attention_mask": None}
-    call = for_kernels(call)
+    call = for_kernels(call) | {"use_cache": has_cache(call)}
     if call.get("key_index") is not None:  # the collator has masked the labels of such a row
         return call
     tokens = host_values(boundaries)[-1]

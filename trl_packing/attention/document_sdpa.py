@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
 from trl_packing.attention.prefix_keys import (
@@ -62,6 +63,7 @@ def document_attention(
         options: of the kernel.
         max_length: not used; other packed kernels need it.
         keys: the keys of each segment, if documents share prefixes; `cu_seqlens` are then theirs.
+            Or of a document of which `query` has the last tokens: ``(S, kv_heads, ...)``, S > T.
 
     Examples:
         >>> q, options = torch.randn(5, 2, 4), KernelOptions(scale=0.5)
@@ -71,10 +73,11 @@ def document_attention(
         True
     """
     scale, window, softcap, sinks = options
-    plain = sinks is None and keys is None and not softcap
+    shares = keys is not None and keys.key_index is not None
+    plain = sinks is None and not shares and not softcap
     if plain and query.device.type != "cpu" and not torch.compiler.is_compiling():
         lengths = [length for length in np.diff(host_values(cu_seqlens)).tolist() if length]
-        if not window or max(lengths) <= window:
+        if not window or max(lengths) + len(key) - len(query) <= window:
             return sdpa_by_document(query, key, value, lengths, scale)
     index = (None, None) if keys is None else keys[:2]
     numbers = [scale, float(window or 0), softcap or 0.0]
@@ -99,11 +102,12 @@ def _forward_op(
     options = KernelOptions(numbers[0], int(numbers[1]), numbers[2])
     keys = prefix_keys(cu_seqlens_k, key_index)
     num_tokens, num_heads, _ = query.shape
-    # Parts of a softmax are merged in float32; without shared prefixes, each tile is all of it.
-    dtype = query.dtype if keys is None else torch.float32
+    # Parts of a softmax are merged in float32; else each tile is all of it.
+    merges = keys is not None or len(key) > len(query)
+    dtype = torch.float32 if merges else query.dtype
     output = query.new_empty(num_tokens, num_heads, value.shape[-1], dtype=dtype)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    for tile in cut_tiles(cu_seqlens, options, query, keys):
+    for tile in cut_tiles(cu_seqlens, options, query, len(key) - len(query), keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
         out, tile_lse = forward_tile(q, k, v, tile, options)
@@ -152,7 +156,7 @@ def _backward_op(
     d_key, d_value = (
         x.new_zeros(x.shape) if overlap else x.new_empty(x.shape) for x in (key, value)
     )
-    for tile in cut_tiles(cu_seqlens, options, query, keys):
+    for tile in cut_tiles(cu_seqlens, options, query, len(key) - len(query), keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
         g, o = (_split_by_group(x[rows], k.shape[0]) for x in (grad, output))
@@ -195,7 +199,8 @@ class Tile(NamedTuple):
     """Queries ``[q0, q1)`` and keys ``[k0, k1)``; causal and windowed.
 
     The query at row i is ``i - j - gap`` tokens behind the key at row j: `gap` tokens in between
-    are on other paths of shared prefixes. `merges`: the queries have other tiles before this one.
+    are on other paths of shared prefixes, or -gap keys are before the row of queries. `merges`: the
+    queries have other tiles before this one.
     """
 
     q0: int
@@ -207,9 +212,16 @@ class Tile(NamedTuple):
 
 
 def cut_tiles(
-    cu_seqlens: Tensor, options: KernelOptions, query: Tensor, keys: PrefixKeys | None = None
+    cu_seqlens: Tensor,
+    options: KernelOptions,
+    query: Tensor,
+    past: int = 0,
+    keys: PrefixKeys | None = None,
 ) -> Iterator[Tile]:
-    """Yield the tiles of all documents, then those of shared prefixes."""
+    """Yield the tiles of all documents, then those of shared prefixes.
+
+    `past` keys of the only document are before those of `query`.
+    """
     boundaries = host_boundaries(cu_seqlens)
     if boundaries[0] != 0 or boundaries[-1] != len(query):
         raise ValueError(
@@ -219,12 +231,16 @@ def cut_tiles(
     scored = needs_scores(query, options)
     window = int(options.window or 0)
     for start, end in pairwise(boundaries):
-        within_window = not window or end - start <= window
-        block = end - start if within_window and not scored else BLOCK
-        for q0 in range(start, end, max(block, 1)):
-            reach = max(start, q0 - window + 1) if window else start
-            q1 = min(q0 + block, end)
-            yield Tile(q0, q1, reach, q1)
+        within_window = not window or end - start + past <= window
+        if within_window and not scored and end > start:
+            yield Tile(start, end, start + past, end + past, -past)
+            if past:  # each query sees all of them
+                yield Tile(start, end, start, start + past, -past, merges=True)
+            continue
+        for q0 in range(start, end, BLOCK):
+            reach = max(start, q0 + past - window + 1) if window else start
+            q1 = min(q0 + BLOCK, end)
+            yield Tile(q0, q1, reach, q1 + past, -past)
     if keys is not None:
         row = (host_values(x).astype(np.int64).tobytes() for x in (cu_seqlens, *keys[:2]))
         yield from _prefix_tiles(*row, window, scored, BLOCK)
@@ -314,9 +330,10 @@ def backward_tile(
 
 
 def _causal_or_mask(q: Tensor, tile: Tile, options: KernelOptions) -> tuple[bool, Tensor | None]:
-    if tile.k0 == tile.q0 and (not options.window or tile.q1 - tile.q0 <= options.window):
+    within_window = not options.window or tile.q1 - tile.gap - tile.k0 <= options.window
+    if tile.k0 == tile.q0 - tile.gap and within_window:
         return True, None  # keys and queries are the same tokens, and each sees all before it
-    if tile.merges and not options.window:
+    if tile.merges and within_window:
         return False, None  # each query sees all keys
     visible = visible_keys(tile, options, q.device)
     bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
@@ -366,17 +383,22 @@ def sdpa_by_document(
 ) -> Tensor:
     """Return causal attention within documents of these lengths, ``(T, heads, value_dim)``.
 
-    By PyTorch's memory-efficient kernel where FlashAttention-2 does not run; cuDNN would build a
-    graph for every length.
+    A single document may have further keys before those of `query`. By PyTorch's memory-efficient
+    kernel where FlashAttention-2 does not run; cuDNN would build a graph for every length.
     """
+    past = len(key) - len(query)
     # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
     # materialize all scores of a document for every head (torch 2.13).
     group = query.shape[1] // key.shape[1]
     rows = [query, *(x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))]
+    # Kernels make no mask of it.
+    bias = causal_lower_right(len(query), len(key)) if past else None
     outputs = []
-    for document in zip(*(x.split(lengths) for x in rows), strict=True):
+    of_keys = [length + past for length in lengths]
+    documents = [x.split(of_keys) for x in rows[1:]]
+    for document in zip(rows[0].split(lengths), *documents, strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=not past, scale=scale)
         outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)
 

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention.calls import needs_no_mask
 from trl_packing.attention.model_facts import PACKED_NAMES
-from trl_packing.attention.prefix_keys import prefix_keys
+from trl_packing.attention.prefix_keys import PrefixKeys, prefix_keys
 from trl_packing.documents.host_row import BOUNDARIES
 
 
@@ -119,6 +119,8 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
     keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
+    if key.shape[2] > query.shape[2]:  # a chunk of a document behind those in the cache
+        keys = PrefixKeys(given["cu_seq_lens_k"], None, given.get("max_length_k"))
     # As autocast does for SDPA; it does not reach custom ops.
     dtype = value.dtype
     if torch.is_autocast_enabled(value.device.type):

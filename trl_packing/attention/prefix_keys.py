@@ -25,12 +25,12 @@ _PART = 16_384  # keys whose gradients are summed at once
 class PrefixKeys(NamedTuple):
     """The keys that each segment of a row sees, its own tokens last.
 
-    `key_index` ``(K,)`` int64 are the positions in the row of all keys, `cu_seqlens_k` ``(N + 1,)``
-    int32 the boundaries of each segment's, and `max_length` the most of one.
+    `key_index` ``(K,)`` int64 are the positions in the row of all keys (None: all, in order),
+    `cu_seqlens_k` ``(N + 1,)`` int32 the boundaries of each segment's, `max_length` the most.
     """
 
     cu_seqlens_k: Tensor
-    key_index: Tensor
+    key_index: Tensor | None
     max_length: int | None = None
 
 

@@ -127,9 +127,9 @@ def for_kernels(batch: Mapping[str, Any]) -> dict[str, Any]:
     queries = batch.get("max_length_q")
     if not isinstance(queries, int):
         queries = _longest(batch["cu_seq_lens_q"])
-    keys = queries if batch.get("key_index") is None else batch.get("max_length_k")
+    keys = batch.get("max_length_k")
     if not isinstance(keys, int):
-        keys = _longest(batch["cu_seq_lens_k"])
+        keys = queries if batch.get("key_index") is None else _longest(batch["cu_seq_lens_k"])
     return dict(batch) | {"max_length_q": queries, "max_length_k": keys, "use_cache": False}
 
 

@@ -5,7 +5,9 @@
                                    its own get the gradients that later chunks have left for them
 
 So memory holds the graph of one chunk, and keys and values of the document with their gradients.
-Every chunk but the last runs twice. Keys and values are those of transformers' `DynamicCache`.
+Every chunk but the last runs twice. Keys and values are those of transformers' `DynamicCache`. A
+kernel over boundaries sees a chunk as the last queries of a document; other attention gets a mask
+of the chunk by all keys before it, in every layer.
 The chain rule over chunks is that of truncated backpropagation through time, without truncation.
 """
 
@@ -20,11 +22,18 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from trl_packing.attention.calls import use_current_row
+from trl_packing.attention.calls import packed_way, use_current_row
+from trl_packing.attention.flash_attn import is_flash_attention
 from trl_packing.attention.install import use_native_attention
-from trl_packing.attention.model_facts import unwrap_model, unwrap_peft, without_checkpointing
+from trl_packing.attention.model_facts import (
+    current_implementation,
+    is_packed_implementation,
+    unwrap_model,
+    unwrap_peft,
+    without_checkpointing,
+)
 from trl_packing.attention.sequence_parallel import part_of_row
-from trl_packing.documents.host_row import host_row
+from trl_packing.documents.host_row import cache_values, host_row, to_device
 from trl_packing.isolation.preserve import preserve_state
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
@@ -32,6 +41,9 @@ from trl_packing.loss.next_token import next_token_loss
 KeysAndValues = list[tuple[Tensor, Tensor]]  # of each layer, ``(1, heads, T, dim)``
 
 _CHECKED, _CHUNK = 40, 16  # tokens of the document of the check, and of its chunks
+
+_OF_BACKBONE = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
+_OF_BACKBONE += ("max_length_q", "max_length_k")
 
 
 def is_longer(batch: Mapping[str, Any], num_tokens: int) -> bool:
@@ -66,8 +78,10 @@ class Chunks:
         """
         base = unwrap_peft(unwrap_model(self.model))
         starts = range(0, length, self.num_tokens)
-        chunks = [part_of_row(batch, at, min(at + self.num_tokens, length)) for at in starts]
-        with use_current_row(None), use_native_attention(base), without_checkpointing(base):
+        chunks = self._cut(base, batch, length)
+        by_kernel = "cu_seq_lens_q" in chunks[0]
+        attention = nullcontext() if by_kernel else use_native_attention(base)
+        with use_current_row(None), attention, without_checkpointing(base):
             kept, randomness = self._forward(base, chunks)
             total = torch.zeros((), device=base.device)
             gradients: KeysAndValues = []
@@ -84,6 +98,24 @@ class Chunks:
             _restore_randomness(randomness[-1])
         return total
 
+    def _cut(self, base: Any, batch: Mapping[str, Any], length: int) -> list[dict[str, Any]]:
+        """Return the chunks, with boundaries if packed calls run on a kernel without a mask."""
+        way, name = packed_way(base), current_implementation(base)
+        by_kernel = is_packed_implementation(name) or is_flash_attention(name)
+        by_kernel &= way is not None and way.run is not None and way.attention is None
+        chunks = []
+        for start in range(0, length, self.num_tokens):
+            stop = min(start + self.num_tokens, length)
+            chunk = part_of_row(batch, start, stop)
+            seen = {"q": stop - start, "k": stop} if by_kernel else {}
+            for of, tokens in seen.items():
+                ends = np.array([0, tokens], dtype=np.int32)
+                chunk[f"cu_seq_lens_{of}"] = to_device(ends, base.device)
+                cache_values(chunk[f"cu_seq_lens_{of}"], ends, tokens)
+                chunk[f"max_length_{of}"] = tokens
+            chunks.append(chunk)
+        return chunks
+
     def _forward(
         self, base: Any, chunks: list[dict[str, Any]]
     ) -> tuple[KeysAndValues, list[list[Tensor]]]:
@@ -95,8 +127,8 @@ class Chunks:
         with torch.no_grad(), self.autocast():
             for chunk in chunks[:-1]:
                 randomness.append(_randomness(device))
-                tokens = {name: chunk[name] for name in ("input_ids", "position_ids")}
-                base.base_model(**tokens, **options)  # the backbone: no logits
+                tokens = {name: chunk[name] for name in _OF_BACKBONE if name in chunk}
+                base.base_model(**tokens, **options)  # no logits
         randomness.append(_randomness(device))
         return [(layer.keys, layer.values) for layer in cache.layers], randomness
 

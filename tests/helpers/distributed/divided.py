@@ -71,40 +71,35 @@ def run_divided(case: tuple[Scenario, int, str | None]) -> dict:
 run_divided_on_ranks = partial(on_ranks, run_divided)
 
 
-def saved_for_backward(case: tuple[str, int]) -> int:
-    """Return the bytes that a step saves for its backward on this rank, weights aside.
+def needs_of_step(case: tuple[str, int]) -> tuple[int, list[tuple[str, int]]]:
+    """Return the bytes that a step saves for its backward on this rank, and its collectives.
 
-    Its row of 2,048 tokens is divided over so many ranks.
+    Its row of 2,048 tokens is divided over so many ranks. Weights are not counted.
     """
-    import torch
     from harness import make_trainer
 
+    from helpers.distributed.isolation import Collectives
+    from helpers.saved import kept_by_autograd
     from helpers.tiny import documents_of_lengths, tiny_model
     from trl_packing import PackedSFTTrainer
 
     folder, size = case
-    sizes: dict[int, int] = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    model = tiny_model(max_position_embeddings=2048)
+    hooks, taken = kept_by_autograd(model)
+    collectives = Collectives()
 
     class Measured(PackedSFTTrainer):
         def training_step(self, *args, **kwargs):
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with hooks, collectives:
                 return super().training_step(*args, **kwargs)
 
     settings = {"max_length": 2048, "max_steps": 1, "gradient_checkpointing": False}
     rows = documents_of_lengths([1500, 548])
-    model = tiny_model(max_position_embeddings=2048)
     trainer = make_trainer(
         folder, rows, model, cls=Measured, sequence_parallel_size=size, **settings
     )
     trainer.train()
-    for weight in model.parameters():
-        sizes.pop(weight.untyped_storage().data_ptr(), None)
-    return sum(sizes.values())
+    return taken(), collectives.calls
 
 
 def words_of_refusals(folder: str) -> list[str]:

@@ -29,12 +29,18 @@ WRAPPERS = {"DDP": DistributedDataParallel, "FSDP2": sharded}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the calls in which ranks exchange tensors."""
+    """Notes the calls in which ranks exchange tensors: their names, and the bytes that are sent."""
 
-    count = 0
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "c10d" in function.namespace
+        if "c10d" in function.namespace:
+            name = str(function)
+            sent = args[1] if "alltoall" in name else args[0]
+            tensors = [sent] if torch.is_tensor(sent) else sent
+            self.calls.append((name, sum(x.nbytes for x in tensors if torch.is_tensor(x))))
         return function(*args, **(kwargs or {}))
 
 
@@ -52,7 +58,7 @@ def checked(name: str, attention: str, wrap) -> dict:
     return {
         "verdict": verdict,
         "buffers_kept": all(map(torch.equal, before, model.buffers())),
-        "collectives": collectives.count,
+        "collectives": len(collectives.calls),
     }
 
 

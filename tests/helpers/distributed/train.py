@@ -20,6 +20,7 @@ class Scenario:
     own_loss: a subclass takes the loss from the logits.
     ignores_loss_kwargs: as gemma3's and Qwen-VL's classes say of themselves.
     weighted: documents have the `loss_weights` of `token_weights`.
+    packed_before: two documents after each other are a row, with their `seq_lengths`.
     prefixes: every document begins as one of so many prompts of up to 64 tokens.
     columns: further ones of the evaluation set.
     sets: documents of each data set of a training set that is a dictionary; empty for a single one.
@@ -44,6 +45,7 @@ class Scenario:
     own_loss: bool = False
     ignores_loss_kwargs: bool = False
     weighted: bool = False
+    packed_before: bool = False
     prefixes: int = 0
     columns: dict[str, list] = field(default_factory=dict)
     sets: dict[str, int] = field(default_factory=dict)
@@ -217,6 +219,12 @@ def rows_of(scenario: Scenario, lengths: list[int], seed: int) -> list[dict]:
         row["input_ids"], row["labels"] = prompt + row["input_ids"], labels + row["labels"]
     for row in rows if scenario.weighted else []:
         row["loss_weights"] = token_weights(row["input_ids"])
+    if scenario.packed_before:
+        for row, behind in zip(rows[::2], rows[1::2], strict=True):
+            row["seq_lengths"] = [len(row["input_ids"]), len(behind["input_ids"])]
+            row["input_ids"] = row["input_ids"] + behind["input_ids"]
+            row["labels"] = row["labels"] + behind["labels"]
+        rows = rows[::2]
     return rows
 
 
