@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from helpers.distributed.isolation import WRAPPERS, all_found, one_raises
+from helpers.distributed.isolation import CASES, WRAPPERS, all_found, one_raises
 from helpers.distributed.ranks import on_ranks
 
 
@@ -11,9 +11,6 @@ from helpers.distributed.ranks import on_ranks
 def found(tmp_path_factory):
     """The finding of each rank, by wrapper, model and backend."""
     return on_ranks(all_found, {"": None}, tmp_path_factory.mktemp("isolation"))[""]
-
-
-CASES = ["llama documents", "mamba documents", "mamba padded", "mamba equal_lengths", "rwkv model"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ kernels (flash-attn from 2.1, torch varlen).
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class PrefixKeys(NamedTuple):
     """
 
     cu_seqlens_k: Tensor
-    key_index: Tensor | None
+    key_index: Any  # a tensor, or None
     max_length: int | None = None
 
 

@@ -42,8 +42,10 @@ KeysAndValues = list[tuple[Tensor, Tensor]]  # of each layer, ``(1, heads, T, di
 
 _CHECKED, _CHUNK = 40, 16  # tokens of the document of the check, and of its chunks
 
-_OF_BACKBONE = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
-_OF_BACKBONE += ("max_length_q", "max_length_k")
+_OF_BACKBONE = (
+    *("input_ids", "position_ids"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
 
 
 def is_longer(batch: Mapping[str, Any], num_tokens: int) -> bool:
