@@ -1,8 +1,8 @@
 """Memory and time of a step on one long document: as a whole, checkpointed, and in chunks.
 
     python benchmarks/chunks.py --output benchmarks/results/chunks.md        # about 5 minutes
-    python benchmarks/chunks.py --tokens 32768                               # 50 minutes
-    python benchmarks/chunks.py --lengths 32768 65536 131072                 # 15 minutes
+    python benchmarks/chunks.py --tokens 32768                               # 25 minutes
+    python benchmarks/chunks.py --lengths 8192 16384 32768 65536             # 3 minutes
 
 A Llama of 4 layers × 512 hidden trains a document of `--tokens` tokens a step by PackedSFTTrainer.
 Each way runs in a process of its own; the losses of all must agree first. Memory is the largest
