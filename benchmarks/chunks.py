@@ -114,13 +114,13 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="to measure")
     parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
-    rows = []
     if arguments.lengths:
         header = ["tokens", "CPU s a step", "MiB", "of keys and values", "of the rest"]
         title = "# Memory of a step on one document in chunks of 4,096 tokens on a CPU"
         rows = over_lengths(arguments.lengths)
         publish(f"{title}\n\n{table(header, rows)}\n{provenance()}", arguments.output)
         return
+    rows = []
     first: Any = None
     for way in arguments.ways:
         losses, seconds, mib = in_process(measure, arguments.tokens, *WAYS[way], False)

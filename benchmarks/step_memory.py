@@ -19,9 +19,8 @@ from typing import Any
 
 import chunks
 import step
-import torch
+from helpers.saved import kept_by_autograd
 from machine import ON_CPU, in_process, provenance, publish, table
-from torch.autograd.graph import saved_tensors_hooks
 from trl import SFTConfig, SFTTrainer
 
 from trl_packing import PackedCollator, PackedSFTTrainer, resolve_attention
@@ -74,20 +73,11 @@ def measure_held(tokens: int, vocabulary: int, checkpoints: bool, result: Any) -
     batch = PackedCollator()([{"input_ids": row["input_ids"]} for row in rows])
     names = ("labels", "target_counts")
     inputs = {key: value for key, value in for_kernels(batch).items() if key not in names}
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor), use_current_row(batch):
+    hooks, taken = kept_by_autograd(model)
+    with hooks, use_current_row(batch):
         model.model(**inputs)
     weights = sum(parameter.numel() * 4 for parameter in model.parameters())
-    activations = sum(storage.nbytes() for storage in saved.values())
-    result.send((3 * weights + activations) / 2**20)
+    result.send((3 * weights + taken()) / 2**20)
 
 
 def compare(tokens: int, vocabulary: int, checkpoints: bool) -> list[str]:

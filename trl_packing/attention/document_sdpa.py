@@ -107,7 +107,7 @@ def _forward_op(
     dtype = torch.float32 if merges else query.dtype
     output = query.new_empty(num_tokens, num_heads, value.shape[-1], dtype=dtype)
     lse = query.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    for tile in cut_tiles(cu_seqlens, options, query, len(key) - len(query), keys):
+    for tile in cut_tiles(cu_seqlens, options, query, key, keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
         out, tile_lse = forward_tile(q, k, v, tile, options)
@@ -156,7 +156,7 @@ def _backward_op(
     d_key, d_value = (
         x.new_zeros(x.shape) if overlap else x.new_empty(x.shape) for x in (key, value)
     )
-    for tile in cut_tiles(cu_seqlens, options, query, len(key) - len(query), keys):
+    for tile in cut_tiles(cu_seqlens, options, query, key, keys):
         rows = slice(tile.q0, tile.q1)
         q, k, v = _split_by_kv_head(query, key, value, tile)
         g, o = (_split_by_group(x[rows], k.shape[0]) for x in (grad, output))
@@ -215,13 +215,14 @@ def cut_tiles(
     cu_seqlens: Tensor,
     options: KernelOptions,
     query: Tensor,
-    past: int = 0,
+    key: Tensor,
     keys: PrefixKeys | None = None,
 ) -> Iterator[Tile]:
     """Yield the tiles of all documents, then those of shared prefixes.
 
-    `past` keys of the only document are before those of `query`.
+    The only document of a row may have further keys before those of `query`.
     """
+    past = len(key) - len(query)
     boundaries = host_boundaries(cu_seqlens)
     if boundaries[0] != 0 or boundaries[-1] != len(query):
         raise ValueError(

@@ -43,8 +43,12 @@ KeysAndValues = list[tuple[Tensor, Tensor]]  # of each layer, ``(1, heads, T, di
 _CHECKED, _CHUNK = 40, 16  # tokens of the document of the check, and of its chunks
 
 _OF_BACKBONE = (
-    *("input_ids", "position_ids"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    "input_ids",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
 )
 
 
@@ -79,9 +83,10 @@ class Chunks:
         `batch` holds ``(1, T)`` tensors, of which the first `length` tokens are the document.
         """
         base = unwrap_peft(unwrap_model(self.model))
-        starts = range(0, length, self.num_tokens)
-        chunks = self._cut(base, batch, length)
-        by_kernel = "cu_seq_lens_q" in chunks[0]
+        way, name = packed_way(base), current_implementation(base)
+        by_kernel = is_packed_implementation(name) or is_flash_attention(name)
+        by_kernel &= way is not None and way.run is not None and way.attention is None
+        chunks = self._cut(batch, length, base.device, by_kernel)
         attention = nullcontext() if by_kernel else use_native_attention(base)
         with use_current_row(None), attention, without_checkpointing(base):
             kept, randomness = self._forward(base, chunks)
@@ -92,19 +97,16 @@ class Chunks:
                 gradients.append((zeros, torch.zeros_like(values, dtype=torch.float32)))
             for number in reversed(range(len(chunks))):
                 _restore_randomness(randomness[number])
-                if number:
-                    with self.without_sync():
-                        total += self._step(chunks[number], starts[number], kept, gradients)
-                else:
-                    total += self._step(chunks[0], 0, kept, gradients)
+                start = number * self.num_tokens
+                with self.without_sync() if number else nullcontext():
+                    total += self._step(chunks[number], start, kept, gradients)
             _restore_randomness(randomness[-1])
         return total
 
-    def _cut(self, base: Any, batch: Mapping[str, Any], length: int) -> list[dict[str, Any]]:
-        """Return the chunks, with boundaries if packed calls run on a kernel without a mask."""
-        way, name = packed_way(base), current_implementation(base)
-        by_kernel = is_packed_implementation(name) or is_flash_attention(name)
-        by_kernel &= way is not None and way.run is not None and way.attention is None
+    def _cut(
+        self, batch: Mapping[str, Any], length: int, device: torch.device, by_kernel: bool
+    ) -> list[dict[str, Any]]:
+        """Return the chunks, with boundaries of queries and keys for a kernel that reads them."""
         chunks = []
         for start in range(0, length, self.num_tokens):
             stop = min(start + self.num_tokens, length)
@@ -112,8 +114,8 @@ class Chunks:
             seen = {"q": stop - start, "k": stop} if by_kernel else {}
             for of, tokens in seen.items():
                 ends = np.array([0, tokens], dtype=np.int32)
-                chunk[f"cu_seq_lens_{of}"] = to_device(ends, base.device)
-                cache_values(chunk[f"cu_seq_lens_{of}"], ends, tokens)
+                chunk[f"cu_seq_lens_{of}"] = to_device(ends, device)
+                cache_values(chunk[f"cu_seq_lens_{of}"], ends)
                 chunk[f"max_length_{of}"] = tokens
             chunks.append(chunk)
         return chunks
