@@ -244,7 +244,7 @@ def on_device(
         width = key_width + value_width
         seen = np.minimum(lengths, window or lengths)
         attended += queries * width * float(((2 * lengths - seen) * seen).sum())  # causal: half
-        past += 8 * keys * width  # in bf16, with gradients in float32, and once more in the chunk
+        past += 6 * keys * width  # in bf16, with gradients in float32
         if ranks > 1:
             repeated = math.lcm(keys, ranks)  # fewer keys than ranks
             extra += 2 * ((repeated - keys) * width + queries * value_width)

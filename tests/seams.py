@@ -111,6 +111,7 @@ _BY_CLASS = {
         "_train_batch_size current_gradient_accumulation_steps label_smoother "
         "model_accepts_loss_kwargs"
     ),
+    "transformers.Cache": "layer_class_to_replicate",
     "transformers.LlavaProcessor": "_get_num_multimodal_tokens",
     "transformers.ProcessorMixin": "_merge_kwargs _process_images",
     "accelerate.Accelerator": "_models",
@@ -126,6 +127,7 @@ _BY_MODULE = {
     "accelerate.data_loader": "DataLoaderShard",
     "accelerate.logging": "get_logger",
     "datasets.exceptions": "DatasetGenerationError",
+    "transformers.cache_utils": "DynamicLayer",
     "transformers.masking_utils": "ALL_MASK_ATTENTION_FUNCTIONS",
     "transformers.modeling_utils": "ALL_ATTENTION_FUNCTIONS",
     "transformers.models.auto.modeling_auto": (

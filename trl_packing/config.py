@@ -230,7 +230,6 @@ _EXCLUDED: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     ("max_tokens_in_memory",): {
         "max_tokens_per_micro_batch": _ANY,
         "sequence_parallel_size": _ANY,
-        "fp16": (True,),
         "prefix_sharing": _SHARES,
         "static_shapes": (True,),
         "neftune_noise_alpha": _ANY,

@@ -532,12 +532,13 @@ class PackedSFTTrainer(SFTTrainer):
         batches, num_items = read(epoch_iterator, num_batches, device)
         if num_items is None:
             num_items = self._get_num_items_in_batch(batches, device)
-        weighted = self._loaders.trains_weighted
+        loaders = self._loaders
+        weighted = loaders.has_weights or loaders.collators.packed.shares_prefixes
         self._run.images.measure(batches)
         self._step_loss.measure(batches, num_items, device, weighted=weighted)
-        self._meter.count(batches, self._loaders.room)
-        if self._loaders.divided is not None:
-            self._loaders.divided.divide_alike(batches, device)
+        self._meter.count(batches, loaders.room)
+        if loaders.divided is not None:
+            loaders.divided.divide_alike(batches, device)
         return CurrentBatches(batches), num_items
 
     @packed_runs_only

@@ -7,6 +7,7 @@ them (`helpers/kernel_doubles.py`); modules that mix documents in other ways run
 import copy
 import importlib
 import inspect
+import operator
 from functools import cache
 
 import pytest
@@ -252,7 +253,7 @@ def test_layers_that_are_recomputed_are_packed_again(name, kind, monkeypatch):
     assert_exact(step(model, row_of(FEW)), expected_of(name, FEW))
     model.zero_grad()
     # A layer that runs again outside of the packed call is refused, and would leak.
-    monkeypatch.setattr("trl_packing.attention.recurrent._checkpoints", lambda model: [])
+    monkeypatch.setattr("trl_packing.attention.recurrent.run_again_inside", lambda: operator.call)
     with pytest.raises(RuntimeError, match="a checkpoint that is not the model's"):
         step(model, row_of(FEW))
     model.zero_grad()

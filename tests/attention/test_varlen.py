@@ -80,6 +80,6 @@ def test_layers_that_the_kernel_lacks_run_document_by_document(name, monkeypatch
     found = model(**batch).logits
     ours = torch.autograd.grad((found * upstream).sum(), weights, allow_unused=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours, gradients, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ours, gradients, rtol=1e-3, atol=1e-3)
     windows = collections.Counter(left if left >= 0 else None for *_, left, _ in calls)
     assert windows == PER_LAYER[name]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from helpers.tiny import tiny_tokenizer
 from trl_packing.data.files import records_of as records_of
 from trl_packing.pages.plan import plan_page as plan_page
 from trl_packing.pages.rows import PROPERTIES as PROPERTIES
@@ -34,6 +35,10 @@ from trl_packing.tools.preview import with_row_numbers as with_row_numbers
 from trl_packing.tools.rows import PackedEpoch as PackedEpoch
 from trl_packing.tools.training_command import TrainingCommand
 from trl_packing.tools.training_command import call_of_script as call_of_script
+
+
+def run_of(rows: Any, *options: str, tokenizer: Any = None) -> Any:
+    return run_of_settings(rows, tokenizer or tiny_tokenizer(chat=True), options)
 
 
 def call_of_command(*words: str) -> Any:

@@ -7,13 +7,9 @@ from datasets import Dataset
 from harness import make_trainer
 from helpers.command import says
 from helpers.prepared import chats
-from helpers.runs import EQUAL, Side, compare, documents_by_trl, run_of_settings, with_row_numbers
+from helpers.runs import EQUAL, Side, compare, documents_by_trl, run_of, with_row_numbers
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from trl import SFTTrainer
-
-
-def run_of(rows, *options, tokenizer=None):
-    return run_of_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
 
 
 def compared(rows, other, first=(), second=()):

@@ -17,6 +17,7 @@ from helpers.runs import (
     TrainerCall,
     flags_of,
     rows_page,
+    run_of,
     run_of_call,
     run_of_settings,
     trace_documents,
@@ -39,10 +40,6 @@ def answers(number: int = 24) -> Dataset:
     return Dataset.from_list(
         [{"prompt": questions[i // 4], "completion": f" {i} {end}"} for i, end in enumerate(ends)]
     )
-
-
-def run_of(rows, *options, tokenizer=None):
-    return run_of_settings(rows, tokenizer or tiny_tokenizer(chat=True), [*options])
 
 
 def data_of(html: str) -> dict:

@@ -1,7 +1,4 @@
-"""Documents in chunks train as whole ones, and the check finds models and faults that do not.
-
-Tolerance, float32: sums over tokens in another order.
-"""
+"""Documents in chunks train as whole ones, and the check finds models and faults that do not."""
 
 from contextlib import nullcontext
 
@@ -11,15 +8,15 @@ from harness import make_trainer
 from helpers import flash_attn_double
 from helpers.distributed.chunks import train
 from helpers.distributed.ranks import on_ranks
+from helpers.drop_in import trained_losses
 from helpers.tiny import documents_of_lengths, tiny_model
 from peft import LoraConfig
-from transformers import DynamicCache
 
 from trl_packing import PackedCollator, resolve_attention
 from trl_packing.attention.install import install_attention
-from trl_packing.training.chunks import Chunks, cache_name, check_chunks
+from trl_packing.training.chunks import Chunks, _Behind, cache_name, check_chunks
 
-CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # gradients of chunks are added in another order
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # float32: gradients of chunks are added in another order
 
 TOKENS = torch.arange(3, 43)[None]
 BATCH = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(40)[None]}
@@ -52,9 +49,7 @@ def trained(folder, name, config=None, **settings):
     torch.manual_seed(0)
     model = tiny_model(name.split(",")[0], **(config or {}))
     trainer = make_trainer(folder, ROWS, model, **SETTINGS | settings)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, dict(trainer.model.named_parameters())
+    return trained_losses(trainer), dict(trainer.model.named_parameters())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,15 +71,36 @@ def test_a_kernel_over_boundaries_keeps_no_mask_of_a_chunk(attention):
         chunk.pop("labels")
         return model(**chunk).logits.logsumexp(-1).mean()
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         Chunks(model, 16, loss_of, torch.Tensor.backward, nullcontext).train(BATCH, 40)
-    has_mask = any(shape[1:] in ((1, 16, 32), (4, 16, 32)) for shape in kept)  # a row, (16, 32)
+    has_mask = any(x.shape[1:] in ((1, 16, 32), (4, 16, 32)) for x in kept)  # a row, (16, 32)
     assert has_mask == (attention == "model")
+    longer = {x.untyped_storage().data_ptr() for x in kept if x.shape in ((32, 2, 8), (40, 2, 8))}
+    assert len(longer) == (0 if has_mask else 4)  # keys and values of two layers, no copies
+
+
+def test_a_backward_may_scale_and_a_chunk_may_have_no_loss():
+    """As a GradScaler does, and as the chunks of a long prompt."""
+    model = tiny_model("llama")
+    whole = model(TOKENS).logits[:, 32:].logsumexp(-1).mean()
+    whole.backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+
+    def loss_of(chunk):
+        is_last = chunk.pop("labels").shape[1] < 16
+        logits = model(**chunk).logits
+        return logits.logsumexp(-1).mean() if is_last else torch.zeros(())
+
+    loss = Chunks(model, 16, loss_of, lambda x: (8 * x).backward(), nullcontext).train(BATCH, 40)
+    found = [parameter.grad / 8 for parameter in model.parameters()]
+    torch.testing.assert_close([loss, *found], [whole.detach(), *expected], **CLOSE)
 
 
 def test_gradients_that_are_not_carried_are_found(tmp_path, monkeypatch):
     whole = trained(tmp_path, "llama")
-    monkeypatch.setattr("trl_packing.training.chunks.DynamicCache", cut_off)
+    cut_off = staticmethod(lambda ctx, of_all, _: (of_all[..., ctx.own, :], None, None, None))
+    monkeypatch.setattr(_Behind, "backward", cut_off)
     with pytest.raises(RuntimeError, match=r"gradients of Llama.* in chunks are off by \d+"):
         trained(tmp_path, "llama", max_tokens_in_memory=20)
     monkeypatch.setattr("trl_packing.training.before_training.check_chunks", lambda model: None)
@@ -93,18 +109,13 @@ def test_gradients_that_are_not_carried_are_found(tmp_path, monkeypatch):
         torch.testing.assert_close(other, whole, **CLOSE)
 
 
-def cut_off(past=()):
-    return DynamicCache([[keys.detach(), values.detach()] for keys, values in past] or None)
-
-
 def test_values_are_kept_in_the_precision_of_the_step(tmp_path, monkeypatch):
-    pytest.importorskip("transformers", "5.23")  # caches of 5.17 hold values in the dtype of keys
     seen = set()
     step = Chunks._step
 
-    def noted(self, chunk, start, kept, gradients):
-        seen.update(values.dtype for _, values in kept)  # rope makes keys float32
-        return step(self, chunk, start, kept, gradients)
+    def noted(self, chunk, start, cache):
+        seen.update(layer.values.dtype for layer in cache.layers)  # rope makes keys float32
+        return step(self, chunk, start, cache)
 
     monkeypatch.setattr("trl_packing.training.before_training.check_chunks", lambda model: None)
     monkeypatch.setattr(Chunks, "_step", noted)
@@ -120,29 +131,18 @@ def test_models_with_states_are_refused(name):
 
 def test_a_chunk_draws_the_same_dropout_twice():
     model = tiny_model("llama", attention_dropout=0.3).train()
-    seen = []
+    compared = []
 
     def loss_of(chunk):
-        cache = chunk[cache_name(model)]
-        chunk.pop("labels")
+        layers = chunk[cache_name(model)].layers
+        first = [layer.keys[..., :32, :].clone() for layer in layers]
+        del chunk["labels"]
         logits = model(**chunk).logits
-        seen.append([layer.keys.detach() for layer in cache.layers])
+        compared.extend(map(torch.equal, first, [layer.keys[..., :32, :] for layer in layers]))
         return logits.logsumexp(-1).mean()
 
-    states = torch.get_rng_state()
-    chunks = Chunks(model, 16, loss_of, torch.Tensor.backward, torch.enable_grad)
-    chunks.train(BATCH, 40)
-    torch.set_rng_state(states)
-    cache = DynamicCache()
-    with torch.no_grad():
-        for start in (0, 16):
-            tokens = BATCH["input_ids"][:, start : start + 16]
-            model(tokens, **{cache_name(model): cache, "use_cache": True})
-    last, middle, first = seen
-    for expected, one, other, third in zip(cache.layers, last, middle, first, strict=True):
-        assert torch.equal(expected.keys, one[..., :32, :])
-        assert torch.equal(expected.keys, other)
-        assert torch.equal(expected.keys[..., :16, :], third)
+    Chunks(model, 16, loss_of, torch.Tensor.backward, torch.enable_grad).train(BATCH, 40)
+    assert compared == [True] * 6  # two layers, three chunks
 
 
 class OwnRows(PackedCollator):

@@ -400,7 +400,7 @@ def sdpa_by_document(
     for document in zip(rows[0].split(lengths), *documents, strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
         attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=not past, scale=scale)
-        outputs.append(attended[0].transpose(0, 1))
+        outputs.append(attended.squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
 

@@ -74,7 +74,7 @@ def gather_prefix_keys(implementation: str) -> None:
     ) -> Any:
         if key_index is None:
             return function(module, query, key, value, *args, **kwargs)
-        rows = [x[0].transpose(0, 1) for x in (key, value)]  # from (1, heads, T, dim)
+        rows = [x.squeeze(0).transpose(0, 1) for x in (key, value)]  # from (1, heads, T, dim)
         gathered = [gather_keys(x, key_index) for x in rows]
         key, value = (x.transpose(0, 1).unsqueeze(0) for x in gathered)
         with _gather_again_in_backward(rows, gathered, key_index):

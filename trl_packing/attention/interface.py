@@ -126,7 +126,7 @@ def _attend(
     if torch.is_autocast_enabled(value.device.type):
         dtype = torch.get_autocast_dtype(value.device.type)
     # Norms kept in float32 (PEFT) leave query and key wider than value.
-    query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    query, key, value = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     output = kernel(
         query,
         key,

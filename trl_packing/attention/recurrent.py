@@ -16,7 +16,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -384,15 +384,9 @@ def run_again_as_packed(
         return forward(**arguments)
     run_again = run_again_inside()
     with ExitStack() as stack:
-        for holder, name in _checkpoints(module):
-            run = functools.partial(run_again, getattr(holder, name))
-            stack.enter_context(temporarily(holder, **{name: run}))
+        for holder in module.modules():
+            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+                if name in vars(holder):
+                    run = functools.partial(run_again, getattr(holder, name))
+                    stack.enter_context(temporarily(holder, **{name: run}))
         return forward(**arguments)
-
-
-def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules that run a function with checkpoints, and the attribute that does."""
-    for module in model.modules():
-        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
-            if name in vars(module):
-                yield module, name

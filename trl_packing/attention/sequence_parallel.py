@@ -173,27 +173,23 @@ def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
         group = group_of_row(size)
         # Fewer key heads than ranks are repeated; each rank then has the one of its query heads.
         times = size // gcd(key.shape[1], size)
-        query = _whole_row(query, group, size)
-        key = _whole_row(key.repeat_interleave(times, 1), group, size)
-        value = _whole_row(value.repeat_interleave(times, 1), group, size)
+        query = _exchanged(query, group, size)
+        key = _exchanged(key.repeat_interleave(times, 1), group, size)
+        value = _exchanged(value.repeat_interleave(times, 1), group, size)
         if kwargs.get("s_aux") is not None:  # a sink for each head
             kwargs["s_aux"] = kwargs["s_aux"].chunk(size)[dist.get_rank(group)]
         output, weights = function(module, query, key, value, *args, **kwargs)
-        return _whole_heads(output, group, size), weights
+        return _exchanged(output, group, size), weights
 
     attention.of_whole_rows = function  # type: ignore[attr-defined]
     return attention
 
 
-def _whole_row(share: Tensor, group: Any, size: int) -> Tensor:
-    """Return ``(1, h, T, D)``, given ``(1, H, t, D)``."""
-    parts = share[0].unflatten(0, (size, -1))  # (N, h, t, D)
-    received = _Exchange.apply(parts.contiguous(), group)
-    return received.transpose(0, 1).flatten(1, 2)[None]
+def _exchanged(states: Tensor, group: Any, size: int) -> Tensor:
+    """Return ``(1, h, T, D)`` given ``(1, H, t, D)``, and ``(1, t, H, D)`` given ``(1, T, h, D)``.
 
-
-def _whole_heads(output: Tensor, group: Any, size: int) -> Tensor:
-    """Return ``(1, t, H, D)``, given ``(1, T, h, D)``."""
-    parts = output[0].unflatten(0, (size, -1))  # (N, t, h, D)
+    The first dimension is divided over the ranks, and the second one is whole afterwards.
+    """
+    parts = states.squeeze(0).unflatten(0, (size, -1))
     received = _Exchange.apply(parts.contiguous(), group)
     return received.transpose(0, 1).flatten(1, 2)[None]

@@ -29,8 +29,8 @@ from trl_packing.documents.host_row import host_row, is_cpu, is_trained, to_devi
 from trl_packing.documents.labels import IGNORE_INDEX
 from trl_packing.loss.next_token import score_targets
 
-# Logits of a chunk: 2**26 float32 are 256 MiB.
-_CHUNK_ELEMENTS = 2**26
+# Logits of a chunk: 2**25 float32 are 128 MiB.
+_CHUNK_ELEMENTS = 2**25
 
 
 def add_trained_positions_head(model: Any) -> None:
@@ -46,7 +46,10 @@ def add_trained_positions_head(model: Any) -> None:
 
     def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         head = self.get_output_embeddings()
-        unshard_head(head)
+        if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
+            # accelerate 1.15 gathers the final norm alike, if it finds one (not in PEFT and
+            # vision-language models). The gradient of `full_tensor` would be this rank's only.
+            head.unshard()
         if kwargs.get("shift_labels") is not None:
             return inner(self, *args, fused_lm_head=True, **kwargs)
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
@@ -353,13 +356,3 @@ def register_head(model: Any) -> None:
             from deepspeed.runtime.zero import register_external_parameter
 
             register_external_parameter(model, parameter)
-
-
-def unshard_head(head: Any) -> None:
-    """Gather the parameters of `head` for a forward of the model under FSDP2.
-
-    accelerate 1.15 does with the final norm, if it finds one (not in PEFT and vision-language
-    models). The gradient of `full_tensor` would be this rank's only.
-    """
-    if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
-        head.unshard()

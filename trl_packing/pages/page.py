@@ -42,7 +42,7 @@ def _environment(folder: Path) -> Environment:
     made = Environment(loader=loader, autoescape=True, finalize=_shown, undefined=StrictUndefined)
     made.trim_blocks = made.lstrip_blocks = True
     made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])
-    made.filters |= {"number": _number, "change": _change, "quantity": quantity}
+    made.filters |= {"number": _number, "quantity": quantity}
     made.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return made
 
@@ -57,8 +57,4 @@ def _shown(value: Any) -> Any:
 
 
 def _number(number: float | None, form: str = ",") -> str:
-    return "–" if number is None else f"{number:{form}}"
-
-
-def _change(number: int) -> str:
-    return f"{number:+,}".replace("-", "−") if number else "0"
+    return "–" if number is None else f"{number:{form}}".replace("-", "−")

@@ -48,7 +48,6 @@ from trl_packing.documents.labels import (
     TOKEN_COLUMNS,
     TOKEN_WEIGHTS,
     WEIGHT_COLUMNS,
-    Document,
 )
 from trl_packing.documents.weights import check_token_weights, document_weights_from_rows
 from trl_packing.loss.sums import Sources, check_weights_can_be_used
@@ -255,7 +254,7 @@ def join_streams(
     if any(found != first for found in columns.values()):
         raise ValueError(f"streams of a mixture need the same columns, and have {columns}")
     named = [
-        stream.select_columns(first).map(_name_source, fn_kwargs={"source": name})
+        stream.select_columns(first).map(dict, fn_kwargs={SOURCE: name})
         for name, stream in streams.items()
     ]
     shares = [weights[name] / sum(weights.values()) for name in streams]
@@ -269,10 +268,6 @@ def join_streams(
     except StopIteration:  # datasets 5.2 reads the first documents of each stream
         empty = next(name for name, stream in streams.items() if next(iter(stream), None) is None)
         raise ValueError(f"train_dataset[{empty!r}]: {NOTHING_TO_TRAIN}") from None
-
-
-def _name_source(document: Document, source: str) -> dict[str, str]:
-    return {SOURCE: source}
 
 
 def trains_completions(dataset: Any, completion_only: bool | None) -> bool:

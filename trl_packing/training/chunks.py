@@ -4,10 +4,10 @@
     backward    c2, c1, c0         each chunk runs again behind the keys and values before it, and
                                    its own get the gradients that later chunks have left for them
 
-So memory holds the graph of one chunk, and keys and values of the document with their gradients.
-Every chunk but the last runs twice. Keys and values are those of transformers' `DynamicCache`. A
-kernel over boundaries sees a chunk as the last queries of a document; other attention gets a mask
-of the chunk by all keys before it, in every layer.
+So memory holds the graph of one chunk, and keys and values of the document with their gradients,
+each once: attention reads views of them. Every chunk but the last runs twice. A kernel
+over boundaries sees a chunk as the last queries of a document; other attention gets a mask of the
+chunk by all keys before it, in every layer.
 The chain rule over chunks is that of truncated backpropagation through time, without truncation.
 """
 
@@ -15,12 +15,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from trl_packing.attention.calls import packed_way, use_current_row
 from trl_packing.attention.flash_attn import is_flash_attention
@@ -37,8 +39,6 @@ from trl_packing.documents.host_row import cache_values, host_row, to_device
 from trl_packing.isolation.preserve import preserve_state
 from trl_packing.isolation.probes import random_tokens
 from trl_packing.loss.next_token import next_token_loss
-
-KeysAndValues = list[tuple[Tensor, Tensor]]  # of each layer, ``(1, heads, T, dim)``
 
 _CHECKED, _CHUNK = 40, 16  # tokens of the document of the check, and of its chunks
 
@@ -89,18 +89,17 @@ class Chunks:
         chunks = self._cut(batch, length, base.device, by_kernel)
         attention = nullcontext() if by_kernel else use_native_attention(base)
         with use_current_row(None), attention, without_checkpointing(base):
-            kept, randomness = self._forward(base, chunks)
+            cache = DynamicCache()
+            cache.layer_class_to_replicate = partial(_Layer, length)
+            randomness = self._forward(base, chunks, cache)
             total = torch.zeros((), device=base.device)
-            gradients: KeysAndValues = []
-            for keys, values in kept:
-                zeros = torch.zeros_like(keys, dtype=torch.float32)
-                gradients.append((zeros, torch.zeros_like(values, dtype=torch.float32)))
             for number in reversed(range(len(chunks))):
-                _restore_randomness(randomness[number])
-                start = number * self.num_tokens
                 with self.without_sync() if number else nullcontext():
-                    total += self._step(chunks[number], start, kept, gradients)
-            _restore_randomness(randomness[-1])
+                    total += self._step(chunks[number], number * self.num_tokens, cache)
+                on_cpu, *on_device = randomness[number - 1]  # at the end, that of the last chunk
+                torch.set_rng_state(on_cpu)
+                for state in on_device:
+                    torch.get_device_module(base.device).set_rng_state(state)
         return total
 
     def _cut(
@@ -121,64 +120,97 @@ class Chunks:
         return chunks
 
     def _forward(
-        self, base: Any, chunks: list[dict[str, Any]]
-    ) -> tuple[KeysAndValues, list[list[Tensor]]]:
-        """Return keys and values of all chunks but the last, and the randomness before each."""
-        cache = DynamicCache()
-        options = {cache_name(base): cache, "use_cache": True}
-        device = base.device
+        self, base: Any, chunks: list[dict[str, Any]], cache: DynamicCache
+    ) -> list[list[Tensor]]:
+        """Fill the cache with all chunks but the last; return the random states before each."""
         randomness = []
         with torch.no_grad(), self.autocast():
-            for chunk in chunks[:-1]:
-                randomness.append(_randomness(device))
-                tokens = {name: chunk[name] for name in _OF_BACKBONE if name in chunk}
-                base.base_model(**tokens, **options)  # no logits
-        randomness.append(_randomness(device))
-        return [(layer.keys, layer.values) for layer in cache.layers], randomness
+            for number, chunk in enumerate(chunks):
+                states = [torch.get_rng_state()]
+                if base.device.type != "cpu":
+                    states.append(torch.get_device_module(base.device).get_rng_state())
+                randomness.append(states)
+                if number < len(chunks) - 1:
+                    tokens = {name: chunk[name] for name in _OF_BACKBONE if name in chunk}
+                    behind = self._behind(cache, number * self.num_tokens)
+                    base.base_model(**tokens, **behind)  # no logits
+        return randomness
 
-    def _step(
-        self, chunk: dict[str, Any], start: int, kept: KeysAndValues, gradients: KeysAndValues
-    ) -> Tensor:
+    def _step(self, chunk: dict[str, Any], start: int, cache: DynamicCache) -> Tensor:
         """Run a chunk forward and backward; leave gradients of the keys and values before it."""
-        past: KeysAndValues = []
-        for keys, values in kept:
-            before = [x[..., :start, :].detach().requires_grad_() for x in (keys, values)]
-            past.append((before[0], before[1]))
-        cache = DynamicCache(past) if start else DynamicCache()
-        name = cache_name(unwrap_peft(unwrap_model(self.model)))
-        loss = self.loss_of(chunk | {name: cache, "use_cache": True})
+        loss = self.loss_of(chunk | self._behind(cache, start))
         total = loss
-        for layer, of_layer in zip(cache.layers, gradients, strict=True):
-            for values, gradient in zip((layer.keys, layer.values), of_layer, strict=True):
-                left = gradient[..., start : values.shape[-2], :]  # none for the last chunk
-                own = values[..., start : start + left.shape[-2], :]
-                total = total + (own.float() * left).sum()
+        for layer in cache.layers:
+            total = total + layer.zero
         self.backward(total)
-        for of_past, of_layer in zip(past, gradients, strict=True):
-            for values, gradient in zip(of_past, of_layer, strict=True):
-                if values.grad is not None:
-                    gradient[..., :start, :] += values.grad
         return loss.detach()
+
+    def _behind(self, cache: DynamicCache, start: int) -> dict[str, Any]:
+        """Return the options of a call that runs the chunk from token `start` on."""
+        for layer in cache.layers:
+            layer.start = start
+        return {cache_name(unwrap_peft(unwrap_model(self.model))): cache, "use_cache": True}
+
+
+class _Layer(DynamicLayer):
+    """Keys and values of a document of `length` tokens, and their gradients, in buffers.
+
+    Attributes:
+        start: of the chunk that runs.
+        zero: keeps the loss of a chunk connected with its keys and values.
+    """
+
+    start = 0
+    is_initialized: bool
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def get_seq_length(self) -> int:
+        return self.start
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values, ``(1, heads, T, dim)``, up to the end of the chunk."""
+        if not self.is_initialized:
+            buffers: list[Tensor] = []
+            for states in (key_states, value_states):
+                shape = (*states.shape[:-2], self.length, states.shape[-1])
+                buffers += states.new_empty(shape), states.new_zeros(shape, dtype=torch.float32)
+            self.keys, self.of_keys, self.values, self.of_values = buffers
+            self.is_initialized = True
+        keys, zero = _Behind.apply(key_states, self.keys, self.of_keys, self.start)
+        values, other = _Behind.apply(value_states, self.values, self.of_values, self.start)
+        self.zero = zero + other
+        return keys, values
+
+
+class _Behind(torch.autograd.Function):
+    """Keys (or values) of a chunk behind those before it, whose gradients stay in a buffer.
+
+    In the backward, those of the chunk are all that it and later chunks have left there. A chunk
+    without trained tokens passes them on too: its loss depends on the second output, a zero.
+    """
+
+    @staticmethod
+    def forward(ctx, own, kept, gradient, start):
+        stop = start + own.shape[-2]
+        ctx.gradient, ctx.own = gradient, slice(start, stop)
+        kept[..., start:stop, :] = own
+        return kept[..., :stop, :], own.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, of_all, _):
+        ctx.gradient[..., : ctx.own.stop, :] += of_all
+        return ctx.gradient[..., ctx.own, :].to(of_all.dtype), None, None, None
 
 
 def cache_name(base: nn.Module) -> str:
     """Return the name under which a model takes keys and values; transformers 5.24 changed it."""
     names = inspect.signature(type(base).forward).parameters
     return "cache" if "cache" in names else "past_key_values"
-
-
-def _randomness(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that dropout draws from."""
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state())
-    return states
-
-
-def _restore_randomness(states: list[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.get_device_module().set_rng_state(states[1])
 
 
 def check_chunks(model: nn.Module) -> None:

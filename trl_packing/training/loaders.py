@@ -60,6 +60,7 @@ class PackedLoaders:
         sources: of evaluation sets whose losses are told apart, by their loaders.
         room: tokens that fit into a micro-batch of bins; None where nothing is packed.
         divided: makes the rows of training and their parts; None if every row runs as a whole.
+        has_weights: tokens of the training set are weighted.
     """
 
     before: BeforeTraining
@@ -69,7 +70,7 @@ class PackedLoaders:
     sources: WeakKeyDictionary[Any, Sources | None] = field(default_factory=WeakKeyDictionary)
     room: int | None = None
     divided: DividedCollator | None = None
-    _has_weights: bool = False
+    has_weights: bool = False
 
     def __post_init__(self) -> None:
         self.run = self.before.run
@@ -80,11 +81,6 @@ class PackedLoaders:
     def sampling(self) -> Sampling:
         """What draws micro-batches now."""
         return self.before.sampling
-
-    @property
-    def trains_weighted(self) -> bool:
-        """Whether micro-batches have weights: of the training set, or sums over documents."""
-        return self._has_weights or self.collators.packed.shares_prefixes
 
     def train(
         self, by_trl: ByTrl, dataset: Any, sampler_of: Any, max_tokens: int | None
@@ -97,7 +93,7 @@ class PackedLoaders:
         packed: Any = self.collators.packed
         self.divided = None if max_tokens is None else DividedCollator(packed, max_tokens)
         packed = self.divided or packed
-        self._has_weights = options.loss_weighting != "token" or bool(weight_columns(dataset))
+        self.has_weights = options.loss_weighting != "token" or bool(weight_columns(dataset))
         self.room = None
         self.epochs.set_stream(None)
         before.plan_again(dataset)
