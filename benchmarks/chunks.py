@@ -1,8 +1,8 @@
 """Memory and time of a step on one long document: as a whole, checkpointed, and in chunks.
 
     python benchmarks/chunks.py --output benchmarks/results/chunks.md        # about 5 minutes
-    python benchmarks/chunks.py --tokens 32768                               # 25 minutes
-    python benchmarks/chunks.py --lengths 8192 16384 32768 65536             # 3 minutes
+    python benchmarks/chunks.py --tokens 32768 --steps 1                     # 25 minutes
+    python benchmarks/chunks.py --lengths 8192 16384 32768 65536 131072      # 10 minutes
 
 A Llama of 4 layers × 512 hidden trains a document of `--tokens` tokens a step by PackedSFTTrainer.
 Each way runs in a process of its own; the losses of all must agree first. Memory is the largest
@@ -58,7 +58,9 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def measure(tokens: int, checkpoints: bool, chunks: int, small: bool, result: Any) -> None:
+def measure(
+    tokens: int, checkpoints: bool, chunks: int, steps: int, small: bool, result: Any
+) -> None:
     """Send the losses of steps, CPU seconds of the last, and MiB beyond those before the first."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -75,7 +77,7 @@ def measure(tokens: int, checkpoints: bool, chunks: int, small: bool, result: An
             max_length=tokens,
             packing=False,
             per_device_train_batch_size=1,
-            max_steps=1 if small else 2,
+            max_steps=steps,
             logging_steps=1,
             isolation_check="off",
             gradient_checkpointing=checkpoints,
@@ -98,7 +100,7 @@ def over_lengths(lengths: list[int]) -> list[list[str]]:
     """Return a row for each length of a document in chunks."""
     rows = []
     for tokens in lengths:
-        _, seconds, mib = in_process(measure, tokens, False, tokens // CHUNK, True)
+        _, seconds, mib = in_process(measure, tokens, False, tokens // CHUNK, 1, True)
         held = 2 * 2 * SMALL["num_hidden_layers"] * SMALL["hidden_size"] * 4 * tokens / 2**20
         numbers = [tokens, seconds, mib, held, mib - held]
         rows.append([f"{number:,.0f}" for number in numbers])
@@ -109,12 +111,13 @@ def over_lengths(lengths: list[int]) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192, help="of the document")
+    parser.add_argument("--steps", type=int, default=2, help="of which the last one is timed")
     parser.add_argument("--lengths", nargs="*", type=int, help="of documents in chunks of 4,096")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="to measure")
     parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     if arguments.lengths:
-        header = ["tokens", "CPU s a step", "MiB", "of keys and values", "of the rest"]
+        header = ["tokens", "CPU s a step", "MiB", "of keys, values, gradients", "of the rest"]
         title = "# Memory of a step on one document in chunks of 4,096 tokens on a CPU"
         rows = over_lengths(arguments.lengths)
         publish(f"{title}\n\n{table(header, rows)}\n{provenance()}", arguments.output)
@@ -122,7 +125,10 @@ def main() -> None:
     rows = []
     first: Any = None
     for way in arguments.ways:
-        losses, seconds, mib = in_process(measure, arguments.tokens, *WAYS[way], False)
+        checkpoints, chunks = WAYS[way]
+        losses, seconds, mib = in_process(
+            measure, arguments.tokens, checkpoints, chunks, arguments.steps, False
+        )
         first = first or (losses, seconds, mib)
         assert max(abs(a - b) for a, b in zip(losses, first[0], strict=True)) < 1e-4, losses
         ratios = [f"{seconds / first[1]:.2f}", f"{mib / first[2]:.2f}"]
