@@ -90,7 +90,7 @@ class Chunks:
         attention = nullcontext() if by_kernel else use_native_attention(base)
         with use_current_row(None), attention, without_checkpointing(base):
             cache = DynamicCache()
-            cache.layer_class_to_replicate = partial(_Layer, length)
+            cache.layer_class_to_replicate = partial(ChunkedLayer, length)
             randomness = self._forward(base, chunks, cache)
             total = torch.zeros((), device=base.device)
             for number in reversed(range(len(chunks))):
@@ -152,15 +152,16 @@ class Chunks:
         return {cache_name(unwrap_peft(unwrap_model(self.model))): cache, "use_cache": True}
 
 
-class _Layer(DynamicLayer):
+class ChunkedLayer(DynamicLayer):
     """Keys and values of a document of `length` tokens, and their gradients, in buffers.
 
     Attributes:
         start: of the chunk that runs.
-        zero: keeps the loss of a chunk connected with its keys and values.
+        zero: keeps the loss of a chunk connected with its keys and values; 0 where there are none.
     """
 
     start = 0
+    zero: Tensor | float = 0.0
     is_initialized: bool
 
     def __init__(self, length: int) -> None:
