@@ -5,9 +5,9 @@
                                    its own get the gradients that later chunks have left for them
 
 So memory holds the graph of one chunk, and keys and values of the document with their gradients,
-each once: attention reads views of them. Every chunk but the last runs twice. A kernel
-over boundaries sees a chunk as the last queries of a document; other attention gets a mask of the
-chunk by all keys before it, in every layer.
+each once: attention reads views of them. Every chunk but the last runs twice. A kernel over
+boundaries sees a chunk as the last queries of a document; other attention gets a mask of the chunk
+by all keys before it, in every layer.
 The chain rule over chunks is that of truncated backpropagation through time, without truncation.
 """
 
