@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import make_trainer
+from helpers.drop_in import trained_losses
 from helpers.tiny import documents_of_lengths
 
 from trl_packing import PackedSFTTrainer
@@ -49,8 +50,7 @@ def trained(folder, cls=PackedSFTTrainer, rows=ROWS, memory=1000, **settings):
                 raise RuntimeError("CUDA out of memory. Tried to allocate")
 
     trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = trained_losses(trainer)
     return losses, dict(trainer.model.named_parameters()), forwards, trainer
 
 

@@ -62,7 +62,7 @@ class Layout(NamedTuple):
     def split(self, value: Tensor, dim: int) -> list[Tensor]:
         """Return the batches of `value` ``(1, ...)``, whose tokens are in `dim`."""
         # One gather, whose backward is one sum over the row.
-        flat = value.movedim(dim, 1)[0].index_select(0, self.tokens)
+        flat = value.movedim(dim, 1).squeeze(0).index_select(0, self.tokens)
         parts = flat.split([documents * longest for documents, longest in self.shapes])
         shaped = zip(parts, self.shapes, strict=True)
         return [part.unflatten(0, shape).movedim(1, dim) for part, shape in shaped]

@@ -3,6 +3,7 @@
 import torch
 from harness import make_trainer
 
+from helpers.drop_in import trained_losses
 from helpers.tiny import documents_of_lengths
 
 ROWS = documents_of_lengths([30, 3, 4, 5, 31, 6, 7, 8], prompt=2, seed=0)
@@ -14,6 +15,5 @@ def train(settings: dict) -> tuple:
     """Return the losses and the parameters of a run."""
     torch.manual_seed(0)
     trainer = make_trainer(settings["output_dir"], ROWS, "llama", **SETTINGS | settings)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = trained_losses(trainer)
     return losses, {name: p.detach() for name, p in trainer.model.named_parameters()}
