@@ -32,7 +32,7 @@ SOME = {
 }
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", fast(SOME, set(SOME) - {"mistral", "gemma3", "rwkv"}))
 def test_an_architecture_is_exact_with_its_backend(name):
     backend, by_trl, _ = SOME[name]
     verdict = judge_architecture(name, shares=False)

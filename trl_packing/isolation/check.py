@@ -345,8 +345,8 @@ class _Runs:
         if rounds:
             layouts.append(self.rounded(probe))
         if probe.name == SHORT:
-            mask = torch.ones(1, len(probe.document["input_ids"]), dtype=torch.int64)
-            layouts += [self.alone(probe, rows=2), self.alone(probe, attention_mask=mask)]
+            mask = torch.ones(2, len(probe.document["input_ids"]), dtype=torch.int64)
+            layouts.append(self.alone(probe, rows=2, attention_mask=mask))
         packed = [self.in_row(row) for row in probe.packed]
         return layouts, packed, [self.in_row(row) for row in probe.contaminated]
 
