@@ -79,10 +79,10 @@ class Pieces(NamedTuple):
     contexts: np.ndarray
 
     @classmethod
-    def of(cls, stops: np.ndarray, starts: np.ndarray | int = 0) -> "Pieces":
+    def of(cls, stops: np.ndarray, starts: np.ndarray | None = None) -> "Pieces":
         """Return one piece of each document, from its first token on unless `starts` are given."""
-        none = np.zeros_like(stops)
-        return cls(np.arange(len(stops)), none + starts, stops, none)
+        none = np.zeros(len(stops), np.int64)  # takes no memory until it is written
+        return cls(np.arange(len(stops)), none if starts is None else starts, stops, none)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -99,6 +99,8 @@ def pieces_of(documents: ArrowDocuments, overflow: Overflow) -> Pieces:
     capacity = overflow.capacity
     policy = overflow.policy
     if capacity is None or policy == "error":
+        return Pieces.of(lengths)
+    if policy != "wrapped" and lengths.max(initial=0) <= capacity:
         return Pieces.of(lengths)
     starts = np.zeros_like(lengths)
     drops = np.full(len(lengths), policy == "drop")
@@ -241,7 +243,7 @@ def fit(
         )
     pieces = pieces_of(documents, overflow)
     before = cut = before or count_whole(documents, stop_ids)
-    if not all(map(np.array_equal, pieces, Pieces.of(lengths))):
+    if not np.array_equal(pieces.sizes, lengths):
         cut = _count(documents, pieces, stop_ids)
     kept = cut.trained > 0
     if overflow.drops_as_padded:
@@ -270,7 +272,8 @@ def fit(
     ):
         stages.append(Stage(affected, why, cut.sums(chosen), is_untrained=True))
     found = tuple(stage for stage in stages if stage.affected)
-    return pieces.where(kept), PreparationCounts(before.sums(), cut.sums(kept), found)
+    chosen = slice(None) if kept.all() else kept  # a mask copies
+    return pieces.where(chosen), PreparationCounts(before.sums(), cut.sums(chosen), found)
 
 
 def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Counted:
