@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
 ALL_READY := $(VENV)/.all
 OLDEST := $(VENV)-oldest
+MATRIX ?= --output docs/compatibility.md
 # Tests in which other libraries do the work: each seam (tests/seams.py) runs in one of them.
 # Full-size configurations are those that the newest transformers publishes.
 TOUCH_LIBRARIES := $(filter-out %/test_full_size.py,$(wildcard tests/attention/test_*.py)) \
@@ -42,7 +43,7 @@ notebook-outputs: $(READY)  ## run the notebooks offline and store their outputs
 	$(BIN)/python notebooks/execute.py
 
 matrix: $(READY)  ## every architecture of the installed transformers, about 8 minutes
-	PYTHONPATH=tests $(BIN)/python -m architectures --output docs/compatibility.md
+	PYTHONPATH=tests $(BIN)/python -m architectures $(MATRIX)
 
 check: lint types test
 

@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS, help="tokens of a row")
     parser.add_argument("--vocabularies", type=int, nargs="*", default=VOCABULARIES)
-    parser.add_argument("--checkpointing", type=int, nargs="*", default=(0, 1), help="0, 1 or both")
+    parser.add_argument("--checkpointing", type=int, nargs="*", default=(0, 1), choices=(0, 1))
     parser.add_argument("--output", help="Markdown file to write")
     arguments = parser.parse_args()
     rows = []

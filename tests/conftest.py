@@ -29,7 +29,6 @@ os.environ["HF_DATASETS_CACHE"] = (
 import accelerate.logging
 import accelerate.utils.imports
 import datasets
-import datasets.arrow_dataset
 import hypothesis.internal.conjecture.providers as hypothesis_draws
 import numpy as np
 import pytest

@@ -78,7 +78,7 @@ OPTIONS = {
 }
 #: These share no prefixes.
 RECURRENT = ("falcon_mamba", "lfm2", "nemotron_h")
-#: A minute of compilation each on a slow machine.
+#: The others are not compiled here: each takes up to 45 seconds on a slow machine.
 COMPILED = ("llama", "gemma2", "gpt_oss", "qwen3_moe", "nemotron_h")
 WAYS_OF_RECURRENT = ["padding-free, accumulated", "checkpointed", "static shapes", "compiled"]
 SLOW_WAYS = ["compiled", "a worker", "first-fit bins", "masked attention", "groups of prefixes"]

@@ -25,10 +25,10 @@ def main(words: list[str] | None = None) -> int:
     verdicts = []
     for verdict in judge_all(chosen, processes=arguments.processes):
         verdicts.append(verdict)
+        words = f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14}"
         images = verdict.images.outcome.replace("trl", "TRL's path")
         reason = f"with images: {images}; {verdict.reason}" if images else verdict.reason
-        words = f"{verdict.name:28} {verdict.outcome:10} {verdict.backend:14}"
-        print(words, reason[:90], flush=True)
+        print(f"{words} {reason[:90]}", flush=True)
     print(f"\n{summary_table(verdicts)}")
     if arguments.output:
         Path(arguments.output).write_text(report(verdicts))

@@ -272,8 +272,8 @@ def fit(
     ):
         stages.append(Stage(affected, why, cut.sums(chosen), is_untrained=True))
     found = tuple(stage for stage in stages if stage.affected)
-    chosen = slice(None) if kept.all() else kept  # a mask copies
-    return pieces.where(chosen), PreparationCounts(before.sums(), cut.sums(chosen), found)
+    left = slice(None) if kept.all() else kept  # a mask copies
+    return pieces.where(left), PreparationCounts(before.sums(), cut.sums(left), found)
 
 
 def count_whole(documents: ArrowDocuments, stop_ids: Iterable[int] = ()) -> Counted:
