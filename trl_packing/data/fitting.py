@@ -13,7 +13,7 @@ cut along them. A piece is a document from then on. Streams pass the same functi
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -207,7 +207,7 @@ def cut_table(
 
 
 class Counted(NamedTuple):
-    """Tokens, trained tokens and trained stop tokens of each piece, ``(pieces,)`` int64."""
+    """Tokens, int64, and trained tokens and stop tokens, int32, of each piece, ``(pieces,)``."""
 
     tokens: np.ndarray
     trained: np.ndarray
@@ -241,31 +241,33 @@ def fit(
             f"{named(wrong)} has {lengths[wrong]} tokens but max_length is {capacity}; raise "
             "max_length"
         )
-    pieces = pieces_of(documents, overflow)
     before = cut = before or count_whole(documents, stop_ids)
+    pieces = pieces_of(documents, overflow)
     if not np.array_equal(pieces.sizes, lengths):
         cut = _count(documents, pieces, stop_ids)
     kept = cut.trained > 0
     if overflow.drops_as_padded:
         kept = cut.tokens > 0 if capacity is None else cut.labelled > 0
 
-    why = _WHY.get(overflow.policy, "").format(capacity)
-    dropped = len(lengths) - len(np.unique(pieces.rows))
-    if dropped and overflow.policy != "drop":
-        why += f" ({quantity(dropped, 'document')} with images dropped)"
-    stops_left = np.bincount(pieces.rows, cut.stops, minlength=len(lengths))
+    stages = []
+    if cut is not before:
+        why = _WHY.get(overflow.policy, "").format(capacity)
+        dropped = len(lengths) - int(np.count_nonzero(np.diff(pieces.rows, prepend=-1)))
+        if dropped and overflow.policy != "drop":
+            why += f" ({quantity(dropped, 'document')} with images dropped)"
+        stops_left = np.bincount(pieces.rows, cut.stops, minlength=len(lengths))
+        stages.append(
+            Stage(
+                len(lengths) - int((cut.tokens == lengths[pieces.rows]).sum()),
+                why,
+                before.sums() - cut.sums(),
+                lost_eos=int((stops_left < before.stops).sum()),
+                repeated=int(pieces.contexts[kept].sum()),
+            )
+        )
     never = ~kept & (before.trained[pieces.rows] == 0)
     since_cut = ~kept & ~never
     untrained = np.unique(pieces.rows[never])
-    stages = [
-        Stage(
-            len(lengths) - int((cut.tokens == lengths[pieces.rows]).sum()),
-            why,
-            before.sums() - cut.sums(),
-            lost_eos=int((stops_left < before.stops).sum()),
-            repeated=int(pieces.contexts[kept].sum()),
-        )
-    ]
     for affected, why, chosen in (
         (len(untrained), "without a trained token: dropped", never),
         (int(since_cut.sum()), "with no trained token left: dropped", since_cut),
@@ -285,12 +287,17 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -
     """Count the tokens of every piece, one chunk of the Arrow table at a time."""
     stops = np.array(sorted(stop_ids), np.int64)
     labels = documents.readers["labels"]
-    stored = documents.stored_rows[pieces.rows]
-    order = np.argsort(stored, kind="stable")
-    groups = np.split(order, np.searchsorted(stored[order], labels.first_row[1:-1]))
-    counted = np.zeros((3, len(stored)), np.int64)
-    chunks = zip(labels.chunks, labels.first_row[:-1], groups, strict=False)
-    for (values, offsets), first, chosen in chunks:
+    stored, order = pieces.rows, None
+    if documents.mapping is not None:
+        stored = documents.mapping[stored]
+        order = np.argsort(stored, kind="stable")
+    bounds = np.searchsorted(stored, labels.first_row, sorter=order)
+    counted = np.zeros((3, len(stored)), np.int32)
+    for nth, (values, offsets) in enumerate(labels.chunks):
+        first = labels.first_row[nth]
+        chosen: Any = slice(bounds[nth], bounds[nth + 1])
+        if order is not None:
+            chosen = order[chosen]
         starts, ends, contexts = (part[chosen] for part in pieces[1:])
         zero = offsets[stored[chosen] - first]
         stop = zero + ends

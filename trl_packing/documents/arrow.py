@@ -50,16 +50,18 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self.__getitems__([range(len(self))[index]])[0]
+        return self.__getitems__([index])[0]
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         return (self[index] for index in range(len(self)))
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, np.ndarray]]:
         readers = self.readers.items()
-        chosen = np.asarray(list(indices), dtype=np.int64)
+        numbers = range(len(self))
+        chosen = [numbers[index] for index in indices]
+        rows = chosen if self.mapping is None else self.mapping[chosen].tolist()
         documents = []
-        for row in self.stored_rows[chosen].tolist():
+        for row in rows:
             documents.append({name: reader[row] for name, reader in readers})
         for name, values in self.scalars.items():
             for document, value in zip(documents, values[chosen], strict=True):
@@ -76,16 +78,20 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return {name: ListColumn(name, self.dataset.data.column(name)) for name in self.columns}
 
     @cached_property
-    def stored_rows(self) -> np.ndarray:
-        """The row of the Arrow table that holds each document, ``(documents,)`` int64."""
-        return stored_rows(self.dataset)
+    def mapping(self) -> np.ndarray | None:
+        """The stored row of each document, ``(documents,)`` int64; None if they are in order."""
+        return None if self.dataset._indices is None else stored_rows(self.dataset)
 
     def by_document(
         self, column: str, function: Callable[[np.ndarray, np.ndarray], np.ndarray]
     ) -> np.ndarray:
         """Return what `function` makes of values and offsets of `column`, ``(documents,)``."""
         found = [function(*chunk) for chunk in self.readers[column].chunks]
-        return (np.concatenate(found) if found else np.zeros(0, np.int64))[self.stored_rows]
+        return self.in_order(np.concatenate(found) if found else np.zeros(0, np.int64))
+
+    def in_order(self, values: np.ndarray) -> np.ndarray:
+        """Return `values` of the stored rows as those of the documents; no copy without need."""
+        return values if self.mapping is None else values[self.mapping]
 
     @property
     def num_documents(self) -> int:
@@ -93,8 +99,8 @@ class ArrowDocuments(torch.utils.data.Dataset):
         return int(self.lengths(SEQ_LENGTHS).sum()) if is_packed(self) else len(self)
 
     def lengths(self, column: str = "input_ids") -> np.ndarray:
-        """Return the entries of `column` in every document, ``(documents,)`` int64."""
-        return self.readers[column].lengths[self.stored_rows]
+        """Return the entries of `column` in every document, ``(documents,)`` int64, read-only."""
+        return self.in_order(self.readers[column].lengths)
 
     def num_trained(self) -> np.ndarray:
         """Return the trained tokens of every row, ``(rows,)`` int64: never a document's first."""
@@ -148,15 +154,22 @@ class ListColumn:
     """One Arrow column of lists; ``column[row]`` is a view of its values.
 
     `chunks` are values and offsets of each chunk with rows, `first_row` their first stored rows,
-    with the number of rows at the end, `lengths` the entries of each stored row, int64.
+    with the number of rows at the end.
     """
 
     def __init__(self, name: str, column: pa.ChunkedArray):
         self.name = name
         self.chunks = [lists_of(name, chunk) for chunk in column.chunks if len(chunk)]
-        lengths = [np.diff(offsets) for _, offsets in self.chunks]
-        self.first_row = [*accumulate(map(len, lengths), initial=0)]
-        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
+        self.first_row = [0, *accumulate(len(offsets) - 1 for _, offsets in self.chunks)]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The entries of each stored row, ``(rows,)`` int64, read-only."""
+        lengths = np.zeros(self.first_row[-1], np.int64)
+        for first, (_, offsets) in zip(self.first_row, self.chunks, strict=False):
+            np.subtract(offsets[1:], offsets[:-1], out=lengths[first : first + len(offsets) - 1])
+        lengths.flags.writeable = False
+        return lengths
 
     def __getitem__(self, row: int) -> np.ndarray:
         chunk = bisect_right(self.first_row, row) - 1

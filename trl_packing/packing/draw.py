@@ -148,7 +148,7 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
     stored = np.full(len(dataset.data), "")
     if name in dataset.column_names:
         stored = dataset.data.column(name).to_numpy()
-    numbers = stored[documents.stored_rows]
+    numbers = documents.in_order(stored)
     if numbers.dtype.kind not in "iufb" or np.isnan(numbers).any():
         raise ValueError(
             f"curriculum={curriculum!r} must name a column with a number for each document, and "

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.lib.stride_tricks import sliding_window_view
 
-from trl_packing.documents.arrow import ArrowDocuments, ListColumn
+from trl_packing.documents.arrow import ArrowDocuments, ListColumn, stored_rows
 from trl_packing.documents.labels import IGNORE_INDEX, Document, document_labels
 
 # A shorter prefix costs more as a segment of its own than it saves.
@@ -44,7 +44,8 @@ class PrefixIndex:
     @classmethod
     def of(cls, documents: ArrowDocuments) -> "PrefixIndex":
         """Return the index of `documents`, no packed rows; O(tokens of common prefixes)."""
-        index = cls(*prefix_order(documents.readers["input_ids"], documents.stored_rows))
+        rows = stored_rows(documents.dataset)
+        index = cls(*prefix_order(documents.readers["input_ids"], rows))
         if "labels" in documents.columns:
             table = documents.dataset.data.select(["input_ids", "labels"])
             for batch in table.to_batches(max_chunksize=_AT_ONCE):

@@ -82,7 +82,7 @@ class RunImages:
         if not self.packs or IMAGE_IDS not in documents.columns:
             return None
         stored = documents.dataset.data.column(IMAGE_ROW).to_numpy()
-        rows = stored[documents.stored_rows]
+        rows = documents.in_order(stored)
         of_rows = [self._loads.get(row, (0, 0)) for row in rows.tolist()]  # NaN: of no images
         images, patches = np.array(of_rows, np.int64).reshape(-1, 2).T
         tokens = documents.counts_where(IMAGE_IDS, lambda ids: ids > 0)
