@@ -92,29 +92,37 @@ def plan(arguments: argparse.Namespace) -> int:
       trl-packing plan --config recipes/lora_8b.yaml --max_length 8192 --ranks 8
       trl-packing plan --model M --data chat.jsonl --train_on assistant --json
       trl-packing plan --config recipes/lora_8b.yaml --html plan.html
+      trl-packing plan --config recipes/long.yaml --sp 8 --gpus 64
 
     exit status:
       0  the plan is printed
       2  the run cannot be planned; stderr has the reason in one line
     """
     run = _previewed_run(arguments)
-    from trl_packing.run.what_if import preview_epoch
+    from trl_packing.run.what_if import plan_run, preview_epoch
 
-    if arguments.html:
-        from trl_packing.pages.plan import plan_page
-        from trl_packing.run.what_if import plan_run
+    found, estimate = None, None
+    if arguments.gpus is not None:
+        from trl_packing.tools import devices
 
+        machine = devices.Machine(arguments.gpus, arguments.memory, *arguments.speed)
+        found, estimate = devices.estimate(run, machine)
+    elif arguments.html:
         found = plan_run(run, ranks=arguments.ranks)
+    report = found.report if found else preview_epoch(run, ranks=arguments.ranks)
+    if found and arguments.html:
+        from trl_packing.pages.plan import plan_page
+
         title = f"Plan · {_name_of_data(arguments.words)}"
         _write(plan_page(found, title=title, command=arguments.command_line), arguments)
-    report = found.report if arguments.html else preview_epoch(run, ranks=arguments.ranks)
+    if run.is_stream:
+        arguments.say(f"The first {run.num_rows:,} rows of a stream, as if they were all:")
+    arguments.say(report)
+    if estimate:
+        arguments.say(f"\n{devices.as_text(estimate)}")
     if arguments.json:
         rows = {"rows": run.num_rows, "is_stream": run.is_stream}
-        print_json(json.loads(report.to_json()) | rows)
-        return 0
-    if run.is_stream:
-        print(f"The first {run.num_rows:,} rows of a stream, as if they were all:")
-    print(report)
+        print_json(json.loads(report.to_json()) | rows | {"estimate": estimate})
     return 0
 
 

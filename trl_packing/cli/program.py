@@ -7,6 +7,7 @@ trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ RUN = """the run:
   --messages_column NAME    column of conversations
   --max_length N            tokens of a bin; documents beyond it are cut
   --num_proc N              processes that prepare (--dataset_num_proc)
+  --sp N                    ranks that share a row (--sequence_parallel_size)
 
 """
 
@@ -93,6 +95,14 @@ def check_can_write(path: str | None) -> None:
             raise ValueError(f"--html {path} exists and is no page; name another file")
 
 
+def positive_number(text: str) -> float:
+    """Return a number above 0 that is finite; ValueError, of which argparse makes a sentence."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command; `words` are all others, the training command of a run."""
     with short_usage_errors():
@@ -102,6 +112,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check_can_write(getattr(arguments, "html", None))
     if getattr(arguments, "stream_rows", 1) < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
+    if getattr(arguments, "gpus", None) is not None and arguments.ranks != 1:
+        raise ValueError(f"--gpus {arguments.gpus} counts all processes: leave --ranks out")
     arguments.words = words
     arguments.notes = []
     arguments.say = (lambda *_, **__: None) if arguments.json else print
@@ -130,6 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     inspect("--against", metavar="WHAT", help=other)
     told = "data-parallel processes, or groups of sequence_parallel_size processes (default: 1)"
     plan("--ranks", type=int, default=1, metavar="N", help=told)
+    told = "all processes instead: estimate memory and time of one device too"
+    plan("--gpus", type=int, metavar="M", help=told)
+    told = "of a device, for --gpus (default: 80)"
+    plan("--memory", type=positive_number, default=80, metavar="GB", help=told)
+    told = "TFLOP/s reached, GB/s in a node, GB/s between nodes (default: 400 200 25)"
+    default = [400, 200, 25]
+    plan("--speed", type=positive_number, nargs=3, default=default, metavar="S", help=told)
     for add in (inspect, plan):
         rows = "rows to read of a stream (default: 1000)"
         add("--stream_rows", type=int, default=1000, metavar="N", help=rows)

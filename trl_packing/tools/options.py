@@ -24,6 +24,7 @@ SHORT = {
     "split": "dataset_train_split",
     "revision": "model_revision",
     "num_proc": "dataset_num_proc",
+    "sp": "sequence_parallel_size",
 }
 TRACEBACK = "TRL_PACKING_TRACEBACK"  # any value of this variable brings the traceback back
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"  # a variable that `accelerate launch` always sets

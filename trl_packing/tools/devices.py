@@ -1,31 +1,20 @@
 """Memory and time of one device of a run on M devices, estimated before any is rented.
 
-    python benchmarks/devices.py --config recipes/long.yaml --sp 8 --gpus 64
-    python benchmarks/devices.py train.py --my_option 8 --gpus 8 --memory 40 --json
-
-Words that are no option here are those of the training command, which runs up to its trainer:
-
     the model's layers    run on tensors without data   →  `Model`: bytes kept, operations, heads
     the planned epoch     its largest micro-batch       →  tokens of its documents
     a way to hold a row   on N ranks, or in chunks      →  `on_device`: GB and seconds
 
 Computed in bf16, as FSDP2 and ZeRO-3 do; autocast of float32 weights keeps more. Left out:
-temporaries, latency, what FSDP sends, and ranks that wait. Exit status 2: stderr has the reason.
+temporaries, latency, what FSDP sends, and ranks that wait.
 """
 
-import argparse
-import json
 import math
-import sys
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from machine import publish
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,22 +25,17 @@ from trl_packing.attention.backends import AttentionChoice, divide_rows
 from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.model_facts import config_of, loading_options, unwrap_peft
-from trl_packing.cli.output import note, quiet_libraries, short_log
 from trl_packing.data.counts import quantity
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.run.run import Run
 from trl_packing.run.what_if import RunPlan, plan_run
-from trl_packing.tools.options import message_of, short_usage_errors
-from trl_packing.tools.preview import run_of_call
-from trl_packing.tools.training_command import TrainingCommand
 
 _ATTENTION = "packed_shapes"  # of models that run without data
 _TOKENS = 61  # of their row; no weight has a dimension of that size
 _TILE = 4 * 4096 * 32768  # bytes of TRL's logits and their gradients (1.16)
 _CHUNK = 2048  # tokens in memory, where the run has no chunks
 
-TEXT = """
-Estimated for one of {devices} devices and the largest micro-batch; no GPU was used.
+_TEXT = """Estimated for one of {devices} devices and the largest micro-batch; no GPU was used.
 model        {name} · {parameters:,} weights, {trained:,} trained
 micro-batch  {tokens:,} tokens on {on} · documents of up to {longest:,}
 weights      {weights:,.1f} GB with gradients and AdamW, sharded over {shards} (FSDP2, ZeRO-3)
@@ -67,7 +51,7 @@ compute      {operations:.2e} operations at {tflops:g} TFLOP/s (--speed)
 Cheapest in {memory:g} GB (--memory): {best}.
 {inside:g} GB/s between devices of a node, {between:g} for N > 8 (--speed). Left out:
 temporaries, latency, what FSDP sends, what autocast of float32 weights adds."""
-WAY = "{setting:27} {total:6,.0f} GB {seconds:10,.2f} s {cost:12,.0f} s"
+_WAY = "{setting:27} {total:6,.0f} GB {seconds:10,.2f} s {cost:12,.0f} s"
 
 
 @dataclass(frozen=True)
@@ -86,6 +70,7 @@ class Model:
         backward: as `forward`.
         head: weights of the head.
         trains_head: whether they are trained.
+        recomputes: whether layers run their forward again in the backward.
         layers: heads of queries and keys, their widths, and the window of each.
     """
 
@@ -100,16 +85,16 @@ class Model:
     backward: float
     head: int
     trains_head: bool
+    recomputes: bool
     layers: list[Any]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """M devices: GB of each, checkpointing, TFLOP/s reached, GB/s sent in a node and between."""
+    """M devices: GB of each, TFLOP/s reached, GB/s sent in a node and between nodes."""
 
     devices: int
     memory: float
-    recomputes: bool
     tflops: float
     inside: float
     between: float
@@ -181,6 +166,7 @@ def model_of(run: Run) -> Model:
         backward=counter.get_total_flops() / _TOKENS - forward,
         head=size,
         trains_head=head.weight.requires_grad,
+        recomputes=run.args.gradient_checkpointing,
         layers=layers,
     )
 
@@ -250,7 +236,7 @@ def on_device(
             extra += 2 * ((repeated - keys) * width + queries * value_width)
             sent += 2 * (queries + repeated) * width * (ranks - 1) / ranks
             exchange = max(exchange, 4 * (queries + repeated) * width * share)
-    again = float(machine.recomputes)
+    again = float(model.recomputes)
     kept = (model.kept + extra) * share
     setting, shards = f"sequence_parallel_size={ranks}", machine.devices
     if chunk:
@@ -288,22 +274,35 @@ def on_device(
     }
 
 
-def estimate(plan: RunPlan, model: Model, machine: Machine) -> dict[str, Any]:
-    """Return what a device needs for the largest micro-batch, in GB and s, and in other ways."""
-    epoch, options = plan.epoch, plan.run.options
+def estimate(run: Run, machine: Machine) -> tuple[RunPlan, dict[str, Any]]:
+    """Return the plan of a run on all devices, and what one needs for its largest micro-batch.
+
+    That is in GB and seconds, for the setting of the run and, as `ways`, for others.
+
+    Raises:
+        ValueError: a group of ranks would lack devices, or the model cannot be estimated.
+    """
+    size, chunk = run.options.sequence_parallel_size, run.options.max_tokens_in_memory or 0
+    if machine.devices < 1 or machine.devices % size:
+        raise ValueError(
+            f"--gpus {machine.devices} counts all processes: give a multiple of "
+            f"sequence_parallel_size={size}"
+        )
+    model = model_of(run)  # refused before all data are prepared
+    plan = plan_run(run, ranks=machine.devices // size)
+    epoch, documents = plan.epoch, plan.documents
     largest = np.asarray(epoch.members[np.lexsort((epoch.costs, epoch.tokens))[-1]])
-    lengths = plan.documents.lengths()[largest]
-    if SEQ_LENGTHS in plan.documents.columns:  # rows that were packed before
-        lengths = np.concatenate([plan.documents[row][SEQ_LENGTHS] for row in largest.tolist()])
-    batch = model, lengths, int(plan.documents.num_trained()[largest].sum()), machine
-    size, chunk = options.sequence_parallel_size, options.max_tokens_in_memory or 0
+    lengths = documents.lengths()[largest]
+    if SEQ_LENGTHS in documents.columns:  # rows that were packed before
+        lengths = np.concatenate([documents[row][SEQ_LENGTHS] for row in largest.tolist()])
+    batch = model, lengths, int(documents.num_trained()[largest].sum()), machine
     ways = [on_device(*batch, 1, chunk or _CHUNK)]
     for ranks in sorted({1, 2, 4, 8, 16, 32, 64, 128, size}):
         if machine.devices % ranks == 0 == model.layers[0][0] % ranks:
             ways.append(on_device(*batch, ranks))
     fit = [way for way in ways if way["total"] <= machine.memory]
     best = min(fit, key=lambda way: way["cost"], default={"setting": "nothing fits"})
-    return {
+    return plan, {
         **asdict(model),
         **asdict(machine),
         **on_device(*batch, size, chunk),
@@ -314,99 +313,7 @@ def estimate(plan: RunPlan, model: Model, machine: Machine) -> dict[str, Any]:
     }
 
 
-def run_of_words(words: Sequence[str]) -> Run:
-    """Return the run of a training command without its launcher, with its rows and tokenizer."""
-    command = TrainingCommand.from_words(words)
-    quiet_libraries()
-    run = run_of_call(command.call)
-    if not command.is_named:
-        note("shown as sft_packed.py trains it; name another script first")
-    return run
-
-
-def groups_of(run: Run, gpus: int) -> int:
-    """Return the groups of ranks that share a row on so many devices.
-
-    Raises:
-        ValueError: a group would lack devices.
-    """
-    size = run.options.sequence_parallel_size
-    if gpus < 1 or gpus % size:
-        raise ValueError(
-            f"--gpus {gpus} counts all processes: give a multiple of sequence_parallel_size={size}"
-        )
-    return gpus // size
-
-
-def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this script, and the words of the training command.
-
-    Raises:
-        ValueError: an option cannot be used.
-    """
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        usage="devices.py [SCRIPT] --gpus M [--sp N] [--config FILE] [--OPTION ...]",
-        description=__doc__.splitlines()[0],
-        epilog="All other words are those of the training command, without its launcher.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--gpus", type=int, required=True, metavar="M", help="all processes of the run")
-    told = "ranks that share a row (default: those of the run)"
-    add("--sp", "--sequence_parallel_size", type=int, metavar="N", help=told)
-    add("--memory", type=float, default=80, metavar="GB", help="of a device (default: 80)")
-    told = "TFLOP/s reached, GB/s in a node, GB/s between nodes (default: 400 200 25)"
-    add("--speed", type=float, nargs=3, default=[400, 200, 25], metavar="S", help=told)
-    add("--json", action="store_true", help="print one JSON object instead of text")
-    add("--output", metavar="FILE", help="also write what is printed to this file")
-    with short_usage_errors():
-        arguments, words = parser.parse_known_args(argv)
-    given = arguments.memory, *arguments.speed
-    if not all(0 < value < math.inf for value in given):
-        memory, *speed = (f"{value:g}" for value in given)
-        raise ValueError(
-            f"--memory {memory} and --speed {' '.join(speed)} must be finite numbers above 0"
-        )
-    if arguments.output and Path(arguments.output).is_dir():
-        raise ValueError(f"--output {arguments.output} is a folder; name a file")
-    if arguments.sp is not None:
-        words += ["--sequence_parallel_size", str(arguments.sp)]
-    return arguments, words
-
-
-def text_of(arguments: argparse.Namespace, words: Sequence[str]) -> str:
-    """Return the report on the epoch and the estimate, as text or as JSON."""
-    run = run_of_words(words)
-    groups = groups_of(run, arguments.gpus)
-    model = model_of(run)  # refused before all data are prepared
-    plan = plan_run(run, ranks=groups)
-    checkpoints = run.args.gradient_checkpointing
-    machine = Machine(arguments.gpus, arguments.memory, checkpoints, *arguments.speed)
-    found = estimate(plan, model, machine)
-    if arguments.json:
-        read = {"rows": run.num_rows, "is_stream": run.is_stream, "estimate": found}
-        return json.dumps(json.loads(plan.report.to_json()) | read, indent=2)
-    rows = f"The first {run.num_rows:,} rows of a stream, as if they were all:\n"
-    table = "\n".join(WAY.format(**way) for way in found["ways"])
-    report = f"{rows if run.is_stream else ''}{plan.report}"
-    return f"{report}\n{TEXT.format(**found, on=quantity(found['ranks'], 'rank'), table=table)}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the epoch and the estimate; return 0, or 2 if stderr has the reason in one line."""
-    try:
-        with short_log():
-            arguments, words = parsed(argv)
-            publish(text_of(arguments, words), arguments.output)
-    except Exception as error:
-        message = message_of(error)
-        if message is None:
-            raise
-        note(f"devices.py: {message}")
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def as_text(found: dict[str, Any]) -> str:
+    """Return the lines to print of an estimate."""
+    ways = "\n".join(_WAY.format(**way) for way in found["ways"])
+    return _TEXT.format(**found, on=quantity(found["ranks"], "rank"), table=ways)

@@ -1,9 +1,7 @@
-"""`benchmarks/devices.py`: estimates are what real models, kernels and exchanges need."""
+"""`trl-packing plan --gpus M`: estimates are what real models, kernels and exchanges need."""
 
-import importlib
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +16,8 @@ from trl_packing import PackedCollator, PackedSFTConfig
 from trl_packing.attention import sequence_parallel
 from trl_packing.attention.backends import resolve_attention
 from trl_packing.attention.install import install_attention
+from trl_packing.cli.program import main
+from trl_packing.tools import devices
 from trl_packing.training.chunks import Chunks
 
 LAYERS = 6
@@ -25,30 +25,19 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 
 LENGTHS = (200, 40, 272)
 
 
-@pytest.fixture
-def devices(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("devices")
-
-
-@pytest.fixture
-def needs(devices):
+def needs(model, *lengths, ranks=1, chunk=0, recomputes=False):
     """Return what a model needs, and a device of two for documents without a trained token."""
-
-    def found(model, *lengths, ranks=1, chunk=0, recomputes=False):
-        call = SimpleNamespace(model=model, peft_config=None, quantization_config=None)
-        args = PackedSFTConfig("unused", max_length=512, report_to="none")
-        images = SimpleNamespace(packs=False)
-        run = SimpleNamespace(call=call, args=args, options=args, images=images)
-        facts = devices.model_of(run)
-        machine = devices.Machine(2, 80, recomputes, 400, 200, 25)
-        return facts, devices.on_device(facts, np.array(lengths), 0, machine, ranks, chunk)
-
-    return found
+    call = SimpleNamespace(model=model, peft_config=None, quantization_config=None)
+    told = {"gradient_checkpointing": recomputes, "report_to": "none"}
+    args = PackedSFTConfig("unused", max_length=512, **told)
+    images = SimpleNamespace(packs=False)
+    facts = devices.model_of(SimpleNamespace(call=call, args=args, options=args, images=images))
+    machine = devices.Machine(2, 80, 400, 200, 25)
+    return facts, devices.on_device(facts, np.array(lengths), 0, machine, ranks, chunk)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_activations_are_those_that_autograd_keeps_of_a_packed_row(name, needs):
+def test_activations_are_those_that_autograd_keeps_of_a_packed_row(name):
     model = tiny_model(name, **SIZES).bfloat16().train()
     found, without = needs(model, *LENGTHS)
     again = needs(model, *LENGTHS, recomputes=True)[1]["activations"]
@@ -68,7 +57,7 @@ def test_activations_are_those_that_autograd_keeps_of_a_packed_row(name, needs):
     assert again < 0.4 * without["activations"]
 
 
-def test_chunks_keep_what_autograd_keeps_and_compute_as_often(needs):
+def test_chunks_keep_what_autograd_keeps_and_compute_as_often():
     model = tiny_model("llama", **SIZES).bfloat16().train()
     install_attention(model, resolve_attention(model, "documents"))
     hooks, taken = kept_by_autograd(model)
@@ -94,7 +83,7 @@ def test_chunks_keep_what_autograd_keeps_and_compute_as_often(needs):
     assert way["operations"] == pytest.approx(counter.get_total_flops() + attended, rel=0.01)
 
 
-def test_operations_are_those_of_a_model_without_the_unseen_half_of_attention(needs):
+def test_operations_are_those_of_a_model_without_the_unseen_half_of_attention():
     model = tiny_model("qwen3", attn_implementation="eager", **SIZES).train()
     with FlopCounterMode(display=False) as counter:
         hidden = model.base_model(input_ids=torch.full((1, 256), 5)).last_hidden_state
@@ -107,7 +96,7 @@ def test_operations_are_those_of_a_model_without_the_unseen_half_of_attention(ne
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_traffic_is_what_ranks_exchange_around_attention(ranks, monkeypatch, needs):
+def test_traffic_is_what_ranks_exchange_around_attention(ranks, monkeypatch):
     sent = []
 
     def exchange(received, parts, group):
@@ -136,15 +125,14 @@ def words(tmp_path):
     return [*words, save_tiny_model(tmp_path, "llama")]
 
 
-def test_the_script_prints_lines_that_fit_and_json(devices, words, capsys, monkeypatch, tmp_path):
+def test_the_command_prints_lines_that_fit_and_json(words, capsys, monkeypatch):
     def says(*more):
-        assert devices.main([*words, *more]) == 0
+        assert main(["plan", *words, *more]) == 0
         return capsys.readouterr().out
 
     monkeypatch.setenv("COLUMNS", "80")
     words += ["--use_peft", "true", "--lora_target_modules", "all-linear"]
-    text = says("--gpus", "8", "--sp", "2", "--output", str(tmp_path / "new" / "page.txt"))
-    assert text == (tmp_path / "new" / "page.txt").read_text() + "\n"
+    text = says("--gpus", "8", "--sp", "2")
     assert max(map(len, text.splitlines())) <= 80
     parts = ("no GPU was used", "4 groups of 2 ranks", "sequence_parallel_size=4", "(--memory)")
     assert all(part in text for part in parts)
@@ -160,11 +148,11 @@ def test_the_script_prints_lines_that_fit_and_json(devices, words, capsys, monke
 
 
 REFUSED = [
+    ("--gpus 6 --ranks 3", "--gpus 6 counts all processes: leave --ranks out"),
     ("--gpus 6 --sp 4", "--gpus 6 counts all processes: give a multiple of sequence_parallel"),
-    ("--sp 2", "required: --gpus"),
-    ("--gpus 2 --speed 0 1 1", "--speed 0 1 1 must be finite numbers above 0"),
-    ("--gpus 2 --memory nan", "--memory nan and --speed"),
-    ("--gpus 2 --output .", "--output . is a folder"),
+    ("--gpus 0", "--gpus 0 counts all processes: give a multiple of sequence_parallel_size=1"),
+    ("--gpus 2 --speed 0 1 1", "argument --speed: invalid positive_number value: '0'"),
+    ("--gpus 2 --memory nan", "argument --memory: invalid positive_number value: 'nan'"),
     ("--gpus 8 --sp 8", "does not divide the 4 attention heads of LlamaForCausalLM"),
     ("--gpus 2 --optim adafactor", "optim=adafactor cannot be estimated"),
     ("--gpus 2 --prefix_sharing bin", "prefix_sharing=bin cannot be estimated"),
@@ -175,11 +163,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED)
-def test_a_refusal_is_one_sentence(options, sentence, devices, words, capsys, tmp_path):
+def test_a_refusal_is_one_sentence(options, sentence, words, capsys, tmp_path):
     *_, name = added = options.split()
     if "--model" in added:
         words[-1] = added[-1] = save_tiny_model(tmp_path, name)
-    assert devices.main([*words, *added]) == 2
+    assert main(["plan", *words, *added]) == 2
     said = capsys.readouterr()
     last = said.err.splitlines()[-1]
-    assert (said.out, last.startswith("devices.py: "), sentence in last) == ("", True, True)
+    assert (said.out, last.startswith("trl-packing: "), sentence in last) == ("", True, True)
