@@ -241,12 +241,19 @@ class ChatTemplate:
         return {False: self._form_of_arguments(None), True: self._form_of_arguments([_TOOL])}
 
     def _form_of_arguments(self, tools: list[Any] | None) -> type | None:
-        as_text = self.try_render(_calling(_JSON, tools))
-        as_dict = self.try_render(_calling(json.loads(_JSON), tools))
+        texts = []
+        for arguments in (_JSON, json.loads(_JSON)):
+            function = {"name": "f", "arguments": arguments}
+            call = {"type": "function", "id": "call00001", "function": function}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            texts.append(self.try_render(Conversation([_USER, answer], tools)))
+        as_text, as_dict = texts
         if as_text == as_dict:
             return None
-        if as_text is None or as_dict is None:
-            return dict if as_text is None else str
+        if as_text is None:
+            return dict
+        if as_dict is None:
+            return str
         before, _, after = as_text.partition(_JSON)
         written = as_dict.removeprefix(before).removesuffix(after)
         with suppress(ValueError):
@@ -291,11 +298,6 @@ class ChatTemplate:
         return f"(?:{'|'.join(tokens) or chr(0)})"
 
 
-def absent_from(text: str) -> str:
-    """Return a character of the private use area that is not in `text`."""
-    return next(mark for mark in map(chr, range(0xF8FF, 0xE000, -1)) if mark not in text)
-
-
 _JSON = '{"city": "Rome"}'
 _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "a"}}}
 _TOOL = {
@@ -304,13 +306,5 @@ _TOOL = {
 }
 
 
-def _calling(arguments: Any, tools: list[Any] | None) -> Conversation:
-    """Return a conversation that ends in a call with these arguments."""
-    function = {"name": "f", "arguments": arguments}
-    call = {"type": "function", "id": "call00001", "function": function}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return Conversation([_USER, answer], tools)
-
-
-_MARK = absent_from("")
+_MARK = "\uf8ff"  # of the private use area
 _USER, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}
