@@ -24,7 +24,7 @@ from trl import SFTConfig
 
 from trl_packing.documents.weights import LOSS_WEIGHTINGS
 from trl_packing.packing.bins import STRATEGIES
-from trl_packing.packing.draw import LENGTH, column_of
+from trl_packing.packing.draw import LENGTH
 
 OVERFLOWS = ("truncate", "truncate_prompt", "drop", "split", "overlap", "error")
 PREFIX_SHARING = ("off", "bin", "group")
@@ -128,7 +128,7 @@ class PackingOptions:
 
     def named_columns(self) -> list[str]:
         """Return the columns of a data set that settings name, with a value for each document."""
-        order = self.curriculum and column_of(self.curriculum)
+        order = self.curriculum and self.curriculum.removeprefix("-")
         named = (self.source_column, None if order == LENGTH else order)
         return [name for name in named if name is not None]
 

@@ -9,7 +9,7 @@ Both are learned from short conversations, for `turns.py`.
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -106,8 +106,8 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation, *, generation_prompt: bool = False) -> str:
         """Return the text of a conversation; the template may raise `TEMPLATE_ERRORS`."""
-        if conversation.is_plain and self._renders_directly:
-            return self._render_directly(conversation.messages, generation_prompt)
+        if conversation.is_plain and self._direct_render is not None:
+            return self._direct_render(conversation.messages, generation_prompt)
         return self._checked(conversation, self._apply(conversation, generation_prompt))
 
     def try_render(
@@ -155,28 +155,33 @@ class ChatTemplate:
             **{"tokenize": False, "return_dict": False, **options, **conversation.kwargs},
         )
 
-    # `apply_chat_template` copies and checks its inputs, for half of its time.
-
-    def _render_directly(self, messages: list[Message], generation_prompt: bool) -> str:
-        template, names = self._compiled
-        names = {**names, "messages": messages, "add_generation_prompt": generation_prompt}
-        return "".join(template.root_render_func(template.new_context(names, True)))
-
     @cached_property
-    def _compiled(self) -> tuple[Any, dict[str, Any]]:
-        """The template, and the names that jinja would collect again for each row."""
-        template = _compile_jinja_template(self.source)
-        names = {**template.globals, **self.tokenizer.special_tokens_map}
-        return template, {**names, "tools": None, "documents": None}
+    def _direct_render(self) -> Callable[[list[Message], bool], str] | None:
+        """The compiled template, if it renders a trial like `apply_chat_template`, else None.
 
-    @cached_property
-    def _renders_directly(self) -> bool:
-        """Whether the compiled template renders a trial like `apply_chat_template`."""
-        trial = Conversation([_USER, {"role": "assistant", "content": " b\n"}, _USER])
+        `apply_chat_template` copies and checks its inputs, for half of its time.
+        """
+        if _compile_jinja_template is None:
+            return None
+        trial = [_USER, {"role": "assistant", "content": " b\n"}, _USER]
         with suppress(*TEMPLATE_ERRORS):
-            if _compile_jinja_template is not None:
-                return self._render_directly(trial.messages, True) == self._apply(trial, True)
-        return False
+            template = _compile_jinja_template(self.source)
+            names = {  # jinja would collect them again for each row
+                **template.globals,
+                **self.tokenizer.special_tokens_map,
+                "tools": None,
+                "documents": None,
+            }
+
+            def render(messages: list[Message], generation_prompt: bool) -> str:
+                of_row = {"messages": messages, "add_generation_prompt": generation_prompt}
+                return "".join(
+                    template.root_render_func(template.new_context(names | of_row, True))
+                )
+
+            if render(trial, True) == self._apply(Conversation(trial), True):
+                return render
+        return None
 
     @cached_property
     def hidden_parts(self) -> dict[Any, Collection[int]]:
@@ -236,12 +241,19 @@ class ChatTemplate:
         return {False: self._form_of_arguments(None), True: self._form_of_arguments([_TOOL])}
 
     def _form_of_arguments(self, tools: list[Any] | None) -> type | None:
-        as_text = self.try_render(_calling(_JSON, tools))
-        as_dict = self.try_render(_calling(json.loads(_JSON), tools))
+        texts = []
+        for arguments in (_JSON, json.loads(_JSON)):
+            function = {"name": "f", "arguments": arguments}
+            call = {"type": "function", "id": "call00001", "function": function}
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            texts.append(self.try_render(Conversation([_USER, answer], tools)))
+        as_text, as_dict = texts
         if as_text == as_dict:
             return None
-        if as_text is None or as_dict is None:
-            return dict if as_text is None else str
+        if as_text is None:
+            return dict
+        if as_dict is None:
+            return str
         before, _, after = as_text.partition(_JSON)
         written = as_dict.removeprefix(before).removesuffix(after)
         with suppress(ValueError):
@@ -286,11 +298,6 @@ class ChatTemplate:
         return f"(?:{'|'.join(tokens) or chr(0)})"
 
 
-def absent_from(text: str) -> str:
-    """Return a character of the private use area that is not in `text`."""
-    return next(mark for mark in map(chr, range(0xF8FF, 0xE000, -1)) if mark not in text)
-
-
 _JSON = '{"city": "Rome"}'
 _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "a"}}}
 _TOOL = {
@@ -299,13 +306,5 @@ _TOOL = {
 }
 
 
-def _calling(arguments: Any, tools: list[Any] | None) -> Conversation:
-    """Return a conversation that ends in a call with these arguments."""
-    function = {"name": "f", "arguments": arguments}
-    call = {"type": "function", "id": "call00001", "function": function}
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return Conversation([_USER, answer], tools)
-
-
-_MARK = absent_from("")
+_MARK = "\uf8ff"  # of the private use area
 _USER, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}

@@ -128,9 +128,9 @@ def read_rows(data: str, split: str | None, config: str | None = None, **options
             if next(iter(rows), None) is None:
                 raise ValueError("it is empty")
             return rows
-        except (StopIteration, Exception) as error:  # empty files raise StopIteration (5.2)
-            cause = error.__cause__ or error
-            reason = " ".join(str(cause).split()).rstrip(".") or "it is empty"
+        except Exception as error:  # empty files raise StopIteration (5.2)
+            words = str(error.__cause__ or error).split()
+            reason = " ".join(words).rstrip(".") or "it is empty"
             raise ValueError(f"cannot load the data set {data}: {reason}") from error
 
     try:
@@ -203,10 +203,9 @@ def _rows_of_json(file: Path) -> Iterator[Mapping[str, Any]]:
 
 def _manifest_in(folder: str | Path) -> dict[str, Any]:
     """Return the manifest of a folder, an empty one if there is none."""
-    found: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        found = json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
-    return found
+        return json.loads((Path(folder).expanduser() / MANIFEST).read_text("utf-8"))
+    return {}
 
 
 def is_prepared(path: str | Path) -> bool:

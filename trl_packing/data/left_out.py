@@ -9,6 +9,7 @@ by role, key and place. The words of each row are looked for in its text as well
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from trl_packing.data.chat_template import ChatTemplate, Conversation
@@ -101,23 +102,18 @@ def left_out(chat: ChatTemplate, conversation: Conversation, text: str) -> list[
 
 def _hidden(chat: ChatTemplate, conversation: Conversation, chosen: Collection[int]) -> set[int]:
     """Return which of the `chosen` parts, counted over all messages, do not reach the text."""
-    marks: dict[int, str] = {}
-    count = 0
+    numbers = count()
 
     def write(name: str, words: str) -> str:
-        nonlocal count
-        if not words.strip():
-            return words
-        count += 1
-        if count - 1 in chosen:
-            words = marks[count - 1] = f"qz{count}zq"
+        if words.strip() and (number := next(numbers)) in chosen:
+            return f"qz{number}zq"
         return words
 
     text = chat.try_render(conversation.of([_rewritten(m, write) for m in conversation.messages]))
     if text is None:
         return set()
     shown = text.casefold()
-    return {number for number, mark in marks.items() if mark not in shown}
+    return {number for number in chosen if f"qz{number}zq" not in shown}
 
 
 def _shows(text: str, words: str) -> bool:
@@ -155,12 +151,12 @@ def check_thoughts(messages: Sequence[Message], text: str) -> None:
     if "</think>" not in text:
         return
     for number, message in enumerate(messages):
-        content = message.get("content")
-        if message["role"] != "assistant" or "</think>" not in str(content):
+        content = str(message.get("content"))
+        if message["role"] != "assistant" or "</think>" not in content:
             continue
-        before, found, _ = text.partition(str(content).strip())
+        before, found, _ = text.partition(content.strip())
         if found and before.rstrip().endswith("</think>"):
             raise ValueError(
                 "the chat template writes thoughts of its own before those in the content of "
-                f"message {number} ({quote(str(content)[:40])}); move them into 'reasoning_content'"
+                f"message {number} ({quote(content[:40])}); move them into 'reasoning_content'"
             )

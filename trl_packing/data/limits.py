@@ -74,7 +74,7 @@ class ModelLimits:
         """Raise ValueError if a document exceeds a limit; `others` ends the sentence."""
         for column in TOKEN_COLUMNS:
             values = np.asarray(document.get(column, ()))
-            if values.size and (wrong := self._beyond(column, values)).any():
+            if (wrong := self._beyond(column, values)).any():
                 kind = "label" if column == "labels" else "token id"
                 allowed = f"the model's vocabulary has {self.vocabulary} ids"
                 allowed = "an id is 0 or more" if self.vocabulary is None else allowed

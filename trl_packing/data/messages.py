@@ -108,27 +108,21 @@ def check_messages(messages: Any, chat_template: str, *, what: str = "messages")
     for number, message in enumerate(messages):
         if is_plain(message) and message["role"] in ROLES:  # most rows, and fast
             continue
-        if fault := _old_call(message, chat_template) or _fault(message, chat_template):
+        if fault := _fault(message, chat_template):
             raise ValueError(f"message {number} of {what!r} {fault}")
-
-
-def _old_call(message: Any, chat_template: str) -> str | None:
-    """Return what is wrong with a call under the key that OpenAI's API had before tool_calls."""
-    if not isinstance(message, Mapping) or not message.get("function_call"):
-        return None
-    if re.search(r"\bfunction_call\b", chat_template):
-        return None
-    return (
-        "has its call under 'function_call', which the chat template does not read; make it "
-        "'tool_calls': [{'type': 'function', 'function': …}]"
-    )
 
 
 def _fault(message: Any, chat_template: str) -> str | None:
     if not isinstance(message, Mapping):
         return f"is {in_short(message)}, not a dictionary with 'role' and 'content'"
+    # The key that OpenAI's API had before tool_calls.
+    if message.get("function_call") and not re.search(r"\bfunction_call\b", chat_template):
+        return (
+            "has its call under 'function_call', which the chat template does not read; make it "
+            "'tool_calls': [{'type': 'function', 'function': …}]"
+        )
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES and not any(f"{q}{role}{q}" in chat_template for q in "'\""):
+    if role not in ROLES and not re.search(rf"(['\"]){re.escape(str(role))}\1", chat_template):
         return f"has the role {quote(role)}, which is none of {ROLES} or the template's; rename it"
     calls = message.get("tool_calls") or ()
     if not all(isinstance(call, Mapping) for call in calls):
@@ -191,9 +185,8 @@ def with_arguments(messages: Sequence[Message], form: type | None) -> tuple[list
         if not isinstance(arguments, str):
             return function
         value = _value_in(arguments.strip() or "{}")
-        if not isinstance(value, dict):
-            value = None
-        if form is dict and value is None:
+        is_object = isinstance(value, dict)
+        if form is dict and not is_object:
             raise ValueError(
                 f"message {number} has {in_short(arguments)} as arguments of a tool call, but the "
                 "chat template reads a dictionary; make it a JSON object"
@@ -201,7 +194,7 @@ def with_arguments(messages: Sequence[Message], form: type | None) -> tuple[list
         if form is dict:
             handled |= PARSED
             return {**function, "arguments": value}
-        if value is None:
+        if not is_object:
             handled |= NO_JSON
         return function
 

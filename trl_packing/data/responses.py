@@ -192,8 +192,12 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
     ):
         if mlm:
             raise ValueError("mlm=True must be False: answers are trained, not masked tokens")
-        tokenizer = tokenizer_in(tokenizer)
-        super().__init__(tokenizer, mlm=False, pad_to_multiple_of=pad_to_multiple_of, **unused)
+        super().__init__(
+            tokenizer_in(tokenizer),
+            mlm=False,
+            pad_to_multiple_of=pad_to_multiple_of,
+            **unused,
+        )
         self.ignore_index = ignore_index
         self.padding_free = padding_free
         self.templates = ResponseTemplate(self.tokenizer, response_template, instruction_template)
@@ -212,14 +216,18 @@ class DataCollatorForCompletionOnlyLM(DataCollatorForLanguageModeling):
                 self._has_warned = True
                 logger.warning(self.templates.not_found("documents", ids))
             documents.append({"input_ids": ids, "labels": labels})
-        padding = self.tokenizer.pad_token_id
         if self.padding_free:
-            batch = PackedCollator(padding or 0, self.pad_to_multiple_of)(documents)
+            collate = PackedCollator(self.tokenizer.pad_token_id or 0, self.pad_to_multiple_of)
+            batch = collate(documents)
             batch["labels"][batch["labels"] == IGNORE_INDEX] = self.ignore_index
             return batch
         rows = [{"input_ids": document["input_ids"].tolist()} for document in documents]
-        options = {"return_attention_mask": True, "return_tensors": "pt"}
-        batch = self.tokenizer.pad(rows, pad_to_multiple_of=self.pad_to_multiple_of, **options)
+        batch = self.tokenizer.pad(
+            rows,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
         flat = torch.from_numpy(np.concatenate([document["labels"] for document in documents]))
         of_rows = torch.full_like(batch["input_ids"], self.ignore_index)
         of_rows[batch["attention_mask"] == 1] = flat

@@ -301,7 +301,7 @@ class RowFormat:
 
     def _conversation(self, row: Row, form: str) -> list[Rendered]:
         messages, size, conversation, handled = self._messages(row, form)
-        weights: dict[int, float] | None = None
+        weights = None
         if self.train_on in ("assistant", "last_assistant", "every_turn"):
             weights = trained_messages(messages, self.train_on, first=size)
         elif self.train_on is None and self.flags_decide and any(map(has_flag, messages)):
@@ -385,11 +385,10 @@ class RowFormat:
         handled = 0
         for part in missing:
             number = part.number
-            message = conversation.messages[part.number]
             is_trained = number >= first if weights is None else number in weights
             if part.name == "reasoning" and (self.makes_turns or not is_trained):
                 continue  # a turn was compared alone, and prompts have none at inference
-            parts = parts_of(message, number)
+            parts = parts_of(conversation.messages[number], number)
             is_whole = all(each in missing for each in parts)
             if is_whole or part.name == "tool call" or (is_trained and weights is not None):
                 raise ValueError(in_words(part, conversation.messages))

@@ -60,7 +60,7 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
     prompt = row_format.prompt_template
     chat = row_format.chat
     labeler = rules.labeler
-    markers: list[Any] | None = None
+    markers = None
     if labeler is not None:
         templates = labeler.templates
         markers = [
@@ -81,8 +81,7 @@ def settings_of(rules: Rules, *, flagged: bool) -> dict[str, Any]:
         **{name: getattr(options, name, getattr(args, name, None)) for name in _AS_SET},
     }
     # Lists and tuples are the same once they are stored.
-    found: dict[str, Any] = json.loads(json.dumps(settings))
-    return found
+    return json.loads(json.dumps(settings))
 
 
 # Rows decide on the last, and documents may have a source that a run does not ask for.

@@ -92,7 +92,7 @@ def tokenize(tokenizer: Any, documents: Sequence[Rendered]) -> list[Tokenized]:
             found[number] = _apart(tokenizer, document, found[number], crossed)
         if document.prompt is None:
             continue
-        end = _prompt_end(offsets, document, tokenizer)
+        end = _prompt_end(offsets, document)
         if end is None or crossed:
             open_ends[number] = document.prompt
         else:
@@ -155,7 +155,7 @@ def _apart(tokenizer: Any, document: Rendered, whole: Tokenized, ends: Sequence[
 _OPEN_END = re.compile(r"(\s\s|['’].?)\Z", re.DOTALL)
 
 
-def _prompt_end(offsets: "_Offsets", document: Rendered, tokenizer: Any) -> int | None:
+def _prompt_end(offsets: "_Offsets", document: Rendered) -> int | None:
     """Return the first token of the completion if the prompt alone surely ends there, or None."""
     prompt = document.prompt or ""
     text = document.text
@@ -165,7 +165,8 @@ def _prompt_end(offsets: "_Offsets", document: Rendered, tokenizer: Any) -> int 
     if text[size - 1 : size].isalnum() and text[size].isalnum():
         return None
     # A normalizer may strip white space at the end of a text, and keep it before a letter.
-    normalize = getattr(tokenizer.backend_tokenizer.normalizer, "normalize_str", str)
+    normalizer = offsets.tokenizer.backend_tokenizer.normalizer
+    normalize = getattr(normalizer, "normalize_str", str)
     end = f"a{prompt[-1:]}"
     if end[1:].isspace() and normalize(end) + "a" != normalize(f"{end}a"):
         return None
@@ -216,7 +217,7 @@ class _Offsets:
                 first += 1
             return first, last
         first = max(first, bisect_left(tokens, start, key=lambda token: self._chars(token)[0]))
-        after = bisect_right(tokens, stop, key=lambda token: self._chars(token)[1])
+        after = self._token_at(stop)
         # A span at the end of the text includes tokens that the tokenizer adds after it.
         after = len(self.encoding) if after == len(tokens) else after
         return min(first, after), after

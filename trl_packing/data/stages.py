@@ -59,9 +59,6 @@ from trl_packing.documents.weights import document_weights_from_rows
 
 logger = get_logger(__name__)
 
-_MESSAGES = ("messages", "conversations")
-
-
 # Documents, and what was kept and lost; None of packed rows, or of a stream, counted as it is read.
 Prepared: TypeAlias = tuple[AnyDataset, PreparationCounts | None]
 
@@ -86,8 +83,7 @@ def prepare(dataset: AnyDataset, rules: Rules, name: str = "train") -> Prepared:
     if len(records) == 1 and records[0].is_whole(dataset):
         records[0].check(rules)
         return dataset, records[0].counts
-    whole = whole_documents(dataset, rules, name)
-    return fit_documents(whole, rules, name)
+    return fit_documents(whole_documents(dataset, rules, name), rules, name)
 
 
 def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> WholeDocuments:
@@ -128,7 +124,7 @@ def whole_documents(dataset: AnyDataset, rules: Rules, name: str = "train") -> W
         logger.warning(f"{name} dataset: {note}")
     is_text = rules.formatting_func is not None or "input_ids" in columns
     is_unasked = rules.response_template is None and rules.row_format.flags_decide
-    if not is_text and {*_MESSAGES} & {*columns} and is_unasked:
+    if not is_text and {"messages", "conversations"} & {*columns} and is_unasked:
         most = np.maximum(tokens.lengths() - 1, 0).sum()
         if tokens.num_trained().sum() >= most:
             notes.append(_HINT)
@@ -173,9 +169,9 @@ def _check(dataset: AnyDataset, columns: Sequence[str], rules: Rules, name: str)
     is_rendered = rules.formatting_func is not None or options.prompt_template is not None
     if "input_ids" in columns or not is_rendered:
         check_columns(dataset, name, rules.args.dataset_text_field)
-    if isinstance(dataset, Dataset) and DOCUMENT_WEIGHT in columns:
-        document_weights_from_rows(dataset, name)
     if isinstance(dataset, Dataset):
+        if DOCUMENT_WEIGHT in columns:
+            document_weights_from_rows(dataset, name)
         check_not_padded(dataset, name)
     if "input_ids" in columns:
         template = None if rules.labeler is not None else options.response_template
@@ -276,9 +272,9 @@ def _note_not_found(documents: ArrowDocuments, rules: Rules, name: str) -> str |
     if template is None:
         return None
     not_found = np.flatnonzero(documents.num_trained() == 0)
-    if not len(not_found):
-        return None
     number = len(not_found)
+    if not number:
+        return None
     of = len(documents)
     ids = documents[int(not_found[0])]["input_ids"]
     words = template.not_found(f"{number:,} of {of:,} documents ({number / of:.1%})", ids)

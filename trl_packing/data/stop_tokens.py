@@ -37,9 +37,9 @@ class EosRule:
     def spaces(self) -> list[int]:
         """Tokens of the white space that templates and texts have behind a stop token."""
         texts = ["\n", "\n\n", "\n\n\n", "\r\n", " ", "  ", " \n", "\t"]
-        tokens = chain.from_iterable(self.tokenizer(texts, add_special_tokens=False)["input_ids"])
-        blank = [token for token in {*tokens} if not self.tokenizer.decode([token]).strip()]
-        return sorted({*blank} - self.stop_ids)
+        tokens = {*chain(*self.tokenizer(texts, add_special_tokens=False)["input_ids"])}
+        others = sorted(tokens - self.stop_ids)
+        return [token for token in others if not self.tokenizer.decode([token]).strip()]
 
     def names(self, ids: Iterable[int]) -> str:
         """Return the tokens of some ids, for a message."""
@@ -51,9 +51,11 @@ class EosRule:
 
         No tokenizer: its hash, by which `map` caches, changes when it is used.
         """
-        eos_id = self.tokenizer.eos_token_id
-        stop_ids = sorted(self.stop_ids)
-        return {"eos_id": eos_id, "stop_ids": stop_ids, "spaces": self.spaces}
+        return {
+            "eos_id": self.tokenizer.eos_token_id,
+            "stop_ids": sorted(self.stop_ids),
+            "spaces": self.spaces,
+        }
 
 
 NO_EOS = EosRule(None, frozenset())
@@ -78,8 +80,9 @@ def stop_token_ids(
     chat = ChatTemplate(tokenizer, chat_template)
     with suppress(Exception):  # a template may raise anything
         after = chat.around_answer[1] if chat.exists else ""
-        found = [(after.index(t), -len(t), t) for t in chat.special_tokens if t and t in after]
-        ids |= {tokenizer.convert_tokens_to_ids(token) for *_, token in sorted(found)[:1]}
+        found = [token for token in chat.special_tokens if token and token in after]
+        if found:  # of those at one place, the longest, which comes first
+            ids |= {tokenizer.convert_tokens_to_ids(min(found, key=after.index))}
     return ids
 
 
@@ -159,7 +162,7 @@ def _words(labels: np.ndarray, spaces: Iterable[int]) -> np.ndarray:
 
 def _last(wanted: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Return where the last True of each list is; -1 where none is."""
-    places = np.concatenate([[-1], np.flatnonzero(wanted)])
+    places = np.append(-1, np.flatnonzero(wanted))
     last = places[np.searchsorted(places, offsets[1:]) - 1]
     return np.where(last >= offsets[:-1], last, -1)
 
@@ -208,7 +211,7 @@ def append_eos_to_table(
     appends = ~ended & ~stands & (stops > starts)
     appends[appends] = labels[stops[appends] - 1] != IGNORE_INDEX
     at = stops[appends]
-    longer = offsets + np.concatenate([[0], np.cumsum(appends)])
+    longer = offsets + np.append(0, np.cumsum(appends))
     values = {"input_ids": np.insert(ids, at, eos_id), "labels": np.insert(labels, at, eos_id)}
     if TOKEN_WEIGHTS in lists:
         weights = lists[TOKEN_WEIGHTS][0].copy()

@@ -57,7 +57,7 @@ def fit_stream(
     Reading raises ValueError where `fit_and_count` does, but a stream may turn out to be empty.
     """
     columns = get_dataset_column_names(dataset)
-    kept = [*token_columns(columns), *document_columns(columns, ())]
+    kept = [*token_columns(columns), *document_columns(columns)]
     return dataset.with_format(None).map(  # plain lists, whatever format the user has set
         StreamFit(kept, overflow, eos),
         batched=True,
@@ -120,9 +120,7 @@ class StreamFit:
             raise ValueError(words)
         if before < _UNTRAINED <= self._num_untrained:
             logger.warning(words)
-        numbers = range(len(rows))
-        found: dict[str, list[Any]] = cut_table(table, numbers, pieces, columns).to_pydict()
-        return found
+        return cut_table(table, range(len(rows)), pieces, columns).to_pydict()
 
 
 def with_equal_columns(dataset: Any) -> Any:
@@ -138,7 +136,7 @@ def take_counts(dataset: Any) -> PreparationCounts:
     """Return the counts of a stream since the last call, in this process; zeros if unknown."""
     total = PreparationCounts()
     for fits in _fits_of(dataset):
-        total = total + fits._counts
+        total += fits._counts
         fits._counts = PreparationCounts()
     return total
 

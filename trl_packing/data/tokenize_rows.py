@@ -222,7 +222,7 @@ def _prepare_batch(
         table = table.append_column(HANDLED, pa.array(handled, pa.int64()))
     if is_alone:  # a table is written at once; `datasets` checks every other value
         return table
-    made: dict[str, list[Any]] = table.to_pydict()
+    made = table.to_pydict()
     if TOKEN_WEIGHTS in flat:  # float32, unlike lists
         made[TOKEN_WEIGHTS] = np.split(flat[TOKEN_WEIGHTS], stops[:-1])
     for column in columns:
@@ -248,12 +248,10 @@ def _has_other_weights(document: Rendered) -> bool:
 
 def _as_table(flat: Mapping[str, np.ndarray], stops: np.ndarray) -> pa.Table:
     """Return documents that end at `stops` of flat columns."""
-    offsets = pa.array(np.concatenate([[0], stops]), pa.int32())
+    offsets = pa.array(np.append(0, stops), pa.int32())
     kinds = {"input_ids": pa.int32()}  # as `datasets` stores them
-    made: dict[str, Any] = {}
-    for column, values in flat.items():
-        made[column] = pa.ListArray.from_arrays(offsets, pa.array(values, kinds.get(column)))
-    return pa.table(made)
+    lists = [pa.array(values, kinds.get(column)) for column, values in flat.items()]
+    return pa.table([pa.ListArray.from_arrays(offsets, each) for each in lists], names=[*flat])
 
 
 def _documents_of(

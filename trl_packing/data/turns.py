@@ -19,7 +19,6 @@ from trl_packing.data.chat_template import (
     TEMPLATE_ERRORS,
     ChatTemplate,
     Conversation,
-    absent_from,
 )
 from trl_packing.data.left_out import Part, in_words, missing_part
 from trl_packing.data.messages import REASONING_KEYS, Message
@@ -41,8 +40,8 @@ class RenderedConversation:
 
     @cached_property
     def mark(self) -> str:
-        """A character that the text does not have."""
-        return absent_from(self.text)
+        """A character of the private use area that the text does not have."""
+        return next(mark for mark in map(chr, range(0xF8FF, 0xE000, -1)) if mark not in self.text)
 
     def first(self, number: int, *, generation_prompt: bool = False) -> str | None:
         """Return the text of the first `number` messages; None if the template refuses them."""
@@ -301,7 +300,7 @@ def _as_in_the_data(turn: RenderedConversation, prompt: str) -> str | None:
     if (
         not isinstance(content, str)
         or not (before and after and "</" in content)
-        or not (before.startswith(prompt) or prompt in (before, before + given))
+        or not (before.startswith(prompt) or prompt == before + given)
         or text != before + shown + after
         or not content.rstrip().endswith(shown.rstrip())
     ):

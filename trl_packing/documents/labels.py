@@ -115,8 +115,9 @@ def check_same_columns(batch: Batch, rows: Sequence[int], columns: Collection[st
         if len(wrong):
             has = "no" if column in columns else "the column"
             which = f"row {rows[wrong[0]]} of the stream"
-            others = and_others(wrong)
-            raise ValueError(f"{which} has {has} {column!r}, unlike its first row{others}")
+            raise ValueError(
+                f"{which} has {has} {column!r}, unlike its first row{and_others(wrong)}"
+            )
 
 
 @contextmanager

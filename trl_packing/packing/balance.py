@@ -86,7 +86,8 @@ def _by_cost(
     """
     bins = windows.reshape(len(windows), -1)
     cost = costs[bins]
-    median = np.partition(cost, cost.shape[1] // 2, axis=1)[:, cost.shape[1] // 2, None]
+    middle = cost.shape[1] // 2
+    median = np.partition(cost, middle, axis=1)[:, middle, None]
     keys = np.maximum(cost, COSTLY_FROM * median)
     order = np.argsort(-keys, axis=1, kind="stable")
     bins = np.take_along_axis(bins, order, 1)
@@ -246,7 +247,7 @@ def exchange_between_steps(
             change[keys[yours] != keys[mine]] = 0
             changes = change.reshape(len(one), -1)
             best = changes.argmin(1)
-            better = np.flatnonzero(changes[np.arange(len(one)), best] < 0)
+            better = np.flatnonzero(changes.min(1) < 0)
             one, other, best = one[better], other[better], best[better]
             at_one = columns[best // len(columns)]
             at_other = columns[best % len(columns)]

@@ -174,7 +174,7 @@ class PackedCollator:
                 are not finite and ≥ 0.
         """
         input_ids = [_token_ids(document["input_ids"]) for document in documents]
-        labels = [document_labels(*pair) for pair in zip(documents, input_ids, strict=True)]
+        labels = [*map(document_labels, documents, input_ids)]
         rows = list(_seq_lengths(documents, input_ids))
         real = [length for row in rows for length in row if length]
         blanks = [] if self.images is None else self.images.blanks(documents)
@@ -253,14 +253,12 @@ class PackedCollator:
         labels: np.ndarray,
     ) -> np.ndarray:
         """Return the weight of each token of a row, ``(T,)``; those behind `rows` have 1."""
-        weights = np.ones(len(labels))
+        sizes = [*map(sum, rows)]
+        behind = np.ones(len(labels) - sum(sizes))
+        weights = np.concatenate([*map(token_weights, documents, sizes), behind])
         factors = []
-        start = 0
         for document, row in zip(documents, rows, strict=True):
-            stop = start + sum(row)
-            weights[start:stop] = token_weights(document, stop - start)
             factors += [document_weight(document)] * np.count_nonzero(row)
-            start = stop
         factors += [1.0] * (len(lengths) - len(factors))
         return weigh_tokens(weights, labels, lengths, factors, self.loss_weighting)
 
@@ -293,7 +291,7 @@ def _seq_lengths(
     for row, (document, ids) in enumerate(zip(documents, input_ids, strict=True)):
         if document.get(SEQ_LENGTHS) is None:
             numbers = np.asarray(document.get("attention_mask", ()))
-            is_packed = numbers.size > 0 and numbers.max() > 1  # a row of `PackedDataset`
+            is_packed = numbers.max(initial=0) > 1  # a row of `PackedDataset`
             yield lengths_from_numbers(numbers).tolist() if is_packed else [len(ids)]
             continue
         lengths = np.asarray(document[SEQ_LENGTHS]).tolist()
@@ -332,8 +330,13 @@ class WeightedPaddedCollator:
             for row, document, size in zip(weights, documents, sizes, strict=True):
                 row[:size] = token_weights(document, size)
             weights[:, 0] = 0  # never a target
-            flat = weights.ravel(), labels.numpy().ravel(), [labels.shape[1]] * len(labels)
-            found = weigh_tokens(*flat, [*map(document_weight, documents)], self.loss_weighting)
+            found = weigh_tokens(
+                weights.ravel(),
+                labels.numpy().ravel(),
+                [labels.shape[1]] * len(labels),
+                [*map(document_weight, documents)],
+                self.loss_weighting,
+            )
             batch[TOKEN_WEIGHTS] = torch.from_numpy(found).view(labels.shape)
         if any(SOURCE_IDS in document for document in documents):
             source_ids = torch.tensor([int(document[SOURCE_IDS]) for document in documents])

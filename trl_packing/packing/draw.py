@@ -62,8 +62,8 @@ def document_order(
         torch.empty((), dtype=torch.int64).random_(generator=generator)  # the seed of workers
         if before < epoch:
             torch.randperm(number, generator=generator)
-    order = get_length_grouped_indices(lengths.tolist(), documents_per_rank, generator=generator)
-    return np.asarray(order)
+    sizes = lengths.tolist()
+    return np.asarray(get_length_grouped_indices(sizes, documents_per_rank, generator=generator))
 
 
 def packing_seed(args: TrainingArguments) -> int:
@@ -121,13 +121,8 @@ class MixtureDraw:
             rng = np.random.default_rng((_MIX_SEED, self.seed, source))
             order = rng.permutation(np.flatnonzero(self.source_ids == source))
             number = int(self.counts[source]) % len(order)
-            times[order[np.arange(epoch * number, (epoch + 1) * number) % len(order)]] += 1
+            times[order[(epoch * number + np.arange(number)) % len(order)]] += 1
         return np.repeat(np.arange(len(self.source_ids)), times)
-
-
-def column_of(curriculum: str) -> str:
-    """Return the column, or "length", that a curriculum names; a minus before it may turn it."""
-    return curriculum.removeprefix("-")
 
 
 def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
@@ -141,7 +136,7 @@ def numbers_of(documents: ArrowDocuments, curriculum: str) -> np.ndarray:
     Raises:
         ValueError: there is no such column, or it does not hold numbers.
     """
-    name = column_of(curriculum)
+    name = curriculum.removeprefix("-")
     dataset = documents.dataset
     if name == LENGTH:
         return documents.lengths()

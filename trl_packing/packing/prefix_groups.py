@@ -102,7 +102,7 @@ def group_documents(
     depths[1:] = index.depths(lengths, documents[:-1], documents[1:])
     stops = np.searchsorted(sets[:, 0], sets[firsts, 0], side="right")
     for given, room in ((depths, capacity), (0 * depths, _MOST_KEYS * capacity)):
-        before = np.concatenate([[0], np.cumsum(lengths[documents] - given)])
+        before = np.append(0, np.cumsum(lengths[documents] - given))
         reached = before[firsts] - given[firsts] + room
         stops = np.minimum(stops, np.searchsorted(before, reached, side="right") - 1)
     stops = np.minimum(stops, firsts + most)
@@ -136,9 +136,10 @@ def _clusters(
     rng = np.random.default_rng(0)
     order = np.arange(len(common))
     depths = np.append(0, shared_depths(common[1:], lengths[:-1]))
-    own = np.concatenate([[0], np.cumsum(lengths - depths)])
-    keys = np.concatenate([[0], np.cumsum(lengths)])
-    starts_family, starts_cluster = np.zeros((2, len(common)), bool)
+    own = np.append(0, np.cumsum(lengths - depths))
+    keys = np.append(0, np.cumsum(lengths))
+    starts = np.zeros((2, len(common)), bool)
+    starts_family, starts_cluster = starts
     places = order  # in `order` of documents that are in no cluster yet, set by set
     sets = np.zeros(len(common), np.int64)
     base = _background(common, lengths)
@@ -170,13 +171,13 @@ def _clusters(
         starts_cluster[firsts[fits]] = True
         places = places[np.repeat(~fits, sizes)]
         sizes = sizes[~fits]
-        level = level + 1
+        level += 1
         sets = np.repeat(np.arange(len(sizes)), sizes)
         start = np.cumsum(sizes) - sizes
         shared = common[order[places]]
         shared[start] = lengths[order[places[start]]]
         base = np.minimum.reduceat(shared, start)[sets]
-    return order, np.stack([np.cumsum(starts_family), np.cumsum(starts_cluster)], 1)
+    return order, starts.cumsum(1).T
 
 
 def _background(common: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -44,30 +44,33 @@ class PrefixIndex:
     @classmethod
     def of(cls, documents: ArrowDocuments) -> "PrefixIndex":
         """Return the index of `documents`, no packed rows; O(tokens of common prefixes)."""
-        rows = stored_rows(documents.dataset)
-        index = cls(*prefix_order(documents.readers["input_ids"], rows))
-        if "labels" in documents.columns:
-            table = documents.dataset.data.select(["input_ids", "labels"])
-            for batch in table.to_batches(max_chunksize=_AT_ONCE):
-                flat = [pc.list_flatten(x).to_numpy(zero_copy_only=False) for x in batch.columns]
-                sizes = pc.list_value_length(batch.column("input_ids")).to_numpy()
-                if _is_any_own(flat[0], flat[1], np.append(0, np.cumsum(sizes))):
-                    index.common[:] = 0
-                    break
-        return index
+        table = documents.dataset.data.select([*documents.columns])
+        return cls._of_table(table, stored_rows(documents.dataset))
 
     @classmethod
     def of_loaded(cls, documents: Sequence[Document]) -> "PrefixIndex":
         """Return the index of documents in memory, such as a window of a stream."""
-        ids = [np.asarray(document["input_ids"]) for document in documents]
-        labels = [document_labels(x, y) for x, y in zip(documents, ids, strict=True)]
-        offsets = np.cumsum([0, *map(len, ids)])
-        empty = np.zeros(0, np.int64)
-        tokens = np.concatenate([empty, *ids]).astype(np.int64)
-        lists = pa.chunked_array([pa.LargeListArray.from_arrays(offsets, tokens)])
-        index = cls(*prefix_order(ListColumn("input_ids", lists), np.arange(len(ids))))
-        if _is_any_own(tokens, np.concatenate([empty, *labels]), offsets):
-            index.common[:] = 0
+        ids = [np.asarray(document["input_ids"], np.int64) for document in documents]
+        kind = pa.large_list(pa.int64())
+        labels = pa.array([*map(document_labels, documents, ids)], kind)
+        table = pa.table({"input_ids": pa.array(ids, kind), "labels": labels})
+        return cls._of_table(table, np.arange(len(ids)))
+
+    @classmethod
+    def _of_table(cls, table: pa.Table, stored: np.ndarray) -> "PrefixIndex":
+        """Return the index of documents in these rows of a table, ``(N,)`` integers."""
+        column = ListColumn("input_ids", table.column("input_ids"))
+        index = cls(*prefix_order(column, stored))
+        if "labels" not in table.column_names:
+            return index
+        for batch in table.select(["input_ids", "labels"]).to_batches(max_chunksize=_AT_ONCE):
+            flat = [pc.list_flatten(x).to_numpy(zero_copy_only=False) for x in batch.columns]
+            sizes = pc.list_value_length(batch.column("input_ids")).to_numpy()
+            own = np.flatnonzero((flat[1] != IGNORE_INDEX) & (flat[1] != flat[0]))
+            # The first token of a document is never a target.
+            if not np.isin(own, np.append(0, np.cumsum(sizes))).all():
+                index.common[:] = 0
+                break
         return index
 
     @cached_property
@@ -135,12 +138,6 @@ def range_minima(values: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> n
     return minima
 
 
-def _is_any_own(tokens: np.ndarray, targets: np.ndarray, offsets: np.ndarray) -> bool:
-    """Return whether a label is another id than that of its token."""
-    own = np.flatnonzero((targets != IGNORE_INDEX) & (targets != tokens))
-    return bool((~np.isin(own, offsets)).any())  # the first token is never a target
-
-
 def prefix_order(column: ListColumn, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `order` and `common` of an index; equal documents are in any order.
 
@@ -179,7 +176,7 @@ def prefix_order(column: ListColumn, stored: np.ndarray) -> tuple[np.ndarray, np
             ends = differs.any(1)
             common[at] = depth + np.where(ends, differs.argmax(1), width)
             at = at[~ends]
-            depth = depth + width
+            depth += width
             width = min(2 * width, _WIDE)
     return order, common
 

@@ -194,7 +194,7 @@ def _targets_by_source(
     keys, found = np.unique(keys, return_inverse=True)
     places, ids = np.divmod(keys, number)
     weights = flat[TOKEN_WEIGHTS][trained] if TOKEN_WEIGHTS in flat else None
-    sums = [np.bincount(found, w, minlength=len(ids)) for w in (weights, None)]
+    sums = [np.bincount(found, each) for each in (weights, None)]
     return {
         SOURCE_IDS: torch.from_numpy(ids)[None],
         SOURCE_PLACES: torch.from_numpy(places)[None],

@@ -36,7 +36,7 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
         order = random_order_within(bin_of, num_bins, rng)
         stops = np.cumsum(np.bincount(bin_of, minlength=num_bins))
         filled = np.cumsum(sizes[order], dtype=np.int64)
-        before = np.concatenate([[0], filled[stops[:-1] - 1]])  # tokens in the bins before
+        before = np.append(0, filled[stops[:-1] - 1])  # tokens in the bins before
         room = capacity - (filled[stops - 1] - before)
 
         # A cut is behind a document; heads are the tokens up to the cut, in ascending order.
@@ -57,8 +57,7 @@ def remix(sizes: np.ndarray, bin_of: np.ndarray, capacity: int, rng: np.random.G
         last_claim = np.empty(num_bins, dtype=lower.dtype)
         for _ in range(_MATCHINGS):
             one, other = bins[lower], bins[lower + 1]
-            both = np.empty(2 * len(lower), dtype=bins.dtype)
-            both[::2], both[1::2] = one, other
+            both = np.stack([one, other], axis=1).ravel()
             last_claim[both] = lower.repeat(2)  # of several claims the last one stays
             won = (last_claim[one] == lower) & (last_claim[other] == lower)
             found.append(lower[won])

@@ -12,7 +12,6 @@ part of it. An epoch of a mixture has places: a document that it draws twice has
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -291,9 +290,14 @@ class PackedBatchSampler(BatchRebalanceSampler):
         full, left = self.arranged_bins(bins, self._costs(bins))
         sizes = np.diff(bins.offsets)
         places = bins.indices[ranges(bins.offsets[full.ravel()], sizes[full.ravel()])]
-        last, held = self._last_step([bins[i] for i in left])
-        in_full = sizes[full].sum(-1).ravel()
-        documents = np.concatenate([in_full, np.array(held, np.int64)])  # of each micro-batch
+        # The last step has as few micro-batches as hold the bins left over, which are split if
+        # there are too few of them.
+        number = -(-len(left) // (self.bins_per_batch * self.num_ranks)) * self.num_ranks
+        last = split_bins([bins[i] for i in left], number)
+        held = np.array([len(part) for part in last], np.int64)
+        if number:  # the first micro-batches hold a bin more than the others
+            held = np.array([batch.sum() for batch in np.array_split(held, number)])
+        documents = np.append(sizes[full].sum(-1), held)  # of each micro-batch
         return np.concatenate([places, *last], dtype=np.int64), np.cumsum(documents)
 
     def _costs(self, bins: PackingPlan) -> np.ndarray:
@@ -308,21 +312,6 @@ class PackedBatchSampler(BatchRebalanceSampler):
         attention = self.attention_cost * np.add.reduceat(squares, bins.offsets[:-1])
         return bins.tokens + attention.astype(np.int64)
 
-    def _last_step(self, left: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
-        """Return the bins of the last step, and the documents of each of its micro-batches.
-
-        These are as few as hold the bins `left` over, which are split if there are too few of them.
-        """
-        number = -(-len(left) // (self.bins_per_batch * self.num_ranks)) * self.num_ranks
-        last = split_bins(left, number)
-        documents = []
-        start = 0
-        for batch in range(number):  # the last ones hold a bin more
-            stop = start + (len(last) + number - 1 - batch) // number
-            documents.append(sum(len(part) for part in last[start:stop]))
-            start = stop
-        return last, documents
-
     def arranged_bins(self, bins: PackingPlan, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the bins of full steps, (steps, slots, bins_per_batch), and the bins left over.
 
@@ -334,21 +323,20 @@ class PackedBatchSampler(BatchRebalanceSampler):
         size = slots * self.bins_per_batch
         order = np.arange(len(bins)) if rng is None else rng.permutation(len(bins))
         num_full = len(order) - len(order) % size
-        cuts = [0, len(order)]
+        sections = [order]  # bins that are balanced with each other
         if self.stages is not None:
             stages = self.stages[bins.indices[bins.offsets[:-1]]]  # of each bin
             order = order[np.argsort(stages[order], kind="stable")]
             # A step with bins of two stages exchanges none: no bin of the next stage comes early.
             steps = stages[order[:num_full]].reshape(-1, size)
             is_other = (np.diff(steps[:, 0]) != 0) | (np.diff(steps[:, -1]) != 0)
-            cuts = [0, *((np.flatnonzero(is_other) + 1) * size).tolist(), num_full]
+            sections = np.split(order[:num_full], (np.flatnonzero(is_other) + 1) * size)
         full = order[:num_full].reshape(-1, slots, self.bins_per_batch)
         left = order[num_full:]
         if rng is None or not len(full):
             return full, left
         parts = []
-        for start, stop in pairwise(cuts):
-            part = order[start:stop]
+        for part in sections:
             balanced = balanced_order(
                 costs[part],
                 bins.tokens[part],

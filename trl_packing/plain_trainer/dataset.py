@@ -114,7 +114,7 @@ class PackedDataset(torch.utils.data.Dataset):
             raise ValueError(f"rows_multiple_of={rows_multiple_of} must be at least 1")
         self.rows_multiple_of = rows_multiple_of
         self.lengths = self.documents.lengths()
-        if len(self.lengths) and self.lengths.max() > pack_len:
+        if self.lengths.max(initial=0) > pack_len:
             at = int(np.argmax(self.lengths > pack_len))
             raise ValueError(
                 f"document {at} has {self.lengths[at]} tokens but pack_len is {pack_len}; raise "

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from trl_packing.attention.backends import AttentionChoice
 from trl_packing.attention.calls import complete_call, has_cache, other_rows, settle_first
@@ -240,9 +239,8 @@ def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
     output = forward(**others)
     if labels is None:
         return output
-    output_type: type[ModelOutput] = type(output)
     loss = {"loss": next_token_loss(output.logits, labels, count)}
-    return output_type(**loss | {k: v for k, v in output.items() if k != "loss"})
+    return type(output)(**loss | {k: v for k, v in output.items() if k != "loss"})
 
 
 @torch.compiler.disable
@@ -254,8 +252,9 @@ def _with_boundaries(model: nn.Module, call: Call) -> Call:
     if numbers is None:
         return call
     lengths = lengths_from_numbers(numbers.cpu().numpy())
-    is_longer = torch.is_tensor(mask) and ids is not None and mask.shape[-1] != ids.shape[-1]
-    if ids is None or has_cache(call) or is_longer:
+    if ids is None or has_cache(call):
+        raise ValueError(_VIRTUAL_TOKENS)
+    if torch.is_tensor(mask) and mask.shape[-1] != ids.shape[-1]:
         raise ValueError(_VIRTUAL_TOKENS)
     labels = call.get("labels")
     starts = np.cumsum(lengths) - lengths

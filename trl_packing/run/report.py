@@ -25,7 +25,6 @@ from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.labels import IMAGE_IDS
 from trl_packing.documents.weights import in_words
 from trl_packing.isolation.guard import Checked
-from trl_packing.packing.draw import column_of
 from trl_packing.packing.epoch import padded_batch_size
 from trl_packing.packing.prefix_index import PrefixIndex
 from trl_packing.packing.sampler import PackedBatchSampler
@@ -467,7 +466,7 @@ def _epoch_report(
     if sampler.stages is not None:
         first = "largest" if str(options.curriculum).startswith("-") else "smallest"
         stages = quantity(len(np.unique(sampler.stages)), "stage")
-        by = column_of(str(options.curriculum))
+        by = str(options.curriculum).removeprefix("-")
         order = f"by {by}, {first} first · {stages}, each random"
     most, longer = sampling.options.tokens_per_forward, 0
     if most is not None:
