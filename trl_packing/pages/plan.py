@@ -5,7 +5,6 @@ RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML f
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def plan_page(
     if run.is_stream:
         about.append(f"the first {run.num_rows:,} rows of a stream")
     return render(
-        Path(__file__).with_name("plan.html"),
+        "plan.html",
         title=title,
         note=note or " · ".join(about),
         styles=["plan.css"],

@@ -8,7 +8,6 @@ Everything drawn comes from the batches of the trainer's collator. The page has 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -151,7 +150,7 @@ def rows_page(
         shown = f"{rows}; with shared prefixes, a strip is a micro-batch"
     words = [escape_hidden(text) for text in texts]
     return render(
-        Path(__file__).with_name("rows.html"),
+        "rows.html",
         title=title,
         note=note,
         styles=["rows.css"],

@@ -7,7 +7,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +63,7 @@ def run_page(record: RunRecord) -> HtmlPage:
             value = json.dumps(value, ensure_ascii=False)
         settings.append((name, value))
     return render(
-        Path(__file__).with_name("run.html"),
+        "run.html",
         title=f"Run · {record.name}",
         record=record,
         notes=notes,
