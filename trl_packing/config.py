@@ -344,8 +344,14 @@ def _check_mixture(mixture: Any) -> None:
             )
 
 
-_WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number"}
-_WORDS |= {str: "a text", list[int]: "a list of token ids", NoneType: "None"}
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list[int]: "a list of token ids",
+    NoneType: "None",
+}
 _CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike), NoneType: NoneType}
 
 
