@@ -10,7 +10,7 @@ the user's own, the model is checked when it is first called on a packed row (`s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,13 +55,13 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
     restore_implementation(guard.base_model)
 
 
+@dataclass(eq=False)
 class RunReport:
     """The report on the epoch that is planned, with what is known of the model by now."""
 
-    planned: PackingReport
-
-    def __init__(self, collators: RunCollators, sharing: PrefixSharing):
-        self.collators, self.sharing = collators, sharing
+    collators: RunCollators
+    sharing: PrefixSharing
+    planned: PackingReport = field(init=False)
 
     @property
     def current(self) -> PackingReport:
