@@ -64,9 +64,10 @@ def verify(
     `max_length` tokens.
     """
     first = resolve_attention(model, attention)
-    options: Any = {"max_length": max_length, "gradients": gradients, "training": True}
     for choice in (first, *first.slower):
-        result = check_backend(model, choice, **options)
+        result = check_backend(
+            model, choice, max_length=max_length, gradients=gradients, training=True
+        )
         yield choice.backend, result
         if result:
             return
@@ -79,8 +80,15 @@ def verify_prefixes(
     if reason := take_prefix_keys(model, attention):
         return Refusal(reason)
     longest = random_tokens(model, np.random.default_rng(1))(max_length)
-    options: Any = {"attention": attention, "gradients": gradients, "training": True}
-    return attempt(check_prefixes, model, [longest], PackedCollator(), **options)
+    return attempt(
+        check_prefixes,
+        model,
+        [longest],
+        PackedCollator(),
+        attention=attention,
+        gradients=gradients,
+        training=True,
+    )
 
 
 def as_json(backend: str, result: CheckResult) -> dict[str, Any]:

@@ -98,11 +98,14 @@ class PrefixSharing:
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
-        options: dict[str, Any] = {
-            "collator": self.collators.for_probes(),
-            "training": training,
-            "attention": str(self.guard.attention),
-            "fused_head": True,
-        }
-        result = worst_of_ranks(attempt(check_prefixes, model, documents, **options))
+        result = attempt(
+            check_prefixes,
+            model,
+            documents,
+            collator=self.collators.for_probes(),
+            training=training,
+            attention=str(self.guard.attention),
+            fused_head=True,
+        )
+        result = worst_of_ranks(result)
         return None if result else str(result)
