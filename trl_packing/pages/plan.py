@@ -48,8 +48,8 @@ def plan_page(
     max_length.
     """
     run = plan.run
-    model = plan.run.call.model
-    limit = plan.run.args.max_length
+    model = run.call.model
+    limit = run.args.max_length
     about = [f"max_length {limit:,}" if limit else "no max_length"]
     if model is not None:
         about.insert(0, model if isinstance(model, str) else type(model).__name__)

@@ -95,8 +95,10 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         if parallelism.sp_enabled:
             size = parallelism.sp_size
             way_out = f"leave sp_size out and set sequence_parallel_size={size}, or {way_out}"
-        cuts = "not compatible with context parallelism or sequence parallelism of accelerate"
-        raise ValueError(f"Packing is {cuts}; {way_out}")
+        raise ValueError(
+            "Packing is not compatible with context parallelism or sequence parallelism of "
+            f"accelerate; {way_out}"
+        )
     return "context or sequence parallelism drops document boundaries"
 
 
@@ -165,8 +167,10 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):
             if getattr(getattr(args, "accelerator_config", None), name, None):
-                said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
-                raise ValueError(f"{said}; leave {name} unset")
+                raise ValueError(
+                    f"accelerator_config.{name}=True cannot divide packed micro-batches; leave "
+                    f"{name} unset"
+                )
 
 
 def check_ranks(args: Any, shared_by: int) -> None:
