@@ -241,8 +241,7 @@ class Run:
         args = copy.copy(self.args)
         for name, value in changes.items():
             setattr(args, name, value)
-        rules = replace(self.rules, args=args)
-        return replace(self, args=args, rules=rules, packing=args.packing)
+        return replace(self, args=args, rules=replace(self.rules, args=args), packing=args.packing)
 
     def of_source(self, rows: Any) -> "Run":
         """Return the run with the rules of one set: the columns of each source decide."""

@@ -211,8 +211,12 @@ class Windows:
         checksum = 0
         for document in self.documents:
             checksum = zlib.crc32(np.asarray(document["input_ids"]).tobytes(), checksum)
-        place = {"number": self.number, "documents": self._num_before, "state": self._state}
-        return place | {"checksum": checksum}
+        return {
+            "number": self.number,
+            "documents": self._num_before,
+            "state": self._state,
+            "checksum": checksum,
+        }
 
 
 # Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.
@@ -331,8 +335,11 @@ class StreamBatches(IterableDataset):
                 raise RuntimeError("another rank cannot read its part of the stream; see its error")
             if agreed == _ENDED:
                 break
-            steps = {"epoch": self.epoch, "steps": before + number}
-            self._positions[first + number] = steps | {"place": place}
+            self._positions[first + number] = {
+                "epoch": self.epoch,
+                "steps": before + number,
+                "place": place,
+            }
             self._positions.pop(first + number - _KEPT_POSITIONS, None)
             yield from batches
             yield from (self.collate([]) for _ in range(self.accumulation - len(batches)))
@@ -388,8 +395,11 @@ class StreamBatches(IterableDataset):
         return found["epoch"], found["steps"]
 
     def _identity(self) -> dict[str, Any]:
-        shards = num_shards(self.documents)
-        return {**asdict(self.settings), "rank": self.rank, "num_shards": shards}
+        return {
+            **asdict(self.settings),
+            "rank": self.rank,
+            "num_shards": num_shards(self.documents),
+        }
 
 
 def _collated(

@@ -71,8 +71,12 @@ def prepare_run(
             os.rename(result, place)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
-    seconds = perf_counter() - started
-    return {"folder": str(out), "bytes": size, "seconds": seconds, **manifest}
+    return {
+        "folder": str(out),
+        "bytes": size,
+        "seconds": perf_counter() - started,
+        **manifest,
+    }
 
 
 def check_place(out: Path) -> None:

@@ -135,12 +135,16 @@ class PackedEpoch:
     def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
         if number is None:
             return RowDocument(start, stop)
-        row = int(self.traced.rows[number])
-        uncut = int(self.traced.uncut[number])
-        properties = tuple(name for name, has in self.with_property.items() if has[number])
         has_images = IMAGE_IDS in self.documents.columns
-        images = tuple(images_of(self.documents[number])) if has_images else ()
-        return RowDocument(start, stop, number, row, uncut, properties, images)
+        return RowDocument(
+            start,
+            stop,
+            number,
+            row=int(self.traced.rows[number]),
+            uncut=int(self.traced.uncut[number]),
+            properties=tuple(name for name, has in self.with_property.items() if has[number]),
+            images=tuple(images_of(self.documents[number])) if has_images else (),
+        )
 
 
 def collator_of(run: Run) -> PackedCollator:
