@@ -273,7 +273,8 @@ class BeforeTraining(TrainerCallback):
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Complete the report on a stream, which is counted as it is read."""
         if self.epochs.stream is not None:
-            counts = self.epochs.stream.counts_of_all_ranks()
-            self.report.planned = replace(self.report.planned, preparation=counts)
+            self.report.planned = replace(
+                self.report.planned, preparation=self.epochs.stream.counts_of_all_ranks()
+            )
             if self.accelerator.is_main_process:
                 self.report.print()

@@ -225,8 +225,8 @@ def check_chunks(model: nn.Module) -> None:
     before = [parameter.grad for parameter in trained]
     drawn = random_tokens(base, np.random.default_rng(0))(_CHECKED)
     ids = torch.from_numpy(drawn)[None].to(base.device)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(len(drawn))[None]}
-    batch["position_ids"] = batch["position_ids"].to(base.device)
+    positions = torch.arange(len(drawn), device=base.device)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
 
     def loss_of(chunk: dict[str, Any]) -> Tensor:
         labels = chunk.pop("labels")

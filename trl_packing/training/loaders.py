@@ -156,8 +156,7 @@ class PackedLoaders:
             dataloader = self._stream(dataset, None, collator, training=False)
         else:
             if is_stream:  # the reader of packed streams checks the limits itself
-                limits = self.before.guard.limits
-                checked = dataset.map(limits.checked, with_indices=True)
+                checked = dataset.map(self.before.guard.limits.checked, with_indices=True)
                 rows = checked.select_columns(training_columns(dataset))
             else:
                 rows = documents_of(dataset, self.run.call.compute_loss_func, sources)

@@ -95,8 +95,7 @@ class ThroughputMeter:
         """
         # The clock starts here: before, readers start up, and a resumed run skips batches.
         self.start_clock()
-        first = self.trained.width
-        counts, of_sources = np.split(self._local[first:], [len(COUNTS)])  # views
+        counts, of_sources = np.split(self._local[self.trained.width :], [len(COUNTS)])  # views
         for row in filter(None, map(host_row, batches)):
             if not row.is_counted:
                 continue
@@ -177,9 +176,9 @@ class ThroughputMeter:
         seconds = self.seconds()
         step = self.state.global_step
         if is_interval:
-            past = seconds - self._last_seconds
-            steps = step - self._last_step
-            self._logs = self._metrics(self._interval, past, steps)
+            self._logs = self._metrics(
+                self._interval, seconds - self._last_seconds, step - self._last_step
+            )
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()
         if is_end:
