@@ -47,7 +47,6 @@ from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, parts_of, send
 from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
-from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.pages.record import facts_of_data
@@ -261,18 +260,18 @@ class PackedSFTTrainer(SFTTrainer):
         self.data_collator = collators.packed
         sharing = PrefixSharing(
             collators,
+            run.options.prefix_sharing,
             loss_is_ours=lambda: self.compute_loss_func is None and self._loss_is_ours(),
             balances_experts=self.aux_loss_enabled,
         )
         size = max(layer_values(text_config(self.model), "hidden_size"), default=None)
-        sampling = Sampling(run, self._train_batch_size, size, sharing.draws_groups)
         self._epochs = ResumedEpochs(args)
         self._run_report = RunReport(collators, sharing)
         self._before_training = before = BeforeTraining(
             run,
             self.accelerator,
             collators,
-            sampling,
+            Sampling(run, self._train_batch_size, size, sharing.draws_groups),
             sharing,
             self._run_report,
             self._epochs,
@@ -290,7 +289,7 @@ class PackedSFTTrainer(SFTTrainer):
             loading = self.accelerator.dataloader_config
             loading.split_batches = loading.dispatch_batches = False
         self._step_loss = self._make_step_loss()
-        self._record_run(self._step_loss.trained, guard)
+        self._record_run(self._step_loss.trained)
         self._loaders = PackedLoaders(
             before,
             self._meter,
@@ -320,7 +319,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Documents, bins and steps of an epoch; None on TRL's path."""
         return self._run_report.current if self._run_report else None  # type: ignore[return-value]
 
-    def _record_run(self, trained: LossSums, guard: IsolationGuard | None = None) -> None:
+    def _record_run(self, trained: LossSums) -> None:
         """Count what is trained, and keep the record of the run."""
         self._meter = ThroughputMeter(
             self.args,
@@ -339,7 +338,6 @@ class PackedSFTTrainer(SFTTrainer):
             self._trl_path,
             facts_of_data(self._run.call.train_dataset),
             report=self._run_report,
-            guard=guard,
             total=lambda: self._total_train_tokens,
         )
         self.add_callback(self._recorder)
