@@ -132,8 +132,8 @@ class ResumedEpochs:
             if value != then.get(name)
         ]
         if self._marks != record.documents:
-            number = self._marks[0]
-            changes = [f"{record.documents[0]} documents then, {number} others now", *changes]
+            numbers = f"{record.documents[0]} documents then, {self._marks[0]} others now"
+            changes = [numbers, *changes]
         elif then["mixture"] == now["mixture"]:
             self._sampler.set_epoch(record.epoch)
             if self._trained_in(record.steps) == record.trained:
@@ -220,12 +220,13 @@ class ResumedEpochs:
         epoch = self._epoch
         steps = step - self._first_step
         if steps >= self._num_steps(len(self._sampler)):
-            epoch = epoch + 1
+            epoch += 1
             steps = 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
         trained = self._trained_in(steps)
-        record = EpochRecord(step, epoch, steps, self._settings, self._marks, trained)
-        record.save(checkpoint / FILE)
+        EpochRecord(step, epoch, steps, self._settings, self._marks, trained).save(
+            checkpoint / FILE
+        )
 
     def _stream_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"stream_{self.args.process_index}.json"
