@@ -286,7 +286,7 @@ def check_options(args: Any) -> None:
     check_types(args)
     for option in fields(PackedSFTConfig):
         name = option.name
-        value = getattr(args, option.name, None)
+        value = getattr(args, name, None)
         is_ours = hasattr(options, name) or name == "packing_strategy"
         known = option.metadata.get("choices") if is_ours else None
         if known and value not in (None, *known):

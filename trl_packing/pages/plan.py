@@ -82,8 +82,11 @@ def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, PageData]]:
     if limit:
         beyond = f"{int((lengths > limit).sum()):,} of {len(lengths):,}"
         note = f"the longest has {lengths.max():,}; {beyond} are longer than max_length={limit:,}"
-    chart = histogram(lengths, label="tokens", counted="documents", cut=limit)
-    yield "Length of documents", note, chart
+    yield (
+        "Length of documents",
+        note,
+        histogram(lengths, label="tokens", counted="documents", cut=limit),
+    )
     if not plan.report.bins or plan.report.bins == len(plan.documents):
         yield _chart("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
     else:

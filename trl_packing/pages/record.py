@@ -203,11 +203,12 @@ def changed_settings(args: Any) -> list[str]:
 
 def facts_of_data(given: Any) -> dict[str, str]:
     """Return the facts by which data sets are told apart; of each, in a dictionary of them."""
-    facts: dict[str, str] = {}
     if isinstance(given, dict):
-        for source, dataset in given.items():
-            facts |= {f"{name} of {source}": fact for name, fact in facts_of_data(dataset).items()}
-        return facts
+        return {
+            f"{name} of {source}": fact
+            for source, dataset in given.items()
+            for name, fact in facts_of_data(dataset).items()
+        }
     if not isinstance(given, (Dataset, IterableDataset)):
         return {}
     known = {

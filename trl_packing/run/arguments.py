@@ -9,8 +9,7 @@ The path is decided before anything else exists.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -136,13 +135,11 @@ def refuse_model_init(model_init: Any) -> None:
         )
 
 
-@contextmanager
-def hide_packing(args: Any) -> Iterator[None]:
+def hide_packing(args: Any) -> AbstractContextManager[None]:
     """Keep TRL's constructor from packing inside the block."""
     hidden = {"packing": False, "padding_free": False, "eval_packing": None}
     hidden = {name: value for name, value in hidden.items() if hasattr(args, name)}
-    with temporarily(args, **hidden):
-        yield
+    return temporarily(args, **hidden)
 
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:

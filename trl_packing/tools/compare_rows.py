@@ -63,12 +63,17 @@ class Side(NamedTuple):
         for start, stop in pairwise(bounds.tolist()):
             found = []
             for document in documents.__getitems__(order[start:stop]):
-                ids = document["input_ids"]
                 labels = np.array(document["labels"])
                 labels[:1] = IGNORE_INDEX
                 weights = token_weights(document, len(labels)) * document_weight(document)
                 weights = np.where(labels == IGNORE_INDEX, 0, weights)
-                found.append({"input_ids": ids, "labels": labels, TOKEN_WEIGHTS: weights})
+                found.append(
+                    {
+                        "input_ids": document["input_ids"],
+                        "labels": labels,
+                        TOKEN_WEIGHTS: weights,
+                    }
+                )
             yield found
 
 

@@ -79,8 +79,10 @@ class Trial(NamedTuple):
         """Return the trial with this result of a check."""
         if isinstance(result, Refusal):
             return cls("error", str(result))
-        evidence = f"by {result.difference:.0e} (a leak: {result.leak:.1g})"
-        return cls("exact" if result else "differs", evidence)
+        return cls(
+            "exact" if result else "differs",
+            f"by {result.difference:.0e} (a leak: {result.leak:.1g})",
+        )
 
 
 class Finding(NamedTuple):

@@ -16,7 +16,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_packing.config import PackingOptions
 from trl_packing.data.bad_rows import check_not_empty
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.files import FORMAT, FORMAT_KEY, MANIFEST, folder_of, records_of
@@ -110,7 +109,7 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
 
 def _write_set(name: str, rows: Dataset, run: Run, result: Path) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
-    rules, args = run.rules, run.args
+    rules = run.rules
     flagged = has_flags(rows, rows[0])
     settings = settings_of(rules, flagged=flagged)
     # The training set decides for all sets whether prompts are trained, as in TRL.
@@ -118,14 +117,14 @@ def _write_set(name: str, rows: Dataset, run: Run, result: Path) -> dict[str, An
     documents, counts = run.prepare(rows, name)
     assert isinstance(documents, Dataset)
     present = documents.column_names
-    named = PackingOptions.of(args).named_columns()
+    named = document_columns(present, run.options.named_columns())
     packed = [SEQ_LENGTHS] if SEQ_LENGTHS in present else []
-    kept = [*token_columns(present), *document_columns(present, named), *packed]
+    kept = [*token_columns(present), *named, *packed]
     documents.select_columns(kept).save_to_disk(result / folder_of(name))
     tokens = ArrowDocuments(documents, [*TOKEN_COLUMNS, *packed])
     trained = tokens.num_trained()
     drops = counts is None or any(stage.is_untrained for stage in counts.stages)
-    if not drops and trained.all() and not args.shuffle_dataset:
+    if not drops and trained.all() and not run.args.shuffle_dataset:
         # Runs with and without packing differ in the documents that they drop for having nothing
         # to train, and they shuffle before or after that.
         del settings["packing"]
