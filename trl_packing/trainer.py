@@ -179,18 +179,19 @@ class PackedSFTTrainer(SFTTrainer):
             "peft_config": peft_config,
             "formatting_func": formatting_func,
         }
-        call = TrainerCall(
-            model,
-            args,
-            train_dataset,
-            processing_class,
-            data_collator,
-            formatting_func,
-            eval_dataset,
-            compute_loss_func,
-            compute_metrics,
+        self._run = run = Run.of(
+            TrainerCall(
+                model,
+                args,
+                train_dataset,
+                processing_class,
+                data_collator,
+                formatting_func,
+                eval_dataset,
+                compute_loss_func,
+                compute_metrics,
+            )
         )
-        self._run = run = Run.of(call)
         check_model(model, args)
         self._trl_path = reason = run.trl_path
         self._between_steps = BetweenSteps()
@@ -280,7 +281,7 @@ class PackedSFTTrainer(SFTTrainer):
             samples_bins=self._is_ours("_get_train_sampler"),
             is_whole=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
             is_in_train=lambda: self.is_in_train,
-            begin=self._before_first_step,
+            begin=lambda: before.before_first_step(self.model_wrapped, self.train_dataset),
         )
         self._configure_sampling()
         before.plan(self.train_dataset)
@@ -499,10 +500,6 @@ class PackedSFTTrainer(SFTTrainer):
             load_renamed(self, self.state.best_model_checkpoint)
         return output
 
-    def _before_first_step(self) -> None:
-        """Check the model, which is wrapped by now, on the documents that it trains."""
-        self._before_training.before_first_step(self.model_wrapped, self.train_dataset)
-
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Count the epochs and steps that are left from where a resumed epoch continues."""
@@ -538,9 +535,13 @@ class PackedSFTTrainer(SFTTrainer):
         if num_items is None:
             num_items = self._get_num_items_in_batch(batches, device)
         loaders = self._loaders
-        weighted = loaders.has_weights or loaders.collators.packed.shares_prefixes
         self._run.images.measure(batches)
-        self._step_loss.measure(batches, num_items, device, weighted=weighted)
+        self._step_loss.measure(
+            batches,
+            num_items,
+            device,
+            weighted=loaders.has_weights or loaders.collators.packed.shares_prefixes,
+        )
         self._meter.count(batches, loaders.room)
         if loaders.divided is not None:
             loaders.divided.divide_alike(batches, device)
