@@ -66,7 +66,9 @@ class RunReport:
     @property
     def current(self) -> PackingReport:
         """The report, with the attention, its check and the shapes in use."""
-        mode, guard = self.sharing.mode, self.collators.guard
+        mode = self.sharing.mode
+        guard = self.collators.guard
+        shapes = self.collators.packed.static_shapes
         reason = self.sharing.reason()
         prefixes = self.planned.prefixes
         if mode != "off":
@@ -77,7 +79,7 @@ class RunReport:
             attention=str(guard.attention),
             precision=_FLOAT32 if leaves_out else None,
             checked=guard.checked,
-            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+            tokens_per_micro_batch=None if shapes is None else shapes.num_tokens,
             prefixes=None if mode == "off" and reason else prefixes,
         )
 

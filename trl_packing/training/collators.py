@@ -104,12 +104,6 @@ class RunCollators:
             # In place, because the data loader already holds the collator.
             self.packed.shares_prefixes = shares
 
-    @property
-    def tokens_per_micro_batch(self) -> int | None:
-        """Tokens of every micro-batch, padding included; None if they differ."""
-        shapes = self.packed.static_shapes
-        return None if shapes is None else shapes.num_tokens
-
     def hold_shapes(self, bins: int, sampler: PackedBatchSampler | None) -> None:
         """Give every training micro-batch of `bins` bins one shape, if the config asks for it.
 

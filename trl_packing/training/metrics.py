@@ -186,8 +186,9 @@ class ThroughputMeter:
             found = {"seconds": seconds}
             if run["room"]:
                 # transformers would count bins as samples.
-                a_second = run["documents"] / logs["train_runtime"]
-                logs["train_samples_per_second"] = round(a_second, 3)
+                logs["train_samples_per_second"] = round(
+                    run["documents"] / logs["train_runtime"], 3
+                )
                 found |= {name: run[name] for name in self._counted()}
             found |= self._metrics(self._run, seconds, step - self._first_step)
             self._logs = {f"train_{name}": value for name, value in found.items()}
@@ -217,8 +218,11 @@ class ThroughputMeter:
         """Return what a vector holds."""
         ends = self.trained.width, self.trained.width + len(COUNTS)
         sums, counts, tokens = np.split(vector, ends)
-        named = dict(zip(COUNTS, map(int, counts), strict=True))
-        return Counted(Sums.of(sums), named, [int(n) for n in tokens])
+        return Counted(
+            Sums.of(sums),
+            dict(zip(COUNTS, map(int, counts), strict=True)),
+            [int(n) for n in tokens],
+        )
 
     def _counted(self) -> list[str]:
         """Return the names of the counts that the logs of this run have."""

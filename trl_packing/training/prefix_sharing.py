@@ -70,8 +70,8 @@ class PrefixSharing:
 
     def reason(self, training: bool = True) -> str | None:
         """Return why rows of this mode do not share; None if they do, or may."""
-        checked = self.collators.guard.attention.backend, training
-        return self._why_not(training) or self._failures.get(checked)
+        backend = self.collators.guard.attention.backend
+        return self._why_not(training) or self._failures.get((backend, training))
 
     def _why_not(self, training: bool) -> str | None:
         """Return why no model could share in this mode of the run, or None."""

@@ -147,16 +147,16 @@ class RunRecorder(TrainerCallback):
         step = self._state.global_step
         now = Totals(seconds=counts["seconds"])
         if self.trl_path:
-            tokens = self.total() - self.meter.tokens_before
-            now = now._replace(tokens=tokens or None)
+            now = now._replace(tokens=self.total() - self.meter.tokens_before or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
             guard = self.report and self.report.collators.guard
             if guard and guard.attention.backend in PADDED:  # where nobody counts
                 counted["computed_tokens"] = None
             now = Totals(**counted)
-        pairs = zip(self._before, now, strict=True)
-        sums: Any = (None if None in pair else sum(pair) for pair in pairs)
+        sums: Any = (
+            None if None in pair else sum(pair) for pair in zip(self._before, now, strict=True)
+        )
         self.record.totals[step] = Totals(*sums)
 
     def _up_to_now(self, status: str | None = None) -> RunRecord:
