@@ -25,8 +25,8 @@ class HtmlPage(str):
     """The text of an HTML file; a notebook shows it in a frame."""
 
     def _repr_html_(self) -> str:
-        size = "width:100%;height:900px;border:0"
-        return f'<iframe srcdoc="{html.escape(self)}" style="{size}"></iframe>'
+        text = html.escape(self)
+        return f'<iframe srcdoc="{text}" style="width:100%;height:900px;border:0"></iframe>'
 
 
 def render(template: str, **values: Any) -> HtmlPage:

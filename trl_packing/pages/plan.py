@@ -80,8 +80,10 @@ def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, PageData]]:
     lengths = plan.lengths_before()
     note = ""
     if limit:
-        beyond = f"{int((lengths > limit).sum()):,} of {len(lengths):,}"
-        note = f"the longest has {lengths.max():,}; {beyond} are longer than max_length={limit:,}"
+        note = (
+            f"the longest has {lengths.max():,}; {int((lengths > limit).sum()):,} of "
+            f"{len(lengths):,} are longer than max_length={limit:,}"
+        )
     yield (
         "Length of documents",
         note,

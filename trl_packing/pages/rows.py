@@ -216,8 +216,13 @@ def _row_data(epoch: "PackedEpoch", row: PackedRow, texts: dict[str, int], most:
         for image in document.images:
             user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
             height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
-            size = f"{width} × {height}"
-            images.append({"start": first + image.start, "stop": first + image.stop, "size": size})
+            images.append(
+                {
+                    "start": first + image.start,
+                    "stop": first + image.stop,
+                    "size": f"{width} × {height}",
+                }
+            )
     return data | {
         "name": name,
         "short": short,

@@ -143,12 +143,11 @@ def values_of_curves(record: RunRecord) -> PageData:
         if any(getattr(point, place) is not None for point in points):
             axes.append(name)
     drawn = [chart.drawn() for chart in charts]
-    marks = [(f"resumed at step {step:,}", record.place(step)) for step in record.resumed]
     data = {
         "axis": axes[0] if axes else "steps",
         "labels": labels,
         "warnings": {"steps": _ON_STEPS},
-        "marks": marks,
+        "marks": [(f"resumed at step {step:,}", record.place(step)) for step in record.resumed],
         "reloads": record.status == "running",
         "charts": drawn,
     }

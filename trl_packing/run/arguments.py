@@ -151,9 +151,12 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
         check_options(args)
         Overflow.from_args(args, args.packing)
     options = PackingOptions.of(args)
-    # They need the losses of tokens.
-    names = ("loss_weighting", "source_column", "sequence_parallel_size", "max_tokens_in_memory")
-    for name in names:
+    for name in (  # they need the losses of tokens
+        "loss_weighting",
+        "source_column",
+        "sequence_parallel_size",
+        "max_tokens_in_memory",
+    ):
         value = getattr(options, name)
         if compute_loss_func is not None and value != getattr(PackingOptions, name):
             raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")

@@ -73,8 +73,13 @@ class Sampling:
         """Return what draws on rank 0 of `ranks`, as far as is known without a model."""
         # An image belongs to one document.
         groups = run.options.prefix_sharing == "group" and not run.images.packs
-        size = run.args.per_device_train_batch_size
-        return cls(run, size, hidden_size_of(run), lambda training: groups, (ranks, 0))
+        return cls(
+            run,
+            run.args.per_device_train_batch_size,
+            hidden_size_of(run),
+            lambda training: groups,
+            (ranks, 0),
+        )
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""

@@ -170,9 +170,13 @@ class Windows:
     def __init__(self, stream: PackedStream, begin: Position, state: Any):
         """Read from `state` on; without one, read and skip the documents before `begin`."""
         self._stream = stream
-        ranks = stream.settings.num_ranks
-        packs = stream.settings.capacity is not None
-        self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
+        settings = stream.settings
+        self._part = part_of_rank(
+            stream.documents,
+            settings.num_ranks,
+            stream.rank,
+            packs=settings.capacity is not None,
+        )
         self._part.set_epoch(stream.epoch)
         self.number = begin["number"] - 1
         self._num_read = begin["documents"]
@@ -200,8 +204,7 @@ class Windows:
         while self._size < share * full and (found := next(self._documents, None)) is not None:
             # A list of Python integers takes five times the memory; the collator needs an array.
             document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in found.items()}
-            where = f"document {self._num_read} of the stream"
-            self._stream.limits.check_document(document, where)
+            self._stream.limits.check_document(document, f"document {self._num_read} of the stream")
             self._num_read += 1
             self.documents.append(document)
             self._size += 1 if settings.capacity is None else max(1, len(document["input_ids"]))

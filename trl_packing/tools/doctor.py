@@ -204,8 +204,7 @@ def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
         name = choice.backend
         if trials[name].verdict == "exact":
             trials[name] = Trial("chosen", trials[name].text)
-            shared = verify_prefixes(models[name], name, _MAX_LENGTH)
-            return trials | {PREFIXES: Trial.of(shared)}
+            return trials | {PREFIXES: Trial.of(verify_prefixes(models[name], name, _MAX_LENGTH))}
     return trials
 
 

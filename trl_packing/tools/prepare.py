@@ -64,8 +64,9 @@ def prepare_run(
                 "options": dict(options or {}),
                 "sets": written,
             }
-            text = json.dumps(manifest, indent=1, default=str)
-            (result / MANIFEST).write_text(text, encoding="utf-8")
+            (result / MANIFEST).write_text(
+                json.dumps(manifest, indent=1, default=str), encoding="utf-8"
+            )
             size = sum(file.stat().st_size for file in result.rglob("*.arrow"))
             os.rename(result, place)
     except OSError as error:
@@ -154,12 +155,16 @@ def as_text(made: Mapping[str, Any]) -> str:
         rows = quantity(stored["rows"], "row")
         documents = quantity(stored["documents"], "document")
         tokens, trained = stored["tokens"], stored["trained"]
-        share = f"{trained:,} trained ({trained / max(tokens, 1):.0%})"
-        lines.append((name, f"{rows} → {documents} · {tokens:,} tokens · {share}"))
+        line = (
+            f"{rows} → {documents} · {tokens:,} tokens · "
+            f"{trained:,} trained ({trained / max(tokens, 1):.0%})"
+        )
+        lines.append((name, line))
         if stored["counts"] is not None:
             sentences = str(PreparationCounts.from_json(stored["counts"])).splitlines()
             lines += [("", sentence) for sentence in sentences]
-    size = f"{made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
-    how = f"--dataset_name {made['folder']} and the same settings; others are refused"
-    lines += [("written", f"{made['folder']} · {size}"), ("train with", how)]
+    folder = made["folder"]
+    written = f"{folder} · {made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
+    how = f"--dataset_name {folder} and the same settings; others are refused"
+    lines += [("written", written), ("train with", how)]
     return "\n".join(escape_hidden(f"{name:<12} {text}") for name, text in lines)
