@@ -46,7 +46,7 @@ TABLE: dict[str, tuple[str, str]] = {
         "datasets numpy torch transformers",
     ),
     "trainer": (
-        "attention data documents isolation loss pages run training versions",
+        "attention data documents loss pages run training versions",
         "accelerate datasets torch transformers trl",
     ),
     "tools": (

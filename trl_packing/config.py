@@ -286,7 +286,7 @@ def check_options(args: Any) -> None:
     check_types(args)
     for option in fields(PackedSFTConfig):
         name = option.name
-        value = getattr(args, option.name, None)
+        value = getattr(args, name, None)
         is_ours = hasattr(options, name) or name == "packing_strategy"
         known = option.metadata.get("choices") if is_ours else None
         if known and value not in (None, *known):
@@ -344,8 +344,14 @@ def _check_mixture(mixture: Any) -> None:
             )
 
 
-_WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number"}
-_WORDS |= {str: "a text", list[int]: "a list of token ids", NoneType: "None"}
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list[int]: "a list of token ids",
+    NoneType: "None",
+}
 _CLASSES: dict[Any, Any] = {int: Integral, float: Real, str: (str, os.PathLike), NoneType: NoneType}
 
 

@@ -47,7 +47,6 @@ from trl_packing.data.files import records_of
 from trl_packing.documents.arrow import ArrowDocuments
 from trl_packing.documents.host_row import PackedBatch, for_counting, host_row, parts_of, send
 from trl_packing.documents.labels import SOURCE_WEIGHTS, TOKEN_WEIGHTS
-from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.loss.step_loss import StepLoss, without_weights
 from trl_packing.loss.sums import LossSums
 from trl_packing.pages.record import facts_of_data
@@ -74,7 +73,7 @@ from trl_packing.training.engines import (
     keep_outputs_precise,
     without_sync,
 )
-from trl_packing.training.loaders import PackedLoaders, keep_batches_whole
+from trl_packing.training.loaders import PackedLoaders
 from trl_packing.training.malloc import keep_freed_pages
 from trl_packing.training.metrics import ThroughputMeter
 from trl_packing.training.prefix_sharing import PrefixSharing
@@ -180,18 +179,19 @@ class PackedSFTTrainer(SFTTrainer):
             "peft_config": peft_config,
             "formatting_func": formatting_func,
         }
-        call = TrainerCall(
-            model,
-            args,
-            train_dataset,
-            processing_class,
-            data_collator,
-            formatting_func,
-            eval_dataset,
-            compute_loss_func,
-            compute_metrics,
+        self._run = run = Run.of(
+            TrainerCall(
+                model,
+                args,
+                train_dataset,
+                processing_class,
+                data_collator,
+                formatting_func,
+                eval_dataset,
+                compute_loss_func,
+                compute_metrics,
+            )
         )
-        self._run = run = Run.of(call)
         check_model(model, args)
         self._trl_path = reason = run.trl_path
         self._between_steps = BetweenSteps()
@@ -205,8 +205,7 @@ class PackedSFTTrainer(SFTTrainer):
         check_ranks(self.args, self._ranks_with_same_rows())
         self._between_steps.begin()
         evaluated = [*self._evaluation_sets().values()]
-        balances = self.aux_loss_enabled
-        run.check_prepared(self.train_dataset, evaluated, balances_experts=balances)
+        run.check_prepared(self.train_dataset, evaluated, balances_experts=self.aux_loss_enabled)
         self._build_packed_run()
 
     def _follow_trl(self, reason: str) -> None:
@@ -262,18 +261,18 @@ class PackedSFTTrainer(SFTTrainer):
         self.data_collator = collators.packed
         sharing = PrefixSharing(
             collators,
+            run.options.prefix_sharing,
             loss_is_ours=lambda: self.compute_loss_func is None and self._loss_is_ours(),
             balances_experts=self.aux_loss_enabled,
         )
         size = max(layer_values(text_config(self.model), "hidden_size"), default=None)
-        sampling = Sampling(run, self._train_batch_size, size, sharing.draws_groups)
         self._epochs = ResumedEpochs(args)
         self._run_report = RunReport(collators, sharing)
         self._before_training = before = BeforeTraining(
             run,
             self.accelerator,
             collators,
-            sampling,
+            Sampling(run, self._train_batch_size, size, sharing.draws_groups),
             sharing,
             self._run_report,
             self._epochs,
@@ -282,15 +281,16 @@ class PackedSFTTrainer(SFTTrainer):
             samples_bins=self._is_ours("_get_train_sampler"),
             is_whole=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
             is_in_train=lambda: self.is_in_train,
-            begin=self._before_first_step,
+            begin=lambda: before.before_first_step(self.model_wrapped, self.train_dataset),
         )
         self._configure_sampling()
         before.plan(self.train_dataset)
         settle_first(self.model, before.settle)
-        if args.world_size == 1:
-            keep_batches_whole(self.accelerator)
+        if args.world_size == 1:  # else accelerate cuts boundaries as if they were rows
+            loading = self.accelerator.dataloader_config
+            loading.split_batches = loading.dispatch_batches = False
         self._step_loss = self._make_step_loss()
-        self._record_run(self._step_loss.trained, guard)
+        self._record_run(self._step_loss.trained)
         self._loaders = PackedLoaders(
             before,
             self._meter,
@@ -320,7 +320,7 @@ class PackedSFTTrainer(SFTTrainer):
         """Documents, bins and steps of an epoch; None on TRL's path."""
         return self._run_report.current if self._run_report else None  # type: ignore[return-value]
 
-    def _record_run(self, trained: LossSums, guard: IsolationGuard | None = None) -> None:
+    def _record_run(self, trained: LossSums) -> None:
         """Count what is trained, and keep the record of the run."""
         self._meter = ThroughputMeter(
             self.args,
@@ -339,14 +339,9 @@ class PackedSFTTrainer(SFTTrainer):
             self._trl_path,
             facts_of_data(self._run.call.train_dataset),
             report=self._run_report,
-            guard=guard,
             total=lambda: self._total_train_tokens,
         )
         self.add_callback(self._recorder)
-
-    def _attention_in_use(self) -> Any:
-        """Restore the model's `attn_implementation` at the end of the block."""
-        return nullcontext() if self._trl_path else use_attention(self.model, self._guard.attention)
 
     def _is_ours(self, method: str) -> bool:
         found = getattr(getattr(self, method), "__func__", None)
@@ -382,8 +377,7 @@ class PackedSFTTrainer(SFTTrainer):
         trains = dataset_name == "train" and self._run_data.expects_training
         if trains and not self._run.has_sources and records_of(dataset):
             # TRL does not see the rows, which decide.
-            only = trains_completions(dataset, args.completion_only_loss)
-            self.completion_only_loss = only
+            self.completion_only_loss = trains_completions(dataset, args.completion_only_loss)
         run = replace(self._run, args=args).with_rules(
             processing_class,
             chat_template=self.chat_template,
@@ -395,9 +389,15 @@ class PackedSFTTrainer(SFTTrainer):
 
     def _prepare_later(self, dataset: Any, name: str) -> Any:
         """Return the documents of rows that were not passed to the constructor."""
-        given = self.processing_class, self.args, self._run.packing, self._formatting_func
         with temporarily(self._run_data, expects_training=name == "train"):
-            return self._prepare_dataset(dataset, *given, name)
+            return self._prepare_dataset(
+                dataset,
+                self.processing_class,
+                self.args,
+                self._run.packing,
+                self._formatting_func,
+                name,
+            )
 
     @packed_runs_only
     def _get_dataloader(
@@ -449,8 +449,10 @@ class PackedSFTTrainer(SFTTrainer):
         size = self._train_batch_size
         if self._max_tokens() is not None:  # the budget is lowered, and steps stay as they are
             size = self.args.per_device_train_batch_size
-        before, ranks = self._before_training, ranks_of(self.args, shared)
-        before.sampling = replace(before.sampling, batch_size=size, ranks=ranks, **changes)
+        before = self._before_training
+        before.sampling = replace(
+            before.sampling, batch_size=size, ranks=ranks_of(self.args, shared), **changes
+        )
 
     def _ranks_with_same_rows(self) -> int:
         return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
@@ -479,14 +481,15 @@ class PackedSFTTrainer(SFTTrainer):
         refuse_model_init(self.model_init)
         forget_evaluation_wrapper(self)
         # accelerate draws the order of documents from torch's seed: that of rank 0.
-        seed = self.args.seed if self.model_init is not None else torch.initial_seed()
-        seed = broadcast_object_list([seed])[0]
+        seed = broadcast_object_list([torch.initial_seed()])[0]
+        attention: Any = nullcontext()
         if self._trl_path is None:
             self._configure_sampling(torch_seed=seed)
+            attention = use_attention(self.model, self._guard.attention)
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self)
         load_renamed(self, checkpoint)
         with (
-            self._attention_in_use(),
+            attention,
             use_current_row(None),
             keep_freed_pages(self.args.device.type == "cpu"),
             self._epochs.resuming(checkpoint),
@@ -496,10 +499,6 @@ class PackedSFTTrainer(SFTTrainer):
         if self.args.load_best_model_at_end:
             load_renamed(self, self.state.best_model_checkpoint)
         return output
-
-    def _before_first_step(self) -> None:
-        """Check the model, which is wrapped by now, on the documents that it trains."""
-        self._before_training.before_first_step(self.model_wrapped, self.train_dataset)
 
     @packed_runs_only
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
@@ -515,9 +514,12 @@ class PackedSFTTrainer(SFTTrainer):
     @packed_runs_only
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
         """Run an epoch, and measure each of its steps before it is trained."""
-        skipped = kwargs["steps_trained_in_current_epoch"]
-        trained, step = kwargs["epochs_trained"], self.state.global_step
-        self._epochs.begin_epoch(epoch, step, epochs_trained=trained, skipped=skipped)
+        self._epochs.begin_epoch(
+            epoch,
+            self.state.global_step,
+            epochs_trained=kwargs["epochs_trained"],
+            skipped=kwargs["steps_trained_in_current_epoch"],
+        )
         measured = partial(self._measured, self.get_batch_samples)  # which may be a user's
         try:
             with temporarily(self, get_batch_samples=measured):
@@ -533,9 +535,13 @@ class PackedSFTTrainer(SFTTrainer):
         if num_items is None:
             num_items = self._get_num_items_in_batch(batches, device)
         loaders = self._loaders
-        weighted = loaders.has_weights or loaders.collators.packed.shares_prefixes
         self._run.images.measure(batches)
-        self._step_loss.measure(batches, num_items, device, weighted=weighted)
+        self._step_loss.measure(
+            batches,
+            num_items,
+            device,
+            weighted=loaders.has_weights or loaders.collators.packed.shares_prefixes,
+        )
         self._meter.count(batches, loaders.room)
         if loaders.divided is not None:
             loaders.divided.divide_alike(batches, device)
@@ -576,11 +582,12 @@ class PackedSFTTrainer(SFTTrainer):
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
         prepared = self._prepare_inputs(inputs)
-        compute = partial(self._step_loss.compute, model, user_loss=None, training=True)
         chunks = Chunks(
             model,
             most,
-            loss_of=lambda chunk: compute(chunk, False, num_items),
+            loss_of=lambda chunk: self._step_loss.compute(
+                model, chunk, False, num_items, user_loss=None, training=True
+            ),
             backward=self.accelerator.backward,
             without_sync=partial(without_sync, self.accelerator, model),
             autocast=self.accelerator.autocast,
@@ -665,16 +672,15 @@ class PackedSFTTrainer(SFTTrainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Report the mean over all trained tokens, not the mean of micro-batch means."""
         sources = self._loaders.sources.get(dataloader)
-        with self._attention_in_use(), use_current_row(None):
+        with use_attention(self.model, self._guard.attention), use_current_row(None):
             sums = LossSums(len(sources.names) if sources else 0)
             with temporarily(self._step_loss, evaluated=sums):
                 output = super().evaluation_loop(CurrentBatches(dataloader), *args, **kwargs)
-            prefix = kwargs.get("metric_key_prefix", "eval")
             self._step_loss.write_metrics(
                 sums,
                 sources,
                 output.metrics,
-                prefix,
+                kwargs.get("metric_key_prefix", "eval"),
                 means=self._metrics["eval"],
                 num_tokens=self._total_train_tokens,
                 user_loss=self.compute_loss_func,

@@ -9,9 +9,8 @@ from helpers.browser import HOSTILE, open_page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_packing.pages.curves import charts_of, thinned
 from trl_packing.pages.record import NOTHING, UNKNOWN, Point, RunRecord, Totals
-from trl_packing.pages.run_page import run_page
+from trl_packing.pages.run_page import charts_of, run_page, thinned
 
 TEXT = "".join(HOSTILE)
 

@@ -58,11 +58,13 @@ def inspect(arguments: argparse.Namespace) -> int:
     if losses:
         arguments.say(losses, end="\n\n")
     if arguments.html:
-        title = f"Packed rows · {_name_of_data(arguments.words)}"
-        beside = f"max_length {run.args.max_length:,}" if run.args.max_length else ""
-        epoch = PackedEpoch.of(run)
-        command = arguments.command_line
-        _write(rows_page(epoch, title=title, note=beside, command=command), arguments)
+        page = rows_page(
+            PackedEpoch.of(run),
+            title=f"Packed rows · {_name_of_data(arguments.words)}",
+            note=f"max_length {run.args.max_length:,}" if run.args.max_length else "",
+            command=arguments.command_line,
+        )
+        _write(page, arguments)
     if arguments.json:
         print_json({"rows": [row.to_dict() for row in rows], "losses": losses})
     return 0 if all(row.documents for row in rows) else 1
@@ -121,8 +123,9 @@ def plan(arguments: argparse.Namespace) -> int:
     if estimate:
         arguments.say(f"\n{devices.as_text(estimate)}")
     if arguments.json:
+        shown = json.loads(report.to_json())
         rows = {"rows": run.num_rows, "is_stream": run.is_stream}
-        print_json(json.loads(report.to_json()) | rows | {"estimate": estimate})
+        print_json(shown | rows | {"estimate": estimate})
     return 0
 
 
@@ -188,8 +191,9 @@ def verify(arguments: argparse.Namespace) -> int:
     from trl_packing.tools import verify as verifying
 
     name_or_model, args = command.model_and_settings()
-    options = {"dtype": arguments.dtype, "device": arguments.device}
-    model, attention, longest = verifying.load_model(name_or_model, args, **options)
+    model, attention, longest = verifying.load_model(
+        name_or_model, args, dtype=arguments.dtype, device=arguments.device
+    )
     kind = type(model).__name__
     dtype = str(model.dtype).removeprefix("torch.")
     name = name_or_model if isinstance(name_or_model, str) else kind
@@ -211,10 +215,16 @@ def verify(arguments: argparse.Namespace) -> int:
         text += "\nText was checked; a run checks its own images."
     arguments.say(f"\n{text}")
     if arguments.json:
-        of_model = {"model": name, "class": kind, "dtype": dtype, "device": model.device.type}
-        found = {"exact": exact, "backends": [verifying.as_json(*result) for result in results]}
-        of_prefixes = None if shared is None else verifying.as_json("prefixes", shared)
-        print_json(of_model | found | {"prefixes": of_prefixes})
+        found = {
+            "model": name,
+            "class": kind,
+            "dtype": dtype,
+            "device": model.device.type,
+            "exact": exact,
+            "backends": [verifying.as_json(*result) for result in results],
+            "prefixes": None if shared is None else verifying.as_json("prefixes", shared),
+        }
+        print_json(found)
     return 0 if exact and (shared is None or shared) else 1
 
 

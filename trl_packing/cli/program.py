@@ -138,20 +138,47 @@ def _parser() -> argparse.ArgumentParser:
     inspect, plan, _, verify, _ = adds
     inspect("--rows", type=int, nargs="+", metavar="ROW", help="row numbers (default: 0 1 2)")
     inspect("--all", action="store_true", help="count what all rows would lose")
-    other = "trl, or the .yaml file of another run, to compare all rows with"
-    inspect("--against", metavar="WHAT", help=other)
-    told = "data-parallel processes, or groups of sequence_parallel_size processes (default: 1)"
-    plan("--ranks", type=int, default=1, metavar="N", help=told)
-    told = "all processes instead: estimate memory and time of one device too"
-    plan("--gpus", type=int, metavar="M", help=told)
-    told = "of a device, for --gpus (default: 80)"
-    plan("--memory", type=positive_number, default=80, metavar="GB", help=told)
-    told = "TFLOP/s reached, GB/s in a node, GB/s between nodes (default: 400 200 25)"
-    default = [400, 200, 25]
-    plan("--speed", type=positive_number, nargs=3, default=default, metavar="S", help=told)
+    inspect(
+        "--against",
+        metavar="WHAT",
+        help="trl, or the .yaml file of another run, to compare all rows with",
+    )
+    plan(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel processes, or groups of sequence_parallel_size processes (default: 1)",
+    )
+    plan(
+        "--gpus",
+        type=int,
+        metavar="M",
+        help="all processes instead: estimate memory and time of one device too",
+    )
+    plan(
+        "--memory",
+        type=positive_number,
+        default=80,
+        metavar="GB",
+        help="of a device, for --gpus (default: 80)",
+    )
+    plan(
+        "--speed",
+        type=positive_number,
+        nargs=3,
+        default=[400, 200, 25],
+        metavar="S",
+        help="TFLOP/s reached, GB/s in a node, GB/s between nodes (default: 400 200 25)",
+    )
     for add in (inspect, plan):
-        rows = "rows to read of a stream (default: 1000)"
-        add("--stream_rows", type=int, default=1000, metavar="N", help=rows)
+        add(
+            "--stream_rows",
+            type=int,
+            default=1000,
+            metavar="N",
+            help="rows to read of a stream (default: 1000)",
+        )
         add("--html", metavar="FILE", help="write a page: the packed rows, or the plan")
     verify("--dtype", help="bfloat16, auto, ...; default: the run's, or float32")
     verify("--device", help="cpu, cuda, ...; default: cuda if it is available")
@@ -166,5 +193,9 @@ def _parser() -> argparse.ArgumentParser:
 def _settings_of(function: Any) -> dict[str, Any]:
     """Return the settings of a parser: its description is the first line of a docstring."""
     first, _, rest = dedent("    " + function.__doc__).strip().partition("\n\n")
-    layout = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    return {"description": first, "epilog": rest, **layout}
+    return {
+        "description": first,
+        "epilog": rest,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }

@@ -1,4 +1,4 @@
-// Draws the charts of curves.py. Text is written with textContent only.
+// Draws the charts of run_page.py. Text is written with textContent only.
 const PLACE = { steps: 0, documents: 1, tokens: 2, hours: 3 };
 const VALUE = 4;
 const HEIGHT = 220, LEFT = 54, RIGHT = 12, TOP = 8, BOTTOM = 36;

@@ -1,7 +1,7 @@
 """One self-contained HTML file: no framework, no external request, light and dark.
 
-A jinja2 template beside its module extends page.html. Templates escape all text, and show its
-hidden characters as escapes. Scripts get data as JSON that cannot end their element.
+A jinja2 template of this folder extends page.html. Templates escape all text, and show its hidden
+characters as escapes. Scripts get data as JSON that cannot end their element.
 """
 
 import html
@@ -16,8 +16,7 @@ from markupsafe import Markup
 from trl_packing.data.counts import quantity
 from trl_packing.data.printable import escape_hidden
 
-_FOLDER = Path(__file__).parent
-REPORT = _FOLDER / "report.html"  # the lines of a report as a table
+REPORT = "report.html"  # the lines of a report as a table
 
 PageData = dict[str, Any]  # what a template or a script draws, as JSON
 
@@ -26,19 +25,19 @@ class HtmlPage(str):
     """The text of an HTML file; a notebook shows it in a frame."""
 
     def _repr_html_(self) -> str:
-        size = "width:100%;height:900px;border:0"
-        return f'<iframe srcdoc="{html.escape(self)}" style="{size}"></iframe>'
+        text = html.escape(self)
+        return f'<iframe srcdoc="{text}" style="width:100%;height:900px;border:0"></iframe>'
 
 
-def render(template: Path, **values: Any) -> HtmlPage:
+def render(template: str, **values: Any) -> HtmlPage:
     """Return the page that a template makes of `title` and what else it and page.html name."""
-    page = _environment(template.parent).get_template(template.name)
+    page = _environment().get_template(template)
     return HtmlPage(page.render({"note": "", "styles": (), "script": "", "data": None} | values))
 
 
 @cache
-def _environment(folder: Path) -> Environment:
-    loader = FileSystemLoader([folder, _FOLDER])
+def _environment() -> Environment:
+    loader = FileSystemLoader(Path(__file__).parent)
     made = Environment(loader=loader, autoescape=True, finalize=_shown, undefined=StrictUndefined)
     made.trim_blocks = made.lstrip_blocks = True
     made.globals["asset"] = lambda name: Markup(loader.get_source(made, name)[0])

@@ -5,7 +5,6 @@ RunPlan  →  numbers and words of each section  →  plan.html  →  one HTML f
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,15 +48,15 @@ def plan_page(
     max_length.
     """
     run = plan.run
-    model = plan.run.call.model
-    limit = plan.run.args.max_length
+    model = run.call.model
+    limit = run.args.max_length
     about = [f"max_length {limit:,}" if limit else "no max_length"]
     if model is not None:
         about.insert(0, model if isinstance(model, str) else type(model).__name__)
     if run.is_stream:
         about.append(f"the first {run.num_rows:,} rows of a stream")
     return render(
-        Path(__file__).with_name("plan.html"),
+        "plan.html",
         title=title,
         note=note or " · ".join(about),
         styles=["plan.css"],
@@ -81,10 +80,15 @@ def _charts(plan: "RunPlan") -> Iterator[tuple[str, str, PageData]]:
     lengths = plan.lengths_before()
     note = ""
     if limit:
-        beyond = f"{int((lengths > limit).sum()):,} of {len(lengths):,}"
-        note = f"the longest has {lengths.max():,}; {beyond} are longer than max_length={limit:,}"
-    chart = histogram(lengths, label="tokens", counted="documents", cut=limit)
-    yield "Length of documents", note, chart
+        note = (
+            f"the longest has {lengths.max():,}; {int((lengths > limit).sum()):,} of "
+            f"{len(lengths):,} are longer than max_length={limit:,}"
+        )
+    yield (
+        "Length of documents",
+        note,
+        histogram(lengths, label="tokens", counted="documents", cut=limit),
+    )
     if not plan.report.bins or plan.report.bins == len(plan.documents):
         yield _chart("Tokens in a micro-batch", epoch.tokens, "tokens", "micro-batches")
     else:

@@ -142,15 +142,28 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 # A machine without a GPU accepts these settings. None of them affects the data.
 _OFF = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "push_to_hub")
-ON_ANY_MACHINE: dict[str, Any] = dict.fromkeys(_OFF, False) | {"use_cpu": True}
-ON_ANY_MACHINE |= {"tf32": None, "deepspeed": None, "fsdp": None, "report_to": "none"}
+ON_ANY_MACHINE: dict[str, Any] = {
+    **dict.fromkeys(_OFF, False),
+    "use_cpu": True,
+    "tf32": None,
+    "deepspeed": None,
+    "fsdp": None,
+    "report_to": "none",
+}
 
 # Values that TRL and transformers put in place of a default; no user has asked for them.
 _TURNED_ON = ("bf16", "activation_checkpointing", "gradient_checkpointing", "do_eval")
-_RESOLVED: dict[str, Any] = dict.fromkeys(_TURNED_ON, True) | {"pad_to_multiple_of": None}
-_RESOLVED |= {"report_to": [], "debug": [], "dataloader_pin_memory": False}
-_LEFT_OUT = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"}
-_LEFT_OUT |= {"base_model_name_or_path", "peft_type", "peft_version", "task_type"}  # of an adapter
+_RESOLVED: dict[str, Any] = {
+    **dict.fromkeys(_TURNED_ON, True),
+    "pad_to_multiple_of": None,
+    "report_to": [],
+    "debug": [],
+    "dataloader_pin_memory": False,
+}
+_LEFT_OUT = {
+    *("output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"),
+    *("base_model_name_or_path", "peft_type", "peft_version", "task_type"),  # of an adapter
+}
 
 
 def all_settings(args: Any) -> dict[str, Any]:
@@ -190,11 +203,12 @@ def changed_settings(args: Any) -> list[str]:
 
 def facts_of_data(given: Any) -> dict[str, str]:
     """Return the facts by which data sets are told apart; of each, in a dictionary of them."""
-    facts: dict[str, str] = {}
     if isinstance(given, dict):
-        for source, dataset in given.items():
-            facts |= {f"{name} of {source}": fact for name, fact in facts_of_data(dataset).items()}
-        return facts
+        return {
+            f"{name} of {source}": fact
+            for source, dataset in given.items()
+            for name, fact in facts_of_data(dataset).items()
+        }
     if not isinstance(given, (Dataset, IterableDataset)):
         return {}
     known = {
@@ -209,6 +223,8 @@ def facts_of_data(given: Any) -> dict[str, str]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, this package and the libraries below it."""
-    names = ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed")
-    found = {name: installed_version(name) for name in names}
-    return {"python": python_version()} | {name: n for name, n in found.items() if n is not None}
+    found = {"python": python_version()}
+    for name in ("trl-packing", *TESTED, "torch", "peft", "flash-attn", "deepspeed"):
+        if version := installed_version(name):
+            found[name] = version
+    return found

@@ -8,7 +8,6 @@ Everything drawn comes from the batches of the trainer's collator. The page has 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,9 +107,16 @@ def segments_of(tree: PrefixTree) -> list[PageData]:
         # The document before goes on with another token, or ends here.
         begins = position > 0 and start == int(tree.starts[first])
         repeats = begins and position < int(tree.depths[first - 1] + own[first - 1])
-        level = 0 if parent is None else found[parent]["level"] + 1
-        place = {"start": start, "stop": stop, "position": position, "parent": parent}
-        found.append(place | {"level": level, "documents": documents, "repeats": repeats})
+        segment = {
+            "start": start,
+            "stop": stop,
+            "position": position,
+            "parent": parent,
+            "level": 0 if parent is None else found[parent]["level"] + 1,
+            "documents": documents,
+            "repeats": repeats,
+        }
+        found.append(segment)
         deepest.update(dict.fromkeys(documents, number))
     return found
 
@@ -151,7 +157,7 @@ def rows_page(
         shown = f"{rows}; with shared prefixes, a strip is a micro-batch"
     words = [escape_hidden(text) for text in texts]
     return render(
-        Path(__file__).with_name("rows.html"),
+        "rows.html",
         title=title,
         note=note,
         styles=["rows.css"],
@@ -193,7 +199,8 @@ def _row_data(epoch: "PackedEpoch", row: PackedRow, texts: dict[str, int], most:
         name = f"{name}, bin {row.index + 1}"
         short = f"{short}.{row.index + 1}"
     names = {"ids": "input_ids", "labels": "labels", "positions": "position_ids"}
-    names |= {"counts": TARGET_COUNTS} if row.segments else {}
+    if row.segments:
+        names["counts"] = TARGET_COUNTS
     data: PageData = {key: row.values(of)[:most].tolist() for key, of in names.items()}
     weights = None
     if TOKEN_WEIGHTS in row.batch:  # the shortest digits that give the same float32
@@ -209,8 +216,13 @@ def _row_data(epoch: "PackedEpoch", row: PackedRow, texts: dict[str, int], most:
         for image in document.images:
             user_row = int(epoch.documents.scalars[IMAGE_ROW][document.number])
             height, width = epoch.run.images.store.sizes(user_row)[image.image].tolist()
-            size = f"{width} × {height}"
-            images.append({"start": first + image.start, "stop": first + image.stop, "size": size})
+            images.append(
+                {
+                    "start": first + image.start,
+                    "stop": first + image.stop,
+                    "size": f"{width} × {height}",
+                }
+            )
     return data | {
         "name": name,
         "short": short,
@@ -242,11 +254,11 @@ def _words(row: PackedRow, ids: list[int], tokenizer: Any) -> Iterator[str]:
 
 
 def _document_data(document: RowDocument, row: PackedRow, tokenizer: Any) -> PageData:
-    part = slice(document.start, document.stop)
-    labels, ids = (row.apart[name][0, part].numpy() for name in ("labels", "input_ids"))
+    labels = row.apart["labels"][0, document.start : document.stop].numpy()
     ending = None
     if document.number is not None:
-        last = quote(tokenizer.decode(ids[-1:].tolist()))
+        token = int(row.apart["input_ids"][0, document.stop - 1])
+        last = quote(tokenizer.decode([token]))
         ending = f"{last}, {'not trained' if labels[-1] == IGNORE_INDEX else 'trained'}"
     shown = vars(document) | {"trained": int((labels != IGNORE_INDEX).sum()), "ending": ending}
     del shown["images"]

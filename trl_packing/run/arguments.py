@@ -9,8 +9,7 @@ The path is decided before anything else exists.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate import ParallelismConfig
@@ -95,8 +94,10 @@ def reason_to_keep_rows_apart(args: Any) -> str | None:
         if parallelism.sp_enabled:
             size = parallelism.sp_size
             way_out = f"leave sp_size out and set sequence_parallel_size={size}, or {way_out}"
-        cuts = "not compatible with context parallelism or sequence parallelism of accelerate"
-        raise ValueError(f"Packing is {cuts}; {way_out}")
+        raise ValueError(
+            "Packing is not compatible with context parallelism or sequence parallelism of "
+            f"accelerate; {way_out}"
+        )
     return "context or sequence parallelism drops document boundaries"
 
 
@@ -134,13 +135,11 @@ def refuse_model_init(model_init: Any) -> None:
         )
 
 
-@contextmanager
-def hide_packing(args: Any) -> Iterator[None]:
+def hide_packing(args: Any) -> AbstractContextManager[None]:
     """Keep TRL's constructor from packing inside the block."""
     hidden = {"packing": False, "padding_free": False, "eval_packing": None}
     hidden = {name: value for name, value in hidden.items() if hasattr(args, name)}
-    with temporarily(args, **hidden):
-        yield
+    return temporarily(args, **hidden)
 
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:
@@ -152,9 +151,12 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
         check_options(args)
         Overflow.from_args(args, args.packing)
     options = PackingOptions.of(args)
-    # They need the losses of tokens.
-    names = ("loss_weighting", "source_column", "sequence_parallel_size", "max_tokens_in_memory")
-    for name in names:
+    for name in (  # they need the losses of tokens
+        "loss_weighting",
+        "source_column",
+        "sequence_parallel_size",
+        "max_tokens_in_memory",
+    ):
         value = getattr(options, name)
         if compute_loss_func is not None and value != getattr(PackingOptions, name):
             raise ValueError(f"{name}={value!r} and compute_loss_func exclude each other")
@@ -165,8 +167,10 @@ def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> No
     if isinstance(train_dataset, Dataset) and getattr(args, "world_size", 1) > 1:
         for name in ("split_batches", "dispatch_batches"):
             if getattr(getattr(args, "accelerator_config", None), name, None):
-                said = f"accelerator_config.{name}=True cannot divide packed micro-batches"
-                raise ValueError(f"{said}; leave {name} unset")
+                raise ValueError(
+                    f"accelerator_config.{name}=True cannot divide packed micro-batches; leave "
+                    f"{name} unset"
+                )
 
 
 def check_ranks(args: Any, shared_by: int) -> None:

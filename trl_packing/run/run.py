@@ -223,26 +223,27 @@ class Run:
         known = stop_ids  # without a generation config, a template is right on where answers end
         if self.generation_config is not None:
             known = generation_stop_ids(tokenizer, self.generation_config)
-        rules = Rules(
-            args,
-            processing_class,
-            self.packing,
-            keeps_columns=not self.packing,
-            row_format=row_format,
-            eos=EosRule(tokenizer, stop_ids, options.append_eos, known),
-            by_trl=by_trl,
-            labeler=self.labeler,
-            formatting_func=formatting_func,
+        return replace(
+            self,
+            rules=Rules(
+                args,
+                processing_class,
+                self.packing,
+                keeps_columns=not self.packing,
+                row_format=row_format,
+                eos=EosRule(tokenizer, stop_ids, options.append_eos, known),
+                by_trl=by_trl,
+                labeler=self.labeler,
+                formatting_func=formatting_func,
+            ),
         )
-        return replace(self, rules=rules)
 
     def with_settings(self, **changes: object) -> "Run":
         """Return the run with some of its settings changed."""
         args = copy.copy(self.args)
         for name, value in changes.items():
             setattr(args, name, value)
-        rules = replace(self.rules, args=args)
-        return replace(self, args=args, rules=rules, packing=args.packing)
+        return replace(self, args=args, rules=replace(self.rules, args=args), packing=args.packing)
 
     def of_source(self, rows: Any) -> "Run":
         """Return the run with the rules of one set: the columns of each source decide."""

@@ -73,8 +73,13 @@ class Sampling:
         """Return what draws on rank 0 of `ranks`, as far as is known without a model."""
         # An image belongs to one document.
         groups = run.options.prefix_sharing == "group" and not run.images.packs
-        size = run.args.per_device_train_batch_size
-        return cls(run, size, hidden_size_of(run), lambda training: groups, (ranks, 0))
+        return cls(
+            run,
+            run.args.per_device_train_batch_size,
+            hidden_size_of(run),
+            lambda training: groups,
+            (ranks, 0),
+        )
 
     def changed(self, *, ranks: int | None = None, **settings: Any) -> "Sampling":
         """Return the sampling of the same run with other ranks or settings."""
@@ -233,9 +238,12 @@ class Sampling:
 
     def groups(self, documents: ArrowDocuments) -> PrefixGroups:
         """Return the groups of documents with common prefixes."""
-        index = self.prefix_index(documents)
-        size = self.options.prefix_group_size
-        return group_documents(index, documents.lengths(), self.args.max_length, size)
+        return group_documents(
+            self.prefix_index(documents),
+            documents.lengths(),
+            self.args.max_length,
+            self.options.prefix_group_size,
+        )
 
     def prefix_index(self, documents: ArrowDocuments) -> PrefixIndex:
         """Return the common prefixes of a data set, found once.
@@ -273,8 +281,8 @@ class Sampling:
         args = self.args
         # A plain config of TRL lacks ours.
         settings = vars(args) | vars(self.options)
-        found = {name: settings[name] for name in _SETTINGS}
-        return found | {
+        return {
+            **{name: settings[name] for name in _SETTINGS},
             "ranks": self.ranks[0],
             "per_device_train_batch_size": self.batch_size,
             "packing": self.run.packing,

@@ -170,9 +170,13 @@ class Windows:
     def __init__(self, stream: PackedStream, begin: Position, state: Any):
         """Read from `state` on; without one, read and skip the documents before `begin`."""
         self._stream = stream
-        ranks = stream.settings.num_ranks
-        packs = stream.settings.capacity is not None
-        self._part = part_of_rank(stream.documents, ranks, stream.rank, packs=packs)
+        settings = stream.settings
+        self._part = part_of_rank(
+            stream.documents,
+            settings.num_ranks,
+            stream.rank,
+            packs=settings.capacity is not None,
+        )
         self._part.set_epoch(stream.epoch)
         self.number = begin["number"] - 1
         self._num_read = begin["documents"]
@@ -200,8 +204,7 @@ class Windows:
         while self._size < share * full and (found := next(self._documents, None)) is not None:
             # A list of Python integers takes five times the memory; the collator needs an array.
             document = {k: np.asarray(x) if isinstance(x, list) else x for k, x in found.items()}
-            where = f"document {self._num_read} of the stream"
-            self._stream.limits.check_document(document, where)
+            self._stream.limits.check_document(document, f"document {self._num_read} of the stream")
             self._num_read += 1
             self.documents.append(document)
             self._size += 1 if settings.capacity is None else max(1, len(document["input_ids"]))
@@ -211,8 +214,12 @@ class Windows:
         checksum = 0
         for document in self.documents:
             checksum = zlib.crc32(np.asarray(document["input_ids"]).tobytes(), checksum)
-        place = {"number": self.number, "documents": self._num_before, "state": self._state}
-        return place | {"checksum": checksum}
+        return {
+            "number": self.number,
+            "documents": self._num_before,
+            "state": self._state,
+            "checksum": checksum,
+        }
 
 
 # Stages of `datasets` (5.2) that treat a shard alone as they treat it in the whole stream.
@@ -331,8 +338,11 @@ class StreamBatches(IterableDataset):
                 raise RuntimeError("another rank cannot read its part of the stream; see its error")
             if agreed == _ENDED:
                 break
-            steps = {"epoch": self.epoch, "steps": before + number}
-            self._positions[first + number] = steps | {"place": place}
+            self._positions[first + number] = {
+                "epoch": self.epoch,
+                "steps": before + number,
+                "place": place,
+            }
             self._positions.pop(first + number - _KEPT_POSITIONS, None)
             yield from batches
             yield from (self.collate([]) for _ in range(self.accumulation - len(batches)))
@@ -388,8 +398,11 @@ class StreamBatches(IterableDataset):
         return found["epoch"], found["steps"]
 
     def _identity(self) -> dict[str, Any]:
-        shards = num_shards(self.documents)
-        return {**asdict(self.settings), "rank": self.rank, "num_shards": shards}
+        return {
+            **asdict(self.settings),
+            "rank": self.rank,
+            "num_shards": num_shards(self.documents),
+        }
 
 
 def _collated(

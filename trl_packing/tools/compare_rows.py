@@ -63,12 +63,17 @@ class Side(NamedTuple):
         for start, stop in pairwise(bounds.tolist()):
             found = []
             for document in documents.__getitems__(order[start:stop]):
-                ids = document["input_ids"]
                 labels = np.array(document["labels"])
                 labels[:1] = IGNORE_INDEX
                 weights = token_weights(document, len(labels)) * document_weight(document)
                 weights = np.where(labels == IGNORE_INDEX, 0, weights)
-                found.append({"input_ids": ids, "labels": labels, TOKEN_WEIGHTS: weights})
+                found.append(
+                    {
+                        "input_ids": document["input_ids"],
+                        "labels": labels,
+                        TOKEN_WEIGHTS: weights,
+                    }
+                )
             yield found
 
 
@@ -79,15 +84,21 @@ def documents_by_trl(run: Run) -> Dataset:
     """
     if isinstance(run.dataset, dict) or run.images.packs:
         raise ValueError("TRL prepares one data set without images; compare data sets one by one")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    vocabulary = len(run.rules.eos.tokenizer)
-    settings: Any = {name: getattr(run.args, name) for name in _SETTINGS}
-    settings |= {"packing": False, "use_cpu": True, "bf16": False, "report_to": "none"}
+    config = LlamaConfig(
+        vocab_size=len(run.rules.eos.tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    settings = {name: getattr(run.args, name) for name in _SETTINGS}
     # DeepSpeed, which accelerate imports, prints to stdout, where a command's JSON goes.
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         trainer = SFTTrainer(
-            LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_attention_heads=1, **sizes)),
-            SFTConfig(folder, **settings),
+            LlamaForCausalLM(config),
+            SFTConfig(
+                folder, packing=False, use_cpu=True, bf16=False, report_to="none", **settings
+            ),
             train_dataset=run.dataset,
             processing_class=run.rules.processing_class,
             formatting_func=run.call.formatting_func,
@@ -113,7 +124,6 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
     Raises:
         ValueError: the sides have different rows, or one of them cannot be prepared.
     """
-    sides = (first, second)
     rows = first.run.num_rows
     others = second.run.num_rows
     if rows != others:
@@ -124,7 +134,7 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
         kind = _kind(*both)
         counts[kind] += 1
         if kind != EQUAL and counts[kind] <= _EXAMPLES:
-            lines = _lines_that_differ(sides, both)
+            lines = _lines_that_differ((first, second), both)
             differences.append({"row": row, "kind": kind, "lines": lines})
     return {"rows": rows, "counts": counts, "differences": differences}
 

@@ -52,10 +52,12 @@ class Device(NamedTuple):
 def read_devices() -> list[Device]:
     """Return the devices that training uses: the accelerators, or the CPU."""
     if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        words = "{0.name}, {1:.1f} GB, sm{0.major}{0.minor}"
-        names = [words.format(each, each.total_memory / 1e9) for each in found]
-        return [Device("cuda", n, (f.major, f.minor)) for n, f in zip(names, found, strict=True)]
+        devices = []
+        for number in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(number)
+            name = f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB, sm{gpu.major}{gpu.minor}"
+            devices.append(Device("cuda", name, (gpu.major, gpu.minor)))
+        return devices
     if accelerator := torch.accelerator.current_accelerator(check_available=True):
         return [Device(accelerator.type, accelerator.type.upper())]
     capability = torch.backends.cpu.get_cpu_capability()
@@ -77,8 +79,10 @@ class Trial(NamedTuple):
         """Return the trial with this result of a check."""
         if isinstance(result, Refusal):
             return cls("error", str(result))
-        evidence = f"by {result.difference:.0e} (a leak: {result.leak:.1g})"
-        return cls("exact" if result else "differs", evidence)
+        return cls(
+            "exact" if result else "differs",
+            f"by {result.difference:.0e} (a leak: {result.leak:.1g})",
+        )
 
 
 class Finding(NamedTuple):
@@ -102,8 +106,13 @@ class Diagnosis(NamedTuple):
             lines.append(heading)
             for status, name, text in findings:
                 start = f"  {status:4}  {name:17} "
-                indent: Any = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-                lines += textwrap.wrap(escape_hidden(text), width, break_on_hyphens=False, **indent)
+                lines += textwrap.wrap(
+                    escape_hidden(text),
+                    width,
+                    initial_indent=start,
+                    subsequent_indent=" " * len(start),
+                    break_on_hyphens=False,
+                )
             lines.append("")
         verdict = "Training would fail: see above." if self.facts["failures"] else ""
         return "\n".join([*lines, verdict or "Nothing here would stop a training run."])
@@ -119,9 +128,11 @@ def diagnose(devices: Sequence[Device] = (), trials: dict[str, Trial] | None = N
     found = [Finding("ok", device.kind, device.name) for device in devices]
     if first.kind == "cuda" and not is_half:
         found.append(Finding("note", "bf16", "not before sm80: set --fp16 True --bf16 False"))
-    heading = "Attention (a tiny Llama, packed against each document alone)"
-    versions = [Finding("ok", "python", system), *_versions(installed)]
-    sections = {"Versions": versions, "Devices": found, heading: _attention(trials, first)}
+    sections = {
+        "Versions": [Finding("ok", "python", system), *_versions(installed)],
+        "Devices": found,
+        "Attention (a tiny Llama, packed against each document alone)": _attention(trials, first),
+    }
     every = [finding for section in sections.values() for finding in section]
     failures = [f"{name}: {text}" for status, name, text in every if status == "fail"]
     names = [device.name for device in devices]
@@ -152,36 +163,48 @@ def chosen_of(trials: Mapping[str, Trial]) -> str | None:
 
 def tiny_llama() -> LlamaForCausalLM:
     """Return a random model of two layers on the CPU; random numbers elsewhere stay as they are."""
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.2,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.2))
+        return LlamaForCausalLM(config)
 
 
 def try_backends(device: str, dtype: torch.dtype) -> dict[str, Trial]:
     """Try all backends on a device, from fast to slow, those of half precision in `dtype`."""
     tiny = tiny_llama().to(device)
     reasons = refusals(tiny, device=device, dtype=dtype)
-    options: Any = {"training": True, "gradients": True, "max_length": _MAX_LENGTH}
     models: dict[str, Any] = {}
     trials = {}
     for name in CHOICES[1:]:
-        if name in {*flash_attn.VERSIONS} - {*flash_attn.installed()}:
+        if name in flash_attn.VERSIONS and name not in flash_attn.installed():
             trials[name] = Trial("not installed", reasons.get(name) or "")
         elif reason := reasons.get(name):
             trials[name] = Trial("refused", reason)
         else:
             of_kernel = dtype if name in HALF_PRECISION else torch.float32
             models[name] = model = copy.deepcopy(tiny).to(of_kernel).train()
-            trials[name] = Trial.of(check_backend(model, resolve_attention(model, name), **options))
+            result = check_backend(
+                model,
+                resolve_attention(model, name),
+                training=True,
+                gradients=True,
+                max_length=_MAX_LENGTH,
+            )
+            trials[name] = Trial.of(result)
     best = resolve_attention(tiny, device=device, dtype=dtype)
     for choice in (best, *best.slower):
         name = choice.backend
         if trials[name].verdict == "exact":
             trials[name] = Trial("chosen", trials[name].text)
-            shared = verify_prefixes(models[name], name, _MAX_LENGTH)
-            return trials | {PREFIXES: Trial.of(shared)}
+            return trials | {PREFIXES: Trial.of(verify_prefixes(models[name], name, _MAX_LENGTH))}
     return trials
 
 
@@ -199,8 +222,8 @@ def _attention(trials: Mapping[str, Trial], device: Device) -> list[Finding]:
     if device.kind == "cuda":
         ways = []
         for package, families in _RECURRENT.items():
-            has = installed_version(package) is not None
-            way = "kernels" if has else f"by document; pip install {package}"
+            missing = f"by document; pip install {package}"
+            way = "kernels" if installed_version(package) else missing
             ways.append(f"{families}: {way}")
     return [*findings, Finding("-", "recurrent layers", ". ".join(ways))]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from trl_packing.config import PackingOptions
 from trl_packing.data.bad_rows import check_not_empty
 from trl_packing.data.counts import PreparationCounts, quantity
 from trl_packing.data.files import FORMAT, FORMAT_KEY, MANIFEST, folder_of, records_of
@@ -65,14 +64,19 @@ def prepare_run(
                 "options": dict(options or {}),
                 "sets": written,
             }
-            text = json.dumps(manifest, indent=1, default=str)
-            (result / MANIFEST).write_text(text, encoding="utf-8")
+            (result / MANIFEST).write_text(
+                json.dumps(manifest, indent=1, default=str), encoding="utf-8"
+            )
             size = sum(file.stat().st_size for file in result.rglob("*.arrow"))
             os.rename(result, place)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error}") from error
-    seconds = perf_counter() - started
-    return {"folder": str(out), "bytes": size, "seconds": seconds, **manifest}
+    return {
+        "folder": str(out),
+        "bytes": size,
+        "seconds": perf_counter() - started,
+        **manifest,
+    }
 
 
 def check_place(out: Path) -> None:
@@ -106,7 +110,7 @@ def _sets_of(call: TrainerCall) -> dict[str, Dataset]:
 
 def _write_set(name: str, rows: Dataset, run: Run, result: Path) -> dict[str, Any]:
     """Prepare one set, write it into `result`, and return its entry of the manifest."""
-    rules, args = run.rules, run.args
+    rules = run.rules
     flagged = has_flags(rows, rows[0])
     settings = settings_of(rules, flagged=flagged)
     # The training set decides for all sets whether prompts are trained, as in TRL.
@@ -114,14 +118,14 @@ def _write_set(name: str, rows: Dataset, run: Run, result: Path) -> dict[str, An
     documents, counts = run.prepare(rows, name)
     assert isinstance(documents, Dataset)
     present = documents.column_names
-    named = PackingOptions.of(args).named_columns()
+    named = document_columns(present, run.options.named_columns())
     packed = [SEQ_LENGTHS] if SEQ_LENGTHS in present else []
-    kept = [*token_columns(present), *document_columns(present, named), *packed]
+    kept = [*token_columns(present), *named, *packed]
     documents.select_columns(kept).save_to_disk(result / folder_of(name))
     tokens = ArrowDocuments(documents, [*TOKEN_COLUMNS, *packed])
     trained = tokens.num_trained()
     drops = counts is None or any(stage.is_untrained for stage in counts.stages)
-    if not drops and trained.all() and not args.shuffle_dataset:
+    if not drops and trained.all() and not run.args.shuffle_dataset:
         # Runs with and without packing differ in the documents that they drop for having nothing
         # to train, and they shuffle before or after that.
         del settings["packing"]
@@ -151,12 +155,16 @@ def as_text(made: Mapping[str, Any]) -> str:
         rows = quantity(stored["rows"], "row")
         documents = quantity(stored["documents"], "document")
         tokens, trained = stored["tokens"], stored["trained"]
-        share = f"{trained:,} trained ({trained / max(tokens, 1):.0%})"
-        lines.append((name, f"{rows} → {documents} · {tokens:,} tokens · {share}"))
+        line = (
+            f"{rows} → {documents} · {tokens:,} tokens · "
+            f"{trained:,} trained ({trained / max(tokens, 1):.0%})"
+        )
+        lines.append((name, line))
         if stored["counts"] is not None:
             sentences = str(PreparationCounts.from_json(stored["counts"])).splitlines()
             lines += [("", sentence) for sentence in sentences]
-    size = f"{made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
-    how = f"--dataset_name {made['folder']} and the same settings; others are refused"
-    lines += [("written", f"{made['folder']} · {size}"), ("train with", how)]
+    folder = made["folder"]
+    written = f"{folder} · {made['bytes'] / 1e6:,.1f} MB · {made['seconds']:,.0f} s"
+    how = f"--dataset_name {folder} and the same settings; others are refused"
+    lines += [("written", written), ("train with", how)]
     return "\n".join(escape_hidden(f"{name:<12} {text}") for name, text in lines)

@@ -116,16 +116,15 @@ class PackedEpoch:
             if start < stop
         ]
         real = [document for document in found if document.number is not None]
-        tree = None
         if self.collator.shares_prefixes:
             tokens = {k: x[0, : real[-1].stop].numpy() for k, x in apart.items() if x.ndim == 2}
             tree = tree_of_row(tokens, [document.stop - document.start for document in real])
-        if tree is not None:
-            found = [real[at] for at in tree.order]
-            batch = self.collator(documents)
-            stop = batch["labels"].shape[1]
-            yield PackedRow(number, 0, 0, stop, batch, tuple(found), apart, segments_of(tree))
-            return
+            if tree is not None:
+                held = tuple(real[at] for at in tree.order)
+                batch = self.collator(documents)
+                stop = batch["labels"].shape[1]
+                yield PackedRow(number, 0, 0, stop, batch, held, apart, segments_of(tree))
+                return
         of_row = [-1 if d.number is None else int(bins[d.number]) for d in found]
         changes = [i for i in range(1, len(found)) if of_row[i] not in (-1, of_row[i - 1])]
         for index, (first, end) in enumerate(pairwise([0, *changes, len(found)])):
@@ -135,12 +134,16 @@ class PackedEpoch:
     def _document(self, start: int, stop: int, number: int | None) -> RowDocument:
         if number is None:
             return RowDocument(start, stop)
-        row = int(self.traced.rows[number])
-        uncut = int(self.traced.uncut[number])
-        properties = tuple(name for name, has in self.with_property.items() if has[number])
         has_images = IMAGE_IDS in self.documents.columns
-        images = tuple(images_of(self.documents[number])) if has_images else ()
-        return RowDocument(start, stop, number, row, uncut, properties, images)
+        return RowDocument(
+            start,
+            stop,
+            number,
+            row=int(self.traced.rows[number]),
+            uncut=int(self.traced.uncut[number]),
+            properties=tuple(name for name, has in self.with_property.items() if has[number]),
+            images=tuple(images_of(self.documents[number])) if has_images else (),
+        )
 
 
 def collator_of(run: Run) -> PackedCollator:

@@ -42,9 +42,10 @@ def load_model(
         raise ValueError(f"--dtype {dtype} is no data type of torch; try float32 or bfloat16")
     if isinstance(model, str):
         kind = config_of(model, args).model_type
-        is_text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        of_images = not is_text and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        loader = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+        loader: Any = AutoModelForCausalLM
+        others = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in others:
+            loader = AutoModelForImageTextToText
         model = loader.from_pretrained(model, dtype=dtype, **loading_options(args))
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.to(place), PackingOptions.of(args).attention, args.max_length or 1024
@@ -64,9 +65,10 @@ def verify(
     `max_length` tokens.
     """
     first = resolve_attention(model, attention)
-    options: Any = {"max_length": max_length, "gradients": gradients, "training": True}
     for choice in (first, *first.slower):
-        result = check_backend(model, choice, **options)
+        result = check_backend(
+            model, choice, max_length=max_length, gradients=gradients, training=True
+        )
         yield choice.backend, result
         if result:
             return
@@ -79,8 +81,15 @@ def verify_prefixes(
     if reason := take_prefix_keys(model, attention):
         return Refusal(reason)
     longest = random_tokens(model, np.random.default_rng(1))(max_length)
-    options: Any = {"attention": attention, "gradients": gradients, "training": True}
-    return attempt(check_prefixes, model, [longest], PackedCollator(), **options)
+    return attempt(
+        check_prefixes,
+        model,
+        [longest],
+        PackedCollator(),
+        attention=attention,
+        gradients=gradients,
+        training=True,
+    )
 
 
 def as_json(backend: str, result: CheckResult) -> dict[str, Any]:

@@ -10,7 +10,7 @@ the user's own, the model is checked when it is first called on a packed row (`s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,18 +55,20 @@ def make_model_ready(guard: IsolationGuard, args: Any) -> None:
     restore_implementation(guard.base_model)
 
 
+@dataclass(eq=False)
 class RunReport:
     """The report on the epoch that is planned, with what is known of the model by now."""
 
-    planned: PackingReport
-
-    def __init__(self, collators: RunCollators, sharing: PrefixSharing):
-        self.collators, self.sharing = collators, sharing
+    collators: RunCollators
+    sharing: PrefixSharing
+    planned: PackingReport = field(init=False)
 
     @property
     def current(self) -> PackingReport:
         """The report, with the attention, its check and the shapes in use."""
-        mode, guard = self.sharing.mode, self.collators.guard
+        mode = self.sharing.mode
+        guard = self.collators.guard
+        shapes = self.collators.packed.static_shapes
         reason = self.sharing.reason()
         prefixes = self.planned.prefixes
         if mode != "off":
@@ -77,7 +79,7 @@ class RunReport:
             attention=str(guard.attention),
             precision=_FLOAT32 if leaves_out else None,
             checked=guard.checked,
-            tokens_per_micro_batch=self.collators.tokens_per_micro_batch,
+            tokens_per_micro_batch=None if shapes is None else shapes.num_tokens,
             prefixes=None if mode == "off" and reason else prefixes,
         )
 
@@ -273,7 +275,8 @@ class BeforeTraining(TrainerCallback):
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Complete the report on a stream, which is counted as it is read."""
         if self.epochs.stream is not None:
-            counts = self.epochs.stream.counts_of_all_ranks()
-            self.report.planned = replace(self.report.planned, preparation=counts)
+            self.report.planned = replace(
+                self.report.planned, preparation=self.epochs.stream.counts_of_all_ranks()
+            )
             if self.accelerator.is_main_process:
                 self.report.print()

@@ -51,8 +51,9 @@ def write_whole(trainer: Any, trial: Any) -> Iterator[Path]:
     if args.push_to_hub:
         trainer._push_from_checkpoint(str(checkpoint))
     if args.should_save:
-        best = trainer.state.best_model_checkpoint
-        rotate_checkpoints(str(checkpoint.parent), limit, best, use_mtime=True)
+        rotate_checkpoints(
+            str(checkpoint.parent), limit, trainer.state.best_model_checkpoint, use_mtime=True
+        )
 
 
 def last_whole_checkpoint(folder: Path) -> Path | None:

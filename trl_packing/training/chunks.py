@@ -113,8 +113,9 @@ class Chunks:
             seen = {"q": stop - start, "k": stop} if by_kernel else {}
             for of, tokens in seen.items():
                 ends = np.array([0, tokens], dtype=np.int32)
-                chunk[f"cu_seq_lens_{of}"] = to_device(ends, device)
-                cache_values(chunk[f"cu_seq_lens_{of}"], ends)
+                boundaries = to_device(ends, device)
+                cache_values(boundaries, ends)
+                chunk[f"cu_seq_lens_{of}"] = boundaries
                 chunk[f"max_length_{of}"] = tokens
             chunks.append(chunk)
         return chunks
@@ -139,10 +140,7 @@ class Chunks:
     def _step(self, chunk: dict[str, Any], start: int, cache: DynamicCache) -> Tensor:
         """Run a chunk forward and backward; leave gradients of the keys and values before it."""
         loss = self.loss_of(chunk | self._behind(cache, start))
-        total = loss
-        for layer in cache.layers:
-            total = total + layer.zero
-        self.backward(total)
+        self.backward(loss + sum(layer.zero for layer in cache.layers))
         return loss.detach()
 
     def _behind(self, cache: DynamicCache, start: int) -> dict[str, Any]:
@@ -225,8 +223,8 @@ def check_chunks(model: nn.Module) -> None:
     before = [parameter.grad for parameter in trained]
     drawn = random_tokens(base, np.random.default_rng(0))(_CHECKED)
     ids = torch.from_numpy(drawn)[None].to(base.device)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(len(drawn))[None]}
-    batch["position_ids"] = batch["position_ids"].to(base.device)
+    positions = torch.arange(len(drawn), device=base.device)[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
 
     def loss_of(chunk: dict[str, Any]) -> Tensor:
         labels = chunk.pop("labels")

@@ -82,10 +82,8 @@ class RunCollators:
             return WeightedPaddedCollator(self.padded, self.run.options.loss_weighting)
         if self.packed.static_shapes is None:
             return self.packed.replaced(shares_prefixes=self._shares_in_evaluation)
-        if self.run.eval_packing:
-            shapes = self._shapes(self.run.args.eval_batch_size)
-            return self.packed.replaced(static_shapes=shapes)
-        return self.packed.replaced(static_shapes=None)
+        shapes = self._shapes(self.run.args.eval_batch_size) if self.run.eval_packing else None
+        return self.packed.replaced(static_shapes=shapes)
 
     def for_probes(self) -> PackedCollator:
         """Return the collator of the isolation check: probes fill one bin or two."""
@@ -106,12 +104,6 @@ class RunCollators:
             # In place, because the data loader already holds the collator.
             self.packed.shares_prefixes = shares
 
-    @property
-    def tokens_per_micro_batch(self) -> int | None:
-        """Tokens of every micro-batch, padding included; None if they differ."""
-        shapes = self.packed.static_shapes
-        return None if shapes is None else shapes.num_tokens
-
     def hold_shapes(self, bins: int, sampler: PackedBatchSampler | None) -> None:
         """Give every training micro-batch of `bins` bins one shape, if the config asks for it.
 
@@ -119,19 +111,19 @@ class RunCollators:
         """
         if not self.run.options.static_shapes:
             return
-        of_epoch: dict[str, int] = {}
-        if sampler is not None:
-            most = max(map(len, sampler.micro_batches()))
-            of_epoch = {"most_documents": most, "longest": int(sampler.lengths.max())}
         # In place, as the trainer and its data loader hold the collator.
-        self.packed.static_shapes = self._shapes(bins, **of_epoch)
+        self.packed.static_shapes = self._shapes(bins, sampler)
         self.drop_shapes_of_padded_rows()
 
-    def _shapes(self, bins: int, **of_epoch: int) -> StaticShapes:
-        """Return the one shape of all micro-batches of `bins` bins."""
-        of_epoch = {"longest": self.run.args.max_length} | of_epoch
+    def _shapes(self, bins: int, sampler: PackedBatchSampler | None = None) -> StaticShapes:
+        """Return the one shape of all micro-batches of `bins` bins, which `sampler` may know."""
+        longest = self.run.args.max_length
+        most = None
+        if sampler is not None:
+            longest = int(sampler.lengths.max())
+            most = max(map(len, sampler.micro_batches()))
         num_tokens = self.run.tokens_of_bins(bins)
-        return StaticShapes.for_model(self.guard.base_model, num_tokens, **of_epoch)
+        return StaticShapes.for_model(self.guard.base_model, num_tokens, longest, most)
 
     def drop_shapes_of_padded_rows(self) -> None:
         """Hold no shape where the attention in use pads rows: their shapes follow the documents."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.logging import get_logger
 from datasets import IterableDataset
@@ -20,7 +19,6 @@ from trl_packing.loss.sums import Sources
 from trl_packing.packing.bins import find_strategy
 from trl_packing.packing.draw import packing_seed
 from trl_packing.packing.sampler import PackedBatchSampler
-from trl_packing.run.sampling import Sampling
 from trl_packing.run.sources import columns_of, documents_of, training_columns, weight_columns
 from trl_packing.run.stream import StreamBatches, StreamSettings
 from trl_packing.training.before_training import BeforeTraining
@@ -40,12 +38,6 @@ _OF_BINS = (
     "mixture",
     "sequence_parallel_size",
 )
-
-
-def keep_batches_whole(accelerator: Accelerator) -> None:
-    """Keep accelerate from cutting boundaries as if they were rows, on a single rank."""
-    loading = accelerator.dataloader_config
-    loading.split_batches = loading.dispatch_batches = False
 
 
 @dataclass(eq=False)
@@ -77,11 +69,6 @@ class PackedLoaders:
         self.collators = self.before.collators
         self.epochs = self.before.epochs
 
-    @property
-    def sampling(self) -> Sampling:
-        """What draws micro-batches now."""
-        return self.before.sampling
-
     def train(
         self, by_trl: ByTrl, dataset: Any, sampler_of: Any, max_tokens: int | None
     ) -> DataLoader:
@@ -100,7 +87,7 @@ class PackedLoaders:
         self.meter.set_sources(() if before.sources is None else before.sources.names)
         if before.documents is None:
             if self.run.packing:
-                self.room = self.run.args.max_length * self.sampling.batch_size
+                self.room = self.run.args.max_length * before.sampling.batch_size
             dataloader = self._stream(dataset, before.sources, packed, training=True)
             self.epochs.set_stream(dataloader.dataset)
             return dataloader
@@ -109,7 +96,7 @@ class PackedLoaders:
         planned = getattr(drawn, "batch_sampler", drawn)  # a single rank has no wrapper
         if isinstance(planned, PackedBatchSampler):
             self.room = planned.tokens_per_batch
-            self.epochs.start(planned, before.documents, self.sampling.settings(before.mixture))
+            self.epochs.start(planned, before.documents, before.sampling.settings(before.mixture))
             if planned is not drawn:
                 # A resumed epoch wraps the sampler again, and `set_epoch` reaches only the wrapper:
                 # without it two ranks replay epoch 0 (transformers 5.23, accelerate 1.15).
@@ -129,8 +116,8 @@ class PackedLoaders:
                 raise ValueError(f"{name}={value!r}, but {drawn}; leave {name} out")
         if self.run.packing:
             logger.warning_once(
-                f"{drawn}: a micro-batch is {self.sampling.batch_size} documents without padding; "
-                "leave the method out, or return super()'s, to pack them"
+                f"{drawn}: a micro-batch is {self.before.sampling.batch_size} documents without "
+                "padding; leave the method out, or return super()'s, to pack them"
             )
 
     def evaluate(
@@ -169,13 +156,12 @@ class PackedLoaders:
             dataloader = self._stream(dataset, None, collator, training=False)
         else:
             if is_stream:  # the reader of packed streams checks the limits itself
-                limits = self.before.guard.limits
-                checked = dataset.map(limits.checked, with_indices=True)
+                checked = dataset.map(self.before.guard.limits.checked, with_indices=True)
                 rows = checked.select_columns(training_columns(dataset))
             else:
                 rows = documents_of(dataset, self.run.call.compute_loss_func, sources)
             if not padded and self.evaluates_bins:
-                sampler_of = self.sampling.for_evaluation
+                sampler_of = self.before.sampling.for_evaluation
             elif not padded and collator.share[1] > 1:
                 raise ValueError(
                     f"sequence_parallel_size={collator.share[1]}, but _get_eval_sampler of "
@@ -196,8 +182,8 @@ class PackedLoaders:
     ) -> Any:
         """Return the data loader of a stream; its `dataset` is the `StreamBatches`."""
         args = self.run.args
-        sampling = self.sampling
-        ranks, rank = self.sampling.ranks
+        sampling = self.before.sampling
+        ranks, rank = sampling.ranks
         packing = self.run.packing if training else self.run.eval_packing
         shuffles = training and packing and args.train_sampling_strategy != "sequential"
         groups = packing and sampling.draws_groups(training)

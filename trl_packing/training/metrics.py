@@ -95,8 +95,7 @@ class ThroughputMeter:
         """
         # The clock starts here: before, readers start up, and a resumed run skips batches.
         self.start_clock()
-        first = self.trained.width
-        counts, of_sources = np.split(self._local[first:], [len(COUNTS)])  # views
+        counts, of_sources = np.split(self._local[self.trained.width :], [len(COUNTS)])  # views
         for row in filter(None, map(host_row, batches)):
             if not row.is_counted:
                 continue
@@ -177,9 +176,9 @@ class ThroughputMeter:
         seconds = self.seconds()
         step = self.state.global_step
         if is_interval:
-            past = seconds - self._last_seconds
-            steps = step - self._last_step
-            self._logs = self._metrics(self._interval, past, steps)
+            self._logs = self._metrics(
+                self._interval, seconds - self._last_seconds, step - self._last_step
+            )
             self._last_seconds, self._last_step = seconds, step
         self._write_token_means()
         if is_end:
@@ -187,8 +186,9 @@ class ThroughputMeter:
             found = {"seconds": seconds}
             if run["room"]:
                 # transformers would count bins as samples.
-                a_second = run["documents"] / logs["train_runtime"]
-                logs["train_samples_per_second"] = round(a_second, 3)
+                logs["train_samples_per_second"] = round(
+                    run["documents"] / logs["train_runtime"], 3
+                )
                 found |= {name: run[name] for name in self._counted()}
             found |= self._metrics(self._run, seconds, step - self._first_step)
             self._logs = {f"train_{name}": value for name, value in found.items()}
@@ -218,8 +218,11 @@ class ThroughputMeter:
         """Return what a vector holds."""
         ends = self.trained.width, self.trained.width + len(COUNTS)
         sums, counts, tokens = np.split(vector, ends)
-        named = dict(zip(COUNTS, map(int, counts), strict=True))
-        return Counted(Sums.of(sums), named, [int(n) for n in tokens])
+        return Counted(
+            Sums.of(sums),
+            dict(zip(COUNTS, map(int, counts), strict=True)),
+            [int(n) for n in tokens],
+        )
 
     def _counted(self) -> list[str]:
         """Return the names of the counts that the logs of this run have."""

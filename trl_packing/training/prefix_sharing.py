@@ -7,6 +7,7 @@ in use takes keys of their own, and the check of this model shows that siblings 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,25 +22,21 @@ from trl_packing.training.collators import RunCollators
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class PrefixSharing:
     """Turns the sharing of prefixes in rows of `collators` on where it is exact.
 
-    `loss_is_ours` says before each run whether no function of a user computes the loss, and
-    `balances_experts` that it holds the balance of a mixture of experts.
+    `mode` is `prefix_sharing` of the run. `loss_is_ours` says before each run whether no function
+    of a user computes the loss, and `balances_experts` that it holds the balance of a mixture of
+    experts.
     """
 
-    def __init__(
-        self,
-        collators: RunCollators,
-        *,
-        loss_is_ours: Callable[[], bool],
-        balances_experts: bool,
-    ):
-        self.guard = collators.guard
-        self.collators = collators
-        self.mode = collators.run.options.prefix_sharing
-        self.loss_is_ours, self.balances_experts = loss_is_ours, balances_experts
-        self._failures: dict[tuple[str, bool], str | None] = {}  # by backend and mode of the model
+    collators: RunCollators
+    mode: str
+    loss_is_ours: Callable[[], bool]
+    balances_experts: bool
+    # By backend and mode of the model.
+    _failures: dict[tuple[str, bool], str | None] = field(default_factory=dict)
 
     def draws_groups(self, training: bool) -> bool:
         """Return whether bins and steps hold groups, as far as is known of the model."""
@@ -60,7 +57,7 @@ class PrefixSharing:
         # Bins of groups hold the tokens of shared rows.
         shares = self.mode == "group" or (self.mode == "bin" and pays)
         if shares:
-            key = (self.guard.attention.backend, training)
+            key = (self.collators.guard.attention.backend, training)
             if key not in self._failures and self._why_not(training) is None:
                 self._failures[key] = self._failure(model, documents, training)
             reason = self.reason(training)
@@ -73,12 +70,13 @@ class PrefixSharing:
 
     def reason(self, training: bool = True) -> str | None:
         """Return why rows of this mode do not share; None if they do, or may."""
-        checked = self.guard.attention.backend, training
-        return self._why_not(training) or self._failures.get(checked)
+        backend = self.collators.guard.attention.backend
+        return self._why_not(training) or self._failures.get((backend, training))
 
     def _why_not(self, training: bool) -> str | None:
         """Return why no model could share in this mode of the run, or None."""
-        collators, model = self.collators, self.guard.model
+        collators = self.collators
+        guard = collators.guard
         if collators.packed.images is not None:
             return "an image belongs to one document"
         if self.balances_experts:
@@ -89,20 +87,23 @@ class PrefixSharing:
             return "data_collator is your own, and may change a token for one document only"
         if noise := collators.run.args.neftune_noise_alpha:
             return f"neftune_noise_alpha={noise} draws noise for each document"
-        if training and (strength := find_randomness(model)):
+        if training and (strength := find_randomness(guard.model)):
             return f"{strength} draws for each document; set it to 0 to share prefixes"
-        peft_config = getattr(model, "active_peft_config", None)
+        peft_config = getattr(guard.model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             return "virtual tokens stand in front of each row"
-        return take_prefix_keys(self.guard.base_model, self.guard.attention.backend)
+        return take_prefix_keys(guard.base_model, guard.attention.backend)
 
     def _failure(self, model: Any, documents: Sequence[np.ndarray], training: bool) -> str | None:
         """Return how the check of this model failed on some rank, or None."""
-        options: dict[str, Any] = {
-            "collator": self.collators.for_probes(),
-            "training": training,
-            "attention": str(self.guard.attention),
-            "fused_head": True,
-        }
-        result = worst_of_ranks(attempt(check_prefixes, model, documents, **options))
+        result = attempt(
+            check_prefixes,
+            model,
+            documents,
+            collator=self.collators.for_probes(),
+            training=training,
+            attention=str(self.collators.guard.attention),
+            fused_head=True,
+        )
+        result = worst_of_ranks(result)
         return None if result else str(result)

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +69,20 @@ def marks_of(documents: ArrowDocuments) -> list[int]:
     return [len(lengths), zlib.crc32(np.concatenate([lengths, *ends]).tobytes())]
 
 
+@dataclass(eq=False)
 class ResumedEpochs:
     """Knows which documents of the current epoch are trained, and where a resumed run continues."""
 
-    def __init__(self, args: Any):
-        self.args = args
-        self.stream: StreamBatches | None = None  # that the run trains
-        self._checkpoint: Path | None = None  # to resume from
-        self._record: EpochRecord | None = None  # in it
-        self._sampler: Any = None  # of the training that runs, if it is ours
-        self._settings: dict[str, Any] = {}  # on which its epochs depend
-        self._marks: Any = None  # of its documents
-        self._position: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
-        self._epoch = 0
-        self._first_step = 0  # the step of the run at which the epoch began
+    args: Any
+    stream: StreamBatches | None = None  # that the run trains
+    _checkpoint: Path | None = None  # to resume from
+    _record: EpochRecord | None = None  # in it
+    _sampler: Any = None  # of the training that runs, if it is ours
+    _settings: dict[str, Any] = field(default_factory=dict)  # on which its epochs depend
+    _marks: Any = None  # of its documents
+    _position: tuple[int, int] | None = None  # the epoch that continues, its steps to skip
+    _epoch: int = 0
+    _first_step: int = 0  # the step of the run at which the epoch began
 
     @contextmanager
     def resuming(self, checkpoint: Any) -> Iterator[None]:
@@ -132,8 +132,8 @@ class ResumedEpochs:
             if value != then.get(name)
         ]
         if self._marks != record.documents:
-            number = self._marks[0]
-            changes = [f"{record.documents[0]} documents then, {number} others now", *changes]
+            numbers = f"{record.documents[0]} documents then, {self._marks[0]} others now"
+            changes = [numbers, *changes]
         elif then["mixture"] == now["mixture"]:
             self._sampler.set_epoch(record.epoch)
             if self._trained_in(record.steps) == record.trained:
@@ -220,12 +220,13 @@ class ResumedEpochs:
         epoch = self._epoch
         steps = step - self._first_step
         if steps >= self._num_steps(len(self._sampler)):
-            epoch = epoch + 1
+            epoch += 1
             steps = 0
         self._sampler.set_epoch(self._epoch)  # a callback may have made a data loader too
         trained = self._trained_in(steps)
-        record = EpochRecord(step, epoch, steps, self._settings, self._marks, trained)
-        record.save(checkpoint / FILE)
+        EpochRecord(step, epoch, steps, self._settings, self._marks, trained).save(
+            checkpoint / FILE
+        )
 
     def _stream_file(self, checkpoint: Path) -> Path:
         return checkpoint / f"stream_{self.args.process_index}.json"

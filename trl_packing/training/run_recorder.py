@@ -22,7 +22,6 @@ from transformers import TrainerCallback
 
 from trl_packing.attention.backends import PADDED
 from trl_packing.config import PackingOptions
-from trl_packing.isolation.guard import IsolationGuard
 from trl_packing.pages.page import storable
 from trl_packing.pages.record import (
     FILE,
@@ -57,8 +56,7 @@ class RunRecorder(TrainerCallback):
     path: str  # of the run, in words
     trl_path: str | None  # the reason, on TRL's path
     data: dict[str, str]  # facts of the training set
-    report: RunReport | None  # None on TRL's path, and so is `guard`
-    guard: IsolationGuard | None
+    report: RunReport | None  # None on TRL's path
     total: Callable[[], int]  # the tokens that TRL logs
     record: RunRecord | None = None  # of the run that trains, or trained last
     _is_training: bool = False
@@ -86,16 +84,21 @@ class RunRecorder(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         with self._guarded():
             self._args, self._state = args, state
-            model, step = kwargs["model"], state.global_step
+            model = kwargs["model"]
+            step = state.global_step
             name = getattr(getattr(model, "config", None), "_name_or_path", "")
             name_of = torch.cuda.get_device_name if args.device.type == "cuda" else str
-            facts = {"model": name or type(model).__name__, "device": name_of(args.device)}
             self.record = record = RunRecord(
                 name=args.run_name or args.output_dir,
                 settings=all_settings(args),
                 changed=changed_settings(args),
                 versions=installed_versions(),
-                facts=facts | {"ranks": str(args.world_size)} | self.data,
+                facts={
+                    "model": name or type(model).__name__,
+                    "device": name_of(args.device),
+                    "ranks": str(args.world_size),
+                    **self.data,
+                },
             )
             for name, config in (getattr(model, "peft_config", None) or {}).items():
                 adapter = "peft." if name == "default" else f"peft {name}."
@@ -144,15 +147,16 @@ class RunRecorder(TrainerCallback):
         step = self._state.global_step
         now = Totals(seconds=counts["seconds"])
         if self.trl_path:
-            tokens = self.total() - self.meter.tokens_before
-            now = now._replace(tokens=tokens or None)
+            now = now._replace(tokens=self.total() - self.meter.tokens_before or None)
         elif counts["room"] or not step:  # rows of a user's collator have no copy on the CPU
             counted: Any = {name: counts[name] for name in Totals.__annotations__}
-            if self.guard and self.guard.attention.backend in PADDED:  # where nobody counts
+            guard = self.report and self.report.collators.guard
+            if guard and guard.attention.backend in PADDED:  # where nobody counts
                 counted["computed_tokens"] = None
             now = Totals(**counted)
-        pairs = zip(self._before, now, strict=True)
-        sums: Any = (None if None in pair else sum(pair) for pair in pairs)
+        sums: Any = (
+            None if None in pair else sum(pair) for pair in zip(self._before, now, strict=True)
+        )
         self.record.totals[step] = Totals(*sums)
 
     def _up_to_now(self, status: str | None = None) -> RunRecord:

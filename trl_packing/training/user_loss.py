@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from trl_packing.attention.calls import allows_other_rows, current_row
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class OtherModels:
     """Watches the first micro-batches of a user's loss, by a hook on modules other than `model`."""
 
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._watched_steps = 4
+    model: nn.Module
+    _watched_steps: int = 4
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -46,7 +47,7 @@ class OtherModels:
             return
         is_told = arguments.get("position_ids") is not None and arguments.get("use_cache") is False
         # A copy of the run's model, or an enabled one, has a way of packed calls.
-        if is_told or hasattr(module.forward, "packed_way") or module in self._model.modules():
+        if is_told or hasattr(module.forward, "packed_way") or module in self.model.modules():
             return
         self._watched_steps = 0
         logger.warning_once(
