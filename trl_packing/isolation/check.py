@@ -297,7 +297,7 @@ def check_fused_head(model: nn.Module) -> bool:
     read = {id(getattr(head, name, None)) for name in ("weight", "bias")}
     if head is None or any(p.requires_grad and id(p) not in read for p in head.parameters()):
         return False
-    ids = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
+    ids = random_tokens(inner)(MIN_TOKENS)
     with preserve_state(model, training=True):
         batch = _alone_batch(inner, None, {"input_ids": ids})
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -48,7 +47,7 @@ def run_mixing_modules_by_document(
     base = unwrap_peft(inner)
     if any(hasattr(parameter, "ds_id") for parameter in base.parameters()):
         return []  # ranks have other numbers of documents, and would wait for each other
-    draw = random_tokens(inner, np.random.default_rng(0))
+    draw = random_tokens(inner)
     document = draw(_TOKENS)
     batches = []
     for _ in range(2):

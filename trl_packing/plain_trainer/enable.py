@@ -150,7 +150,7 @@ def _check_model(model: Any, base: Any) -> None:
 @torch.no_grad()
 def _check_loss(model: Any, base: Any) -> None:
     """Raise ValueError if the native loss of `model` is not that of the next token."""
-    drawn = random_tokens(base, np.random.default_rng(0))
+    drawn = random_tokens(base)
     device = next(model.parameters()).device
     ids = torch.from_numpy(drawn(_NUM_TOKENS))[None].to(device)
     batch: Call = {"input_ids": ids, "use_cache": False}
@@ -223,7 +223,7 @@ class EnabledPacking:
             guard.trust(documents, **mode)
             return
         if crosses:
-            draw = random_tokens(model, np.random.default_rng(0))
+            draw = random_tokens(model)
             documents = [*documents[:1], draw(longest)]
         guard.model = model  # it may be a copy
         with temporarily(self, is_checking=True):

@@ -172,7 +172,7 @@ class ImageGuard(IsolationGuard):
         documents = super().sample(dataset, max_length)
         if self._isolation_check != "off" and IMAGE_ROW in (dataset.column_names or ()):
             self._with_images = documents_to_check(dataset, self.store)
-        draw = random_tokens(self.base_model, np.random.default_rng(0))
+        draw = random_tokens(self.base_model)
         fields = vars(self.base_model.config).items()
         ids = [v for k, v in fields if k.endswith(("token_id", "token_index")) and type(v) is int]
         return [np.where(np.isin(d, ids), draw(len(d)), d) for d in documents]
