@@ -22,14 +22,13 @@ from torch.nn.attention.bias import causal_lower_right
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
 from trl_packing.attention.prefix_keys import (
     PrefixKeys,
+    add_sinks,
     blocks_of_nodes,
     blocks_of_segments,
     gradient_of_sinks,
-    lse_with_sinks,
     merge_softmax,
     prefix_keys,
     segments_with_prefixes,
-    share_of_keys,
 )
 from trl_packing.documents.host_row import host_boundaries, host_values
 
@@ -118,9 +117,7 @@ def _forward_op(
         output[rows], lse[:, rows] = out, tile_lse
     output = output.to(query.dtype)
     if sinks is not None:
-        with_sinks = lse_with_sinks(lse, sinks)
-        output.mul_(share_of_keys(lse, with_sinks).to(output.dtype))
-        lse = with_sinks
+        lse = add_sinks(output, lse, sinks)
     return output, lse
 
 
