@@ -28,9 +28,9 @@ from trl_packing.attention import (
 )
 from trl_packing.attention.interface import implementation_name
 from trl_packing.attention.model_facts import (
+    PACKED_NAMES,
     current_implementation,
     invokes_adapter,
-    is_packed_implementation,
     layer_values,
     native_implementation,
     text_config,
@@ -203,7 +203,7 @@ def _choices_that_fit(
             )
         kernels = [AttentionChoice(current, None, "the model was loaded with it")]
         flash = []
-    elif current not in ("None", "sdpa", "eager") and not is_packed_implementation(current):
+    elif current not in ("None", "sdpa", "eager") and current not in PACKED_NAMES:
         return [AttentionChoice("model", None, f"the model was loaded with {current!r}")]
     reasons = {"varlen": "no flash-attn package needed", "documents": runs_in}
     kernels += [

@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from trl_packing.attention.flash_attn import gathers_prefix_keys
 from trl_packing.attention.model_facts import (
+    PACKED_NAMES,
     current_implementation,
-    is_packed_implementation,
     set_implementation,
 )
 from trl_packing.documents.boundaries import position_ids_from_lengths
@@ -181,7 +181,7 @@ def _run_inside(running: Any, function: Callable[..., Any], /, *args: Any, **kwa
 
 def needs_no_mask() -> bool:
     """Whether a packed call runs on a kernel that needs boundaries only."""
-    return _running is not None and is_packed_implementation(_running[0].implementation)
+    return _running is not None and _running[0].implementation in PACKED_NAMES
 
 
 def complete_arguments(
@@ -414,7 +414,7 @@ def _run_call(
         set_implementation(module, way.implementation)
     if kwargs.get("key_index") is not None:
         attention = way.attention or current_implementation(module)
-        if not (is_packed_implementation(attention) or gathers_prefix_keys(attention)):
+        if attention not in PACKED_NAMES and not gathers_prefix_keys(attention):
             raise NotImplementedError(
                 f"attention={attention!r} has one set of boundaries for queries and keys, and the "
                 "row has shared prefixes (key_index); set prefix_sharing='off'"

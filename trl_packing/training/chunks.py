@@ -28,8 +28,8 @@ from trl_packing.attention.calls import packed_way, use_current_row
 from trl_packing.attention.flash_attn import is_flash_attention
 from trl_packing.attention.install import use_native_attention
 from trl_packing.attention.model_facts import (
+    PACKED_NAMES,
     current_implementation,
-    is_packed_implementation,
     unwrap_model,
     unwrap_peft,
     without_checkpointing,
@@ -84,7 +84,7 @@ class Chunks:
         """
         base = unwrap_peft(unwrap_model(self.model))
         way, name = packed_way(base), current_implementation(base)
-        by_kernel = is_packed_implementation(name) or is_flash_attention(name)
+        by_kernel = name in PACKED_NAMES or is_flash_attention(name)
         by_kernel &= way is not None and way.run is not None and way.attention is None
         chunks = self._cut(batch, length, base.device, by_kernel)
         attention = nullcontext() if by_kernel else use_native_attention(base)
