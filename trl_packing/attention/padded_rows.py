@@ -190,8 +190,12 @@ def _is_trained(labels: Tensor, row: Rows) -> np.ndarray:
 def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
     """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
+    if torch.is_tensor(first) and first.dim() == 0:
+        # A sum of losses, of which those of forwards of weight 0 may not be finite.
+        losses = [loss * weight for loss, weight in zip(outputs, weights, strict=True) if weight]
+        return torch.stack(losses).sum() if losses else first * 0
     if torch.is_tensor(first):
-        return _joined_tensor(outputs, rows, weights)
+        return _joined_tensor(outputs, rows)
     if isinstance(first, tuple):
         return tuple(_joined(list(parts), rows, weights) for parts in zip(*outputs, strict=True))
     if not is_dataclass(first):  # no caches and states of single forwards
@@ -208,15 +212,7 @@ def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
     return make(**joined)
 
 
-def _joined_scalar(parts: list[Tensor], weights: list[float]) -> Tensor:
-    """Return the weighted sum of losses; forwards of weight 0 may have none that is finite."""
-    weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
-    return torch.stack(weighted).sum() if weighted else parts[0] * 0
-
-
-def _joined_tensor(parts: list[Tensor], rows: list[Rows], weights: list[float]) -> Tensor | None:
-    if parts[0].dim() == 0:
-        return _joined_scalar(parts, weights)
+def _joined_tensor(parts: list[Tensor], rows: list[Rows]) -> Tensor | None:
     shapes = [row.token.shape for row in rows]
     if shapes[0].numel() == 1:  # a masked token alone, and idle forwards
         return parts[0]
