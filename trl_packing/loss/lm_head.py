@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from trl.kernels.chunked_logprob import _use_triton
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
@@ -137,7 +138,7 @@ def _score(
             if not torch.is_grad_enabled():  # else the forward would compute gradients
                 of_head = [None if x is None else x.detach() for x in of_head]
             scored = (hidden.to(weight.device).flatten(0, 1)[at], *of_head, targets)
-            if not _has_triton(weight):
+            if not _use_triton(weight.device):
                 return TrainedLogProbs.apply(*scored, scale, softcap)
             by_trl, chunk = trl_utils._ChunkedLogProbFunction, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
             options = (1.0, chunk, softcap, scale, ("log_probs", "entropy", "is_top1"))
@@ -173,12 +174,6 @@ def _output(
         is_top1=is_top1,
         label_mask=mask,
     )
-
-
-def _has_triton(weight: Tensor) -> bool:
-    from trl.kernels.chunked_logprob import _use_triton
-
-    return _use_triton(weight.device)
 
 
 def _logit_scale(config: Any) -> float:
