@@ -18,8 +18,7 @@ T tokens of the row, t = T / N tokens of a rank, H heads, h = H / N heads of a r
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from math import gcd
 from typing import Any
@@ -98,18 +97,9 @@ def _group_of_row(size: int, _world: Any) -> Any:
     return dist.new_subgroups(group_size=size)[0]
 
 
-_patience: timedelta | None = None  # None waits as long as the process group does
-
-
-@contextmanager
-def wait_at_most(seconds: float) -> Iterator[None]:
-    """Raise RuntimeError where a rank waits longer inside the block: another may have failed."""
-    global _patience
-    before, _patience = _patience, timedelta(seconds=seconds)
-    try:
-        yield
-    finally:
-        _patience = before
+# Seconds after which a rank that waits raises RuntimeError, because another may have failed; None
+# waits as long as the process group does.
+patience: float | None = None
 
 
 class _Exchange(torch.autograd.Function):
@@ -122,10 +112,11 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx, parts, group):
         ctx.group = group
         received = torch.empty_like(parts)
-        if _patience is None:
+        if patience is None:
             dist.all_to_all_single(received, parts, group=group)
         else:
-            dist.all_to_all_single(received, parts, group=group, async_op=True).wait(_patience)
+            work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+            work.wait(timedelta(seconds=patience))
         return received
 
     @staticmethod

@@ -18,6 +18,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
+from trl_packing.attention import sequence_parallel
 from trl_packing.attention.backends import (
     PADDED,
     AttentionChoice,
@@ -25,10 +26,14 @@ from trl_packing.attention.backends import (
     resolve_attention,
 )
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
+from trl_packing.attention.model_facts import (
+    length_constants,
+    rope_thresholds,
+    temporarily,
+    unwrap_peft,
+)
 from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import NAME as BY_DOCUMENT
-from trl_packing.attention.sequence_parallel import wait_at_most
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
@@ -291,7 +296,7 @@ class IsolationGuard:
             by_document[:] = _install(self.model, choice, wrapped, training, ranks_alike=alike)
             thorough = bool(failed) or choice.backend in PADDED
             made = self.probes(documents, thorough=thorough)
-            with wait_at_most(_PATIENCE):
+            with temporarily(sequence_parallel, patience=_PATIENCE):
                 return check_probes(wrapped, made, attention=str(choice), **options)
 
         for choice in choices:
