@@ -82,8 +82,8 @@ def probes(
         return _contaminated_in_one_row(made)
     most = longest[: longest_alone(model)]
     before = [draw(13)] if len(most) == len(longest) else [draw(len(longest)), draw(13)]
-    names = f"of {len(most):,} tokens", f"after {len(longest):,} tokens"
-    made += _behind(before, dict(zip(names, (most, other[: len(most)]), strict=True)), room)
+    given = {f"of {len(most):,} tokens": most, f"after {len(longest):,} tokens": other[: len(most)]}
+    made += _behind(before, given, room)
     if thorough:
         # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
         shorter = most[: max(2, len(most) * 9 // 10)]
@@ -172,7 +172,7 @@ def _contaminated_in_one_row(made: list[Probe]) -> list[Probe]:
 
 
 def _at_both_ends(positions: np.ndarray) -> np.ndarray:
-    return np.unique(np.concatenate([positions[:_POSITIONS], positions[-_POSITIONS:]]))
+    return np.union1d(positions[:_POSITIONS], positions[-_POSITIONS:])
 
 
 def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Probe]:
