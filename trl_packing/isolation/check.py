@@ -463,7 +463,7 @@ def round_differently(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if next(module.children(), None) is None:
-                stack.callback(module.register_forward_hook(move).remove)
+                stack.enter_context(module.register_forward_hook(move))
         yield
 
 
@@ -542,7 +542,7 @@ def _logits_at(model: Any, inner: Any, batch: dict[str, Any], rows: np.ndarray) 
 
     with ExitStack() as stack:
         if isinstance(head, nn.Module):
-            stack.callback(head.register_forward_pre_hook(keep).remove)
+            stack.enter_context(head.register_forward_pre_hook(keep))
         logits = _logits_of(model(**batch))
     return (logits if kept else logits[:, rows])[0].float()
 

@@ -82,8 +82,7 @@ def _first_that_mixes(model: Any, base: nn.Module, batches: list[dict[str, Any]]
         with ExitStack() as stack, restore_state(model):
             for module in base.modules():
                 if id(module) not in wholes:
-                    handle = module.register_forward_hook(record, with_kwargs=True)
-                    stack.callback(handle.remove)
+                    stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
             model(**batch)
         seen.append(calls)
     for (module, *first), (other, *second) in zip(*seen, strict=False):
