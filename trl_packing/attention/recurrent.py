@@ -104,7 +104,7 @@ class RecurrentFunction:
         self.name = facts["func_name"]
         self.package = facts["package"]
         self.is_kernel = facts["is_new_implementation"]
-        self.is_convolution = facts["func_name"] == "causal_conv1d_fn"
+        self.is_convolution = self.name == "causal_conv1d_fn"
         # Names of the arguments of the kernel that is installed.
         self.arguments = facts["applicable_params"] if self.is_kernel else ()
         self._dims: dict[Any, int] = {}  # the dimension of tokens, by argument
@@ -252,10 +252,8 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
 
 def describe(model: nn.Module, device: str) -> str | None:
     """Return how recurrent functions of `model` run on a kind of device, None without any."""
-    missing = set()
-    for recurrent in take_documents(model):
-        if not recurrent.is_kernel:
-            missing.add(recurrent.package)  # of functions that only decode, too
+    # Of functions that only decode, too.
+    missing = {recurrent.package for recurrent in take_documents(model) if not recurrent.is_kernel}
     if missing and device != "cuda":
         return "recurrent layers by document"
     if "causal_conv1d" in missing and _convolution_of_fla():
@@ -361,8 +359,7 @@ def _parts(value: Any, layout: Layout, num_tokens: int) -> list[Any]:
     if value.shape[:2] == (1, num_tokens):
         return layout.split(value, 1)
     if value.shape[1:3] == (1, num_tokens):  # positions in several dimensions, (axes, 1, T)
-        axes = [layout.split(axis, 1) for axis in value]
-        return [torch.stack(of_batch) for of_batch in zip(*axes, strict=True)]
+        return [part.transpose(0, 1) for part in layout.split(value.transpose(0, 1), 2)]
     return [value] * len(layout.shapes)
 
 
