@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from trl_packing.attention import neftune
-from trl_packing.attention.calls import other_rows, wrap_packed_calls
+from trl_packing.attention.calls import Call, Forward, other_rows, wrap_packed_calls
 from trl_packing.attention.model_facts import (
     checkpointed_layers,
     invokes_adapter,
@@ -51,7 +51,7 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
     """Run packed calls of `model`, whole or a backbone, by forwards of `group_documents`."""
     keeps_position_ids = requires(model, "position_ids")
 
-    def run_padded(module: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def run_padded(module: nn.Module, forward: Forward, kwargs: Call) -> Any:
         boundaries = host_boundaries(kwargs["cu_seq_lens_q"])
         batch = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
         if keeps_position_ids:

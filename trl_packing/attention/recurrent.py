@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trl_packing.attention.calls import (
+    Call,
+    Forward,
     packed_row,
     packed_way,
     refuse_recomputation,
@@ -320,8 +322,8 @@ def run_parts_whole(model: nn.Module) -> None:
 
 def _run_by_document(
     module: nn.Module,
-    forward: Callable[..., Any],
-    arguments: dict[str, Any],
+    forward: Forward,
+    arguments: Call,
     row: Mapping[str, Any],
 ) -> Any:
     """Run a module inside a packed call on each document by itself."""
@@ -373,9 +375,7 @@ def _joined_output(outputs: list[Any], layout: Layout) -> Any:
     return None  # a state of documents, or nothing
 
 
-def run_again_as_packed(
-    module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
-) -> Any:
+def run_again_as_packed(module: nn.Module, forward: Forward, arguments: Call) -> Any:
     """Run a packed call, and the layers that gradient checkpointing runs again, as packed."""
     if not torch.is_grad_enabled():  # no backward runs anything again
         return forward(**arguments)

@@ -23,7 +23,13 @@ from trl.kernels.chunked_logprob import _use_triton
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from trl_packing.attention.calls import complete_arguments, current_row, unbind_forward
+from trl_packing.attention.calls import (
+    Call,
+    Forward,
+    complete_arguments,
+    current_row,
+    unbind_forward,
+)
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
 from trl_packing.attention.sequence_parallel import gather_row, num_shares
 from trl_packing.documents.host_row import host_row, is_cpu, is_trained, to_device
@@ -45,7 +51,7 @@ def add_trained_positions_head(model: Any) -> None:
     scale = _logit_scale(config)
     softcap = getattr(config, "final_logit_softcapping", None)
 
-    def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def score(inner: Forward, self: Any, args: Any, kwargs: Call) -> Any:
         head = self.get_output_embeddings()
         if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
             # accelerate 1.15 gathers the final norm alike, if it finds one (not in PEFT and
@@ -74,7 +80,7 @@ def use_native_head(model: Any) -> None:
     For heads that are more than a matrix. The output is that of `add_trained_positions_head`.
     """
 
-    def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def score(inner: Forward, self: Any, args: Any, kwargs: Call) -> Any:
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         native = inner(self, *args, **kwargs | {"use_cache": False})
         output = score_logits(native.logits, labels, num_items=num_items)
@@ -185,7 +191,7 @@ def _logit_scale(config: Any) -> float:
     return scaling if config.model_type == "hyperclovax" else 1.0 / scaling
 
 
-def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
+def _aux_loss(backbone: Any, config: Any, call: Call) -> Tensor:
     """Return the load-balancing loss of the router logits of all layers, of a row as a whole."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

@@ -13,9 +13,8 @@ unchanged: evaluation of padded rows, `generate`, and those inside `other_rows`.
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,14 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.calls import complete_call, has_cache, other_rows, settle_first
+from trl_packing.attention.calls import (
+    Call,
+    Forward,
+    complete_call,
+    has_cache,
+    other_rows,
+    settle_first,
+)
 from trl_packing.attention.model_facts import (
     invokes_adapter,
     length_constants,
@@ -48,7 +54,6 @@ from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
 
-Call: TypeAlias = dict[str, Any]  # the arguments of a forward
 
 _VIRTUAL_TOKENS = (
     "virtual tokens (prompt and prefix tuning), a cache or inputs_embeds belong to one document, "
@@ -184,7 +189,7 @@ class EnabledPacking:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def run(self, model: Any, forward: Callable[..., Any], call: Call) -> Any:
+    def run(self, model: Any, forward: Forward, call: Call) -> Any:
         """Run a call of `model` by `forward`, with boundaries and loss if it is on a packed row."""
         if call.get("key_index") is not None:
             raise ValueError(
@@ -232,7 +237,7 @@ class EnabledPacking:
             self.reach, self.documents = longest, documents
 
 
-def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
+def _run_with_packed_loss(forward: Forward, call: Call) -> Any:
     """Run `forward` without labels, and put the loss into its output."""
     others = dict(call)
     labels = others.pop("labels", None)
