@@ -27,8 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.documents.host_row import host_values
 from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TOKEN_WEIGHTS
@@ -136,23 +134,13 @@ def gather_row(share: Tensor, size: int) -> Tensor:
 # --- attention --------------------------------------------------------------------------------
 
 
-def exchange_around(implementation: str) -> None:
-    """Make transformers' attention function `implementation` take divided rows.
+def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function for divided rows, given one for whole rows, or such a one.
 
     Calls on rows that are not divided, and those without boundaries, do not change.
     """
-    function = ALL_ATTENTION_FUNCTIONS[implementation]
-    if kernel_inside(function) is function:
-        AttentionInterface.register(implementation, exchanging(function))
-
-
-def kernel_inside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the attention function that sees whole rows, of one that may exchange around it."""
-    return getattr(function, "of_whole_rows", function)
-
-
-def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function for divided rows, given one for whole rows."""
+    if hasattr(function, "of_whole_rows"):
+        return function
 
     @functools.wraps(function)
     def attention(
