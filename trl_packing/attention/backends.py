@@ -262,8 +262,8 @@ def _only_exact(model: Any) -> AttentionChoice | None:
         return AttentionChoice(padded_rows.NAME, None, reason)
     text = text_config(model)
     for name in ("index_topk_blocks", "indexer_budget"):
-        if sizes := [size for size in layer_values(text, name) if size]:
-            reason = f"{name}={max(sizes)} ranks blocks of the whole row"
+        if size := max(layer_values(text, name), default=0):
+            reason = f"{name}={size} ranks blocks of the whole row"
             return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
     return None
 
@@ -275,8 +275,8 @@ def outside_interface(model: nn.Module) -> str | None:
         return f"{type(model).__name__} is outside transformers' attention interface"
     # A kernel that sees boundaries alone would skip chunks, and an index would rank all keys.
     for name in ("attention_chunk_size", "index_topk"):
-        if sizes := [size for size in layer_values(text_config(model), name) if size]:
-            return f"{name}={max(sizes)} needs the mask"
+        if size := max(layer_values(text_config(model), name), default=0):
+            return f"{name}={size} needs the mask"
     return None
 
 
