@@ -388,13 +388,13 @@ def sdpa_by_document(
     # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
     # materialize all scores of a document for every head (torch 2.13).
     group = query.shape[1] // key.shape[1]
-    rows = [query, *(x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))]
+    rows = [x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value)]
     # Kernels make no mask of it.
     bias = causal_lower_right(len(query), len(key)) if past else None
     outputs = []
     of_keys = [length + past for length in lengths]
-    documents = [x.split(of_keys) for x in rows[1:]]
-    for document in zip(rows[0].split(lengths), *documents, strict=True):
+    documents = [x.split(of_keys) for x in rows]
+    for document in zip(query.split(lengths), *documents, strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
         attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=not past, scale=scale)
         outputs.append(attended.squeeze(0).transpose(0, 1))
