@@ -291,9 +291,9 @@ class IsolationGuard:
         by_document: list[str] = []  # classes of modules
 
         def check(choice: AttentionChoice) -> IsolationReport:
-            training = options["training"]
-            alike = self._is_ours
-            by_document[:] = _install(self.model, choice, wrapped, training, ranks_alike=alike)
+            by_document[:] = _install(
+                self.model, choice, wrapped, options["training"], ranks_alike=self._is_ours
+            )
             thorough = bool(failed) or choice.backend in PADDED
             made = self.probes(documents, thorough=thorough)
             with temporarily(sequence_parallel, patience=_PATIENCE):

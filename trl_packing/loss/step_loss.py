@@ -84,8 +84,8 @@ class StepLoss:
         if not (weighted or self.balance):
             return
         # The sums stay on the device: reading them would wait for the previous step.
-        options: Any = {"device": device, "dtype": sums_dtype(torch.device(device))}
-        sums = torch.full((2,), sum(map(tokens_of_batch, batches)), **options)
+        tokens = sum(map(tokens_of_batch, batches))
+        sums = torch.full((2,), tokens, device=device, dtype=sums_dtype(torch.device(device)))
         if weighted:
             of_batches = map(target_weights, batches)
             weights = torch.stack([w.sum(dtype=sums_dtype(w.device)) for w in of_batches]).sum()
