@@ -146,8 +146,13 @@ class RecurrentFunction:
         given = inspect.signature(self.function).bind(*args, **kwargs).arguments
         x = given["hidden_states"].transpose(1, 2)  # (1, T, channels)
         weight = given["weight"]
-        options = {name: given.get(name) for name in ("bias", "activation")} | _for_fla(row)
-        found, _state = triton(x.to(weight.dtype), weight, **options)
+        found, _state = triton(
+            x.to(weight.dtype),
+            weight,
+            bias=given.get("bias"),
+            activation=given.get("activation"),
+            **_for_fla(row),
+        )
         return found.transpose(1, 2).to(x.dtype)
 
     @torch.compiler.disable
