@@ -146,9 +146,14 @@ def _score(
             scored = (hidden.to(weight.device).flatten(0, 1)[at], *of_head, targets)
             if not _use_triton(weight.device):
                 return TrainedLogProbs.apply(*scored, scale, softcap)
-            by_trl, chunk = trl_utils._ChunkedLogProbFunction, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
-            options = (1.0, chunk, softcap, scale, ("log_probs", "entropy", "is_top1"))
-            log_probs, entropy, _, _, is_top1, *_ = by_trl.apply(*scored, *options)
+            log_probs, entropy, _, _, is_top1, *_ = trl_utils._ChunkedLogProbFunction.apply(
+                *scored,
+                1.0,
+                trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+                softcap,
+                scale,
+                ("log_probs", "entropy", "is_top1"),
+            )
             return log_probs, entropy, is_top1
 
     return _output(labels, weight.device, num_items, score)
@@ -205,8 +210,9 @@ def _aux_loss(backbone: Any, config: Any, call: Call) -> Tensor:
         # A mean over no token would be NaN, and 0 times NaN too.
         real = None if row is None else max(row.num_tokens - row.padding, 1)
         logits = tuple(gather_row(x.view(1, tokens, -1), size)[0, :real] for x in logits)
-    given = logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
-    return load_balancing_loss_func(*given)
+    return load_balancing_loss_func(
+        logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
+    )
 
 
 class TrainedLogProbs(torch.autograd.Function):
