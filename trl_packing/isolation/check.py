@@ -106,9 +106,11 @@ class IsolationReport:
     @property
     def numbers(self) -> str:
         """What decided, in words."""
-        differs, allowed, leak = map(brief, (self.difference, self.allowed, self.leak))
         precision = " (in float32)" if self.in_float32 else ""
-        return f"differs by {differs}, rounding allows {allowed}, a leak would be {leak}{precision}"
+        return (
+            f"differs by {brief(self.difference)}, rounding allows {brief(self.allowed)}, a leak "
+            f"would be {brief(self.leak)}{precision}"
+        )
 
     def __str__(self) -> str:
         where = f"{self.model}, {self.attention}, {self.mode} mode, {self.probe}"
@@ -564,7 +566,7 @@ def _gradient_difference(
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
-    errors = [_furthest([pair[0]], pair[1]) for pair in zip(found, expected, strict=True)]
+    errors = [_furthest([x], y) for x, y in zip(found, expected, strict=True)]
     largest = max((float(gradient.abs().max()) for gradient in expected), default=0.0)
     # np.max, unlike max, keeps a difference that is no number.
     return float(np.max([0.0, *errors])) / (largest or 1.0)
