@@ -165,7 +165,7 @@ def rows_of(group: list[int], boundaries: np.ndarray, device: torch.device | Non
     return Rows(to_device(token, device), to_device(is_real, device), real, token.ravel()[real])
 
 
-def _row_batch(batch: dict[str, Any], rows: Rows, num_tokens: int) -> dict[str, Any]:
+def _row_batch(batch: Call, rows: Rows, num_tokens: int) -> Call:
     made = {
         name: value[0][rows.token]
         if torch.is_tensor(value) and value.shape[:2] == (1, num_tokens)
@@ -241,7 +241,7 @@ def _joined_tensor(parts: list[Tensor], rows: list[Rows]) -> Tensor | None:
     return joined[None, 1:] if is_scores else joined[None]
 
 
-def _weights(model: Any, batch: dict[str, Any], rows: list[Rows]) -> list[float]:
+def _weights(model: Any, batch: Call, rows: list[Rows]) -> list[float]:
     """Return the weight of each forward's loss in that of the packed row."""
     labels = batch.get("labels")
     counts = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.calls import packed_way
+from trl_packing.attention.calls import Call, packed_way
 from trl_packing.attention.model_facts import unwrap_model
 from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import run_parts_by_document
@@ -67,7 +67,7 @@ def run_mixing_modules_by_document(
     return found
 
 
-def _first_that_mixes(model: Any, inner: nn.Module, batches: list[dict[str, Any]]) -> type | None:
+def _first_that_mixes(model: Any, inner: nn.Module, batches: list[Call]) -> type | None:
     """Return the class of the first module that mixes the documents of rows, None without one."""
     wholes = {id(m) for m in inner.modules() if (way := packed_way(m)) and not way.is_part}
     seen: list[list[tuple[nn.Module, list[Tensor], list[Tensor]]]] = []

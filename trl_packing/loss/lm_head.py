@@ -94,7 +94,7 @@ def use_native_head(model: Any) -> None:
     _replace_fused_head(model, score).scores_native_logits = True  # type: ignore[attr-defined]
 
 
-def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Forward:
     inner = unbind_forward(model.forward, model)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 

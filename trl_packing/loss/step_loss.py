@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
+from trl_packing.attention.calls import Call
 from trl_packing.attention.sequence_parallel import num_shares
 from trl_packing.documents.host_row import for_kernels, send
 from trl_packing.documents.labels import (
@@ -185,7 +186,7 @@ class StepLoss:
         """Number of ranks that compute other micro-batches."""
         return self.accelerator.num_processes // self.tp_size
 
-    def _score(self, model: Any, inputs: dict[str, Any], user_loss: Any) -> tuple[Any, Any]:
+    def _score(self, model: Any, inputs: Call, user_loss: Any) -> tuple[Any, Any]:
         """Return the scores of all targets, and the outputs of `model` if a loss needs its logits.
 
         The fused head has no logits: then the outputs are None.
@@ -306,7 +307,7 @@ class StepLoss:
         metrics.update(found | metrics | {name: mean})
 
 
-def without_weights(batch: MicroBatch) -> dict[str, Any]:
+def without_weights(batch: MicroBatch) -> Call:
     """Return what a model takes of a batch, for the `compute_loss` of another class.
 
     Raises ValueError for weights, which that would ignore.
@@ -319,7 +320,7 @@ def without_weights(batch: MicroBatch) -> dict[str, Any]:
     return _for_model(batch)
 
 
-def _for_model(batch: MicroBatch) -> dict[str, Any]:
+def _for_model(batch: MicroBatch) -> Call:
     """Return what a model takes of a batch."""
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
 
