@@ -258,13 +258,19 @@ def _only_exact(model: Any) -> AttentionChoice | None:
     (transformers 5.24), and an untrained aLoRA adapter computes nothing (peft 0.21).
     """
     if invokes_adapter(model):
-        reason = "alora_invocation_tokens activate the adapter once in each row"
-        return AttentionChoice(padded_rows.NAME, None, reason)
+        return AttentionChoice(
+            padded_rows.NAME,
+            None,
+            "alora_invocation_tokens activate the adapter once in each row",
+        )
     text = text_config(model)
     for name in ("index_topk_blocks", "indexer_budget"):
         if size := max(layer_values(text, name), default=0):
-            reason = f"{name}={size} ranks blocks of the whole row"
-            return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
+            return AttentionChoice(
+                padded_rows.EQUAL_LENGTHS,
+                None,
+                f"{name}={size} ranks blocks of the whole row",
+            )
     return None
 
 

@@ -231,8 +231,11 @@ class IsolationGuard:
             return
         if self._is_ours:
             all_reduce_max(0)  # ranks begin together: one that raises does not wait long for others
-        options: dict[str, Any] = {"training": training, "fused_head": self._is_ours}
-        options["collator"] = collator or PackedCollator()
+        options = {
+            "training": training,
+            "fused_head": self._is_ours,
+            "collator": collator or PackedCollator(),
+        }
         try:
             left, result = self._first_exact(self._choices, documents, wrapped, options)
             left = left if result else self._accept(left, result)
@@ -326,8 +329,9 @@ class IsolationGuard:
         can_pad = self._num_ranks == 1 and not self._packing_requested
         if fails and can_pad and not named:
             self._logger.warning(f"{result}: {_PADDED}")
-            reason = "nothing is exact on this model"
-            padded = AttentionChoice("padded", None, reason, left[0].native)
+            padded = AttentionChoice(
+                "padded", None, "nothing is exact on this model", left[0].native
+            )
             install_attention(self.model, padded)
             return [padded]
         remedy = f"no other backend is exact ({left[0].reason})"
@@ -426,8 +430,9 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
     try:
         worst = all_reduce_max(_FROM_BEST.index(result.verdict), patience=patience)
     except RuntimeError as error:
-        said = f"this rank's isolation check says {result}, and the others do not answer"
-        raise RuntimeError(said) from error
+        raise RuntimeError(
+            f"this rank's isolation check says {result}, and the others do not answer"
+        ) from error
     verdict = _FROM_BEST[worst]
     if verdict == result.verdict:
         return result

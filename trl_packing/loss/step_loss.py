@@ -164,8 +164,11 @@ class StepLoss:
         loss = loss * divisor if divisor > 1 else loss
         if not return_outputs:
             return loss
-        message = "`return_outputs=True` is deprecated by TRL: the logits take another forward pass"
-        warnings.warn(message, FutureWarning, stacklevel=2)
+        warnings.warn(
+            "`return_outputs=True` is deprecated by TRL: the logits take another forward pass",
+            FutureWarning,
+            stacklevel=2,
+        )
         del inputs["labels"]
         with torch.no_grad():
             return loss, model(**inputs)
@@ -298,8 +301,9 @@ class StepLoss:
             # Beyond 709, no float holds it.
             found[f"{prefix}_perplexity"] = math.inf if mean > 709 else math.exp(mean)
         if sources is not None:
-            of_sources = zip(sources.names, sources.num_documents, sums.by_source, strict=True)
-            for source, number, of_source in of_sources:
+            for source, number, of_source in zip(
+                sources.names, sources.num_documents, sums.by_source, strict=True
+            ):
                 found[f"{prefix}_num_documents_{source}"] = int(number)
                 if of_source.weight:
                     found[f"{prefix}_loss_{source}"] = of_source.loss / of_source.weight
