@@ -457,8 +457,8 @@ def _settle(module: nn.Module | None, called: nn.Module) -> None:
 @torch.compiler.disable
 def _check_covers_row(arguments: Call, num_ranks: int) -> None:
     """Raise ValueError unless boundaries end with the row: kernels compute nothing behind them."""
-    given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
-    row = next((x for x in given if x is not None), None)
+    row = arguments.get("input_ids")
+    row = arguments.get("inputs_embeds") if row is None else row
     last = host_values(arguments["cu_seq_lens_q"])[-1]
     if row is not None and last not in (row.shape[1], row.shape[1] * num_ranks):
         raise ValueError(

@@ -66,8 +66,10 @@ class Layout(NamedTuple):
         # One gather, whose backward is one sum over the row.
         flat = value.movedim(dim, 1).squeeze(0).index_select(0, self.tokens)
         parts = flat.split([documents * longest for documents, longest in self.shapes])
-        shaped = zip(parts, self.shapes, strict=True)
-        return [part.unflatten(0, shape).movedim(1, dim) for part, shape in shaped]
+        return [
+            part.unflatten(0, shape).movedim(1, dim)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
 
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
         """Return the outputs of all batches, their tokens in `dim`, as those of the row."""
