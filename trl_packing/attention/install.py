@@ -219,10 +219,11 @@ def _output_and_gradients(
     if kwargs.get("s_aux") is not None:
         leaves["sinks"] = kwargs["s_aux"]
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
-    if "sinks" in leaves:
-        kwargs = kwargs | {"s_aux": leaves["sinks"]}
-    inputs = (leaves["query"], leaves["key"], leaves["value"])
-    output = function(module, *inputs, *args, **kwargs)[0][:, start:]  # (rows, T, heads, value_dim)
+    query, key, value, *sinks = leaves.values()
+    if sinks:
+        kwargs = kwargs | {"s_aux": sinks[0]}
+    output = function(module, query, key, value, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
+    output = output[:, start:]
     # Weights that differ from value to value, and are the same for every function.
     weights = torch.linspace(0, 997, output.numel(), device=output.device).cos().view(output.shape)
     total = (output.float() * weights).sum()

@@ -242,8 +242,9 @@ class TrainedLogProbs(torch.autograd.Function):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             buffer = torch.empty_like(logits) if buffer is None else buffer
             probabilities = buffer[: len(logits)]
-            found = _statistics(logits, targets[rows], probabilities)
-            log_probs[rows], entropy[rows], is_top1[rows] = found
+            log_probs[rows], entropy[rows], is_top1[rows] = _statistics(
+                logits, targets[rows], probabilities
+            )
             if any(needs):
                 d_logits = _d_logits(probabilities, targets[rows, None], slope).to(dtype)
                 if d_hidden is not None:
@@ -261,8 +262,9 @@ class TrainedLogProbs(torch.autograd.Function):
             d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
         if any(ctx.needs_input_grad[1:3]):
             of_head = _weight_grads(ctx, grad, of_head)
-        like = (weight, bias)
-        of_head = [x if x is None else x.to(y.dtype) for x, y in zip(of_head, like, strict=True)]
+        of_head = [
+            x if x is None else x.to(y.dtype) for x, y in zip(of_head, (weight, bias), strict=True)
+        ]
         return d_hidden, *of_head, None, None, None
 
 
