@@ -55,7 +55,7 @@ masks attention/document_sdpa.py
   _prefix_tiles | k1 + gap + window - 1 | k1 + gap
   _backward_op | part.sum(1) if A else B | B
   _backward_op | d_query[rows].add_(dq) if A else B | B
-  _forward_op | lse = with_sinks | pass
+  _forward_op | lse = add_sinks(A, lse, sinks) | _ = add_sinks(A, lse, sinks)
 masks attention/padded_rows.py
   _joined_tensor | pad(A, (1, 0)) | pad(A, (0, 1))
   _joined_tensor | np.argsort(A) | np.sort(A)

@@ -185,7 +185,7 @@ def test_every_other_call_is_trl_s():
 @pytest.fixture
 def scored_rows(monkeypatch):
     """Take this CPU for a device with Triton; records the positions that TRL's kernels score."""
-    monkeypatch.setattr(head, "_has_triton", lambda weight: True)
+    monkeypatch.setattr(head, "_use_triton", lambda device: True)
     apply = trl_utils._ChunkedLogProbFunction.apply
     rows = []
 

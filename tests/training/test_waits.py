@@ -87,7 +87,7 @@ def test_a_step_waits_once_where_it_is_logged(name, tmp_path, monkeypatch):
     options = dict(RUNS[name])
     with counted_waits(monkeypatch) as waits:
         if options.pop("kernels", False):
-            monkeypatch.setattr("trl_packing.loss.lm_head._has_triton", lambda weight: True)
+            monkeypatch.setattr("trl_packing.loss.lm_head._use_triton", lambda device: True)
         trained(waits, tmp_path, **options)
     ((site, number),) = waits.sites.items()
     assert site.startswith("wait_for at metrics.py:")

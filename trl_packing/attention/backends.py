@@ -28,9 +28,9 @@ from trl_packing.attention import (
 )
 from trl_packing.attention.interface import implementation_name
 from trl_packing.attention.model_facts import (
+    PACKED_NAMES,
     current_implementation,
     invokes_adapter,
-    is_packed_implementation,
     layer_values,
     native_implementation,
     text_config,
@@ -203,7 +203,7 @@ def _choices_that_fit(
             )
         kernels = [AttentionChoice(current, None, "the model was loaded with it")]
         flash = []
-    elif current not in ("None", "sdpa", "eager") and not is_packed_implementation(current):
+    elif current not in ("None", "sdpa", "eager") and current not in PACKED_NAMES:
         return [AttentionChoice("model", None, f"the model was loaded with {current!r}")]
     reasons = {"varlen": "no flash-attn package needed", "documents": runs_in}
     kernels += [
@@ -258,13 +258,19 @@ def _only_exact(model: Any) -> AttentionChoice | None:
     (transformers 5.24), and an untrained aLoRA adapter computes nothing (peft 0.21).
     """
     if invokes_adapter(model):
-        reason = "alora_invocation_tokens activate the adapter once in each row"
-        return AttentionChoice(padded_rows.NAME, None, reason)
+        return AttentionChoice(
+            padded_rows.NAME,
+            None,
+            "alora_invocation_tokens activate the adapter once in each row",
+        )
     text = text_config(model)
     for name in ("index_topk_blocks", "indexer_budget"):
-        if sizes := [size for size in layer_values(text, name) if size]:
-            reason = f"{name}={max(sizes)} ranks blocks of the whole row"
-            return AttentionChoice(padded_rows.EQUAL_LENGTHS, None, reason)
+        if size := max(layer_values(text, name), default=0):
+            return AttentionChoice(
+                padded_rows.EQUAL_LENGTHS,
+                None,
+                f"{name}={size} ranks blocks of the whole row",
+            )
     return None
 
 
@@ -275,8 +281,8 @@ def outside_interface(model: nn.Module) -> str | None:
         return f"{type(model).__name__} is outside transformers' attention interface"
     # A kernel that sees boundaries alone would skip chunks, and an index would rank all keys.
     for name in ("attention_chunk_size", "index_topk"):
-        if sizes := [size for size in layer_values(text_config(model), name) if size]:
-            return f"{name}={max(sizes)} needs the mask"
+        if size := max(layer_values(text_config(model), name), default=0):
+            return f"{name}={size} needs the mask"
     return None
 
 

@@ -7,13 +7,14 @@ directions in Gemma 3, and in the layers with a window of large Gemma 4 models: 
 of transformers looks images up by the position in the document, not in the row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trl_packing.attention.calls import Call, Forward
 from trl_packing.attention.model_facts import layer_values, text_config
 from trl_packing.documents.boundaries import mask_from_document_ids
 from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, to_device
@@ -21,7 +22,7 @@ from trl_packing.documents.host_row import BOUNDARIES, host_boundaries, to_devic
 NAME = "mask"
 
 
-def run_with_mask(backbone: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+def run_with_mask(backbone: nn.Module, forward: Forward, kwargs: Call) -> Any:
     """Run a packed call of `backbone` with a 4-D mask instead of boundaries."""
     text = text_config(backbone)
     boundaries = kwargs["cu_seq_lens_q"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 
 from trl_packing.attention.flash_attn import gathers_prefix_keys
 from trl_packing.attention.model_facts import (
+    PACKED_NAMES,
     current_implementation,
-    is_packed_implementation,
     set_implementation,
 )
 from trl_packing.documents.boundaries import position_ids_from_lengths
@@ -37,6 +37,9 @@ from trl_packing.documents.host_row import (
     remember_row,
     rows_alive,
 )
+
+Forward: TypeAlias = Callable[..., Any]  # of a model, or of a module inside it
+Call: TypeAlias = dict[str, Any]  # the arguments of a forward
 
 # The names under which a forward takes what it has computed of earlier tokens: `cache` since
 # transformers 5.24, or one of two names that it accepts until 5.40; then those of single models.
@@ -181,12 +184,12 @@ def _run_inside(running: Any, function: Callable[..., Any], /, *args: Any, **kwa
 
 def needs_no_mask() -> bool:
     """Whether a packed call runs on a kernel that needs boundaries only."""
-    return _running is not None and is_packed_implementation(_running[0].implementation)
+    return _running is not None and _running[0].implementation in PACKED_NAMES
 
 
 def complete_arguments(
-    module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    module: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: Call
+) -> tuple[tuple[Any, ...], Call]:
     """Return the arguments of a call, positional ones of these `names`, as `complete_call` does."""
     if _running is not None or (torch.compiler.is_compiling() and _is_complete(kwargs)):
         return args, kwargs
@@ -195,7 +198,7 @@ def complete_arguments(
     return (args, kwargs) if call is named else ((), call)
 
 
-def _is_complete(kwargs: dict[str, Any]) -> bool:
+def _is_complete(kwargs: Call) -> bool:
     """Whether a call has all that kernels need, no mask and no cache."""
     return (
         kwargs.get("cu_seq_lens_q") is not None
@@ -207,7 +210,7 @@ def _is_complete(kwargs: dict[str, Any]) -> bool:
 
 
 @torch.compiler.disable
-def complete_call(model: Any, call: dict[str, Any]) -> dict[str, Any]:
+def complete_call(model: Any, call: Call) -> Call:
     """Return the call of `model` with boundaries if its tokens are a packed row's, else unchanged.
 
     ValueError for other tokens beside a row's, and for a mask under which documents see each other.
@@ -234,7 +237,7 @@ def has_cache(call: Mapping[str, Any]) -> bool:
     return any(call.get(name) is not None for name in CACHES)
 
 
-def _find_row(model: Any, call: dict[str, Any]) -> dict[str, Any] | None:
+def _find_row(model: Any, call: Call) -> dict[str, Any] | None:
     """Return the boundaries of the row whose tokens the call has, None if it has no row's."""
     tokens = call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
@@ -262,7 +265,7 @@ def _row_in_memory(tokens: Tensor) -> tuple[Any, dict[str, Any]]:
     return None, {}
 
 
-def _valid_positions(model: Any, call: dict[str, Any], restarting: Any) -> Any:
+def _valid_positions(model: Any, call: Call, restarting: Any) -> Any:
     """Return the `position_ids` of the call if they restart in every document, else the row's."""
     given = call.get("position_ids")
     if not torch.is_tensor(given) or given is restarting or given.dim() != 2:
@@ -284,7 +287,7 @@ def _refusal(model: Any, tokens: Tensor, why: str = "") -> str:
     )
 
 
-def _as_packed(model: Any, call: dict[str, Any]) -> dict[str, Any]:
+def _as_packed(model: Any, call: Call) -> Call:
     """Return a call as kernels need it: no mask, no new cache, no targets across documents."""
     boundaries = call["cu_seq_lens_q"]
     mask = call.get("attention_mask")
@@ -324,7 +327,7 @@ class PackedWay:
     """
 
     module: weakref.ref
-    inner: Callable[..., Any]
+    inner: Forward
     run: Callable[..., Any] | None = None
     implementation: str | None = None
     attention: str | None = None
@@ -361,14 +364,12 @@ def packed_way(module: nn.Module) -> PackedWay | None:
     return way
 
 
-def run_unchanged(module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def run_unchanged(module: nn.Module, forward: Forward, arguments: Call) -> Any:
     """Run a packed call as it is: kernels, or the native attention, read the boundaries."""
     return forward(**arguments)
 
 
-def run_known_arguments(
-    module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
-) -> Any:
+def run_known_arguments(module: nn.Module, forward: Forward, arguments: Call) -> Any:
     """Run a packed call of a whole model, whose forward may drop boundaries (falcon, mamba)."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -377,7 +378,7 @@ def run_known_arguments(
     return forward(**arguments)
 
 
-def _wrapped(module: nn.Module, way: PackedWay) -> Callable[..., Any]:
+def _wrapped(module: nn.Module, way: PackedWay) -> Forward:
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     @functools.wraps(type(module).forward)
@@ -414,7 +415,7 @@ def _run_call(
         set_implementation(module, way.implementation)
     if kwargs.get("key_index") is not None:
         attention = way.attention or current_implementation(module)
-        if not (is_packed_implementation(attention) or gathers_prefix_keys(attention)):
+        if attention not in PACKED_NAMES and not gathers_prefix_keys(attention):
             raise NotImplementedError(
                 f"attention={attention!r} has one set of boundaries for queries and keys, and the "
                 "row has shared prefixes (key_index); set prefix_sharing='off'"
@@ -424,7 +425,7 @@ def _run_call(
     return _run_inside((way, row), run, module, functools.partial(way.inner, module), kwargs)
 
 
-def _run_part(way: PackedWay, arguments: dict[str, Any], module: nn.Module) -> Any:
+def _run_part(way: PackedWay, arguments: Call, module: nn.Module) -> Any:
     row = packed_row()
     if row is None:
         refuse_recomputation(next(x for x in arguments.values() if torch.is_tensor(x)))
@@ -454,10 +455,10 @@ def _settle(module: nn.Module | None, called: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def _check_covers_row(arguments: dict[str, Any], num_ranks: int) -> None:
+def _check_covers_row(arguments: Call, num_ranks: int) -> None:
     """Raise ValueError unless boundaries end with the row: kernels compute nothing behind them."""
-    given = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
-    row = next((x for x in given if x is not None), None)
+    row = arguments.get("input_ids")
+    row = arguments.get("inputs_embeds") if row is None else row
     last = host_values(arguments["cu_seq_lens_q"])[-1]
     if row is not None and last not in (row.shape[1], row.shape[1] * num_ranks):
         raise ValueError(
@@ -466,7 +467,7 @@ def _check_covers_row(arguments: dict[str, Any], num_ranks: int) -> None:
         )
 
 
-def unbind_forward(forward: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def unbind_forward(forward: Forward, module: nn.Module) -> Forward:
     """Return `forward` of `module` as a function of the module, which may be a copy."""
     if isinstance(forward, functools.partial) and forward.args == (module,):  # accelerate's
         return forward.func

@@ -22,14 +22,13 @@ from torch.nn.attention.bias import causal_lower_right
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
 from trl_packing.attention.prefix_keys import (
     PrefixKeys,
+    add_sinks,
     blocks_of_nodes,
     blocks_of_segments,
     gradient_of_sinks,
-    lse_with_sinks,
     merge_softmax,
     prefix_keys,
     segments_with_prefixes,
-    share_of_keys,
 )
 from trl_packing.documents.host_row import host_boundaries, host_values
 
@@ -118,9 +117,7 @@ def _forward_op(
         output[rows], lse[:, rows] = out, tile_lse
     output = output.to(query.dtype)
     if sinks is not None:
-        with_sinks = lse_with_sinks(lse, sinks)
-        output.mul_(share_of_keys(lse, with_sinks).to(output.dtype))
-        lse = with_sinks
+        lse = add_sinks(output, lse, sinks)
     return output, lse
 
 
@@ -391,13 +388,13 @@ def sdpa_by_document(
     # No enable_gqa: the memory-efficient kernel does not support it, and PyTorch would silently
     # materialize all scores of a document for every head (torch 2.13).
     group = query.shape[1] // key.shape[1]
-    rows = [query, *(x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))]
+    rows = [x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value)]
     # Kernels make no mask of it.
     bias = causal_lower_right(len(query), len(key)) if past else None
     outputs = []
     of_keys = [length + past for length in lengths]
-    documents = [x.split(of_keys) for x in rows[1:]]
-    for document in zip(rows[0].split(lengths), *documents, strict=True):
+    documents = [x.split(of_keys) for x in rows]
+    for document in zip(query.split(lengths), *documents, strict=True):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in document)
         attended = F.scaled_dot_product_attention(q, k, v, bias, is_causal=not past, scale=scale)
         outputs.append(attended.squeeze(0).transpose(0, 1))

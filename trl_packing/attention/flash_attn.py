@@ -38,8 +38,11 @@ def versions_for(capability: tuple[int, int] | None) -> list[str]:
 def installed() -> list[str]:
     """Return the FlashAttention versions that transformers finds installed, newest first."""
     # transformers 5.17 does not know FlashAttention-4 yet.
-    checks = [getattr(import_utils, f"is_flash_attn_{v[-1]}_available", bool) for v in VERSIONS]
-    return [name for name, is_available in zip(VERSIONS, checks, strict=True) if is_available()]
+    return [
+        name
+        for name in VERSIONS
+        if getattr(import_utils, f"is_flash_attn_{name[-1]}_available", bool)()
+    ]
 
 
 def is_flash_attention(implementation: str | None) -> bool:

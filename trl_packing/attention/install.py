@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.attention import (
@@ -35,7 +36,7 @@ from trl_packing.attention.model_facts import (
     set_implementation,
     unwrap_peft,
 )
-from trl_packing.attention.sequence_parallel import exchange_around, exchanging, kernel_inside
+from trl_packing.attention.sequence_parallel import exchanging
 
 
 def install_attention(model: Any, choice: AttentionChoice) -> None:
@@ -64,7 +65,8 @@ def install_attention(model: Any, choice: AttentionChoice) -> None:
         run = recurrent.run_again_as_packed if has_states else run_unchanged
         wrap_packed_calls(backbone, run, choice.implementation, num_ranks=choice.num_ranks)
         if choice.num_ranks > 1:
-            exchange_around(str(implementation))
+            name = str(implementation)
+            AttentionInterface.register(name, exchanging(ALL_ATTENTION_FUNCTIONS[name]))
     if backbone is not base:
         run = run_known_arguments
         wrap_packed_calls(base, run, choice.implementation, num_ranks=choice.num_ranks)
@@ -131,7 +133,8 @@ def try_backward(model: Any, *, training: bool | None) -> Iterator[list[str]]:
         yield []
         return
     registered = ALL_ATTENTION_FUNCTIONS[name]
-    function = kernel_inside(registered)  # of a divided row, the trial sees the whole
+    # Of a divided row, the trial sees the whole.
+    function = getattr(registered, "of_whole_rows", registered)
     tried = set()
     faults = []
 
@@ -216,10 +219,11 @@ def _output_and_gradients(
     if kwargs.get("s_aux") is not None:
         leaves["sinks"] = kwargs["s_aux"]
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
-    if "sinks" in leaves:
-        kwargs = kwargs | {"s_aux": leaves["sinks"]}
-    inputs = (leaves["query"], leaves["key"], leaves["value"])
-    output = function(module, *inputs, *args, **kwargs)[0][:, start:]  # (rows, T, heads, value_dim)
+    query, key, value, *sinks = leaves.values()
+    if sinks:
+        kwargs = kwargs | {"s_aux": sinks[0]}
+    output = function(module, query, key, value, *args, **kwargs)[0]  # (rows, T, heads, value_dim)
+    output = output[:, start:]
     # Weights that differ from value to value, and are the same for every function.
     weights = torch.linspace(0, 997, output.numel(), device=output.device).cos().view(output.shape)
     total = (output.float() * weights).sum()

@@ -103,9 +103,11 @@ def _attend(
             )
         others = {name: given[name] for name in given if name not in BOUNDARIES}
         native = _fallback_function(fallback, module)
-        others |= {"dropout": dropout, "scaling": scaling}
-        return native(module, query, key, value, attention_mask, **others)
-    given |= {"dropout": dropout} if dropout else {}
+        return native(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    if dropout:
+        given["dropout"] = dropout
     if unknown := [argument for argument in _UNSUPPORTED if argument in given]:
         raise NotImplementedError(
             f"{type(module).__name__} passes {unknown[0]!r} to attention, which packed kernels "
@@ -117,7 +119,9 @@ def _attend(
             "flatten the rows as PackedCollator does"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window, softcap, sinks = map(given.get, ("sliding_window", "softcap", "s_aux"))
+    kernel_options = KernelOptions(
+        scale, given.get("sliding_window"), given.get("softcap"), given.get("s_aux")
+    )
     keys = prefix_keys(*map(given.get, ("cu_seq_lens_k", "key_index", "max_length_k")))
     if key.shape[2] > query.shape[2]:  # a chunk of a document behind those in the cache
         keys = PrefixKeys(given["cu_seq_lens_k"], None, given.get("max_length_k"))
@@ -132,7 +136,7 @@ def _attend(
         key,
         value,
         given["cu_seq_lens_q"],
-        KernelOptions(scale, window, softcap, sinks),
+        kernel_options,
         given.get("max_length_q"),
         **({} if keys is None else {"keys": keys}),
     )

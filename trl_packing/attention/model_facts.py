@@ -162,11 +162,6 @@ _FIELD = "_attn_implementation_internal"  # of transformers' configs (5.23)
 PACKED_NAMES: set[str] = set()  # of the registered kernels of this package
 
 
-def is_packed_implementation(implementation: str | None) -> bool:
-    """Whether `implementation` names a packed kernel of this package."""
-    return implementation in PACKED_NAMES
-
-
 class InstalledName(str):
     """The name of an installed implementation; it pickles and copies as the native name.
 
@@ -196,7 +191,7 @@ def native_implementation(model: Any) -> str | None:
     current = current_implementation(model)
     if isinstance(current, InstalledName):
         return current.native
-    if not is_packed_implementation(current):
+    if current not in PACKED_NAMES:
         return current
     return "eager" if str(current).endswith("eager") else "sdpa"  # loaded with a packed one
 

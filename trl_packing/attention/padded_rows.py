@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from trl_packing.attention import neftune
-from trl_packing.attention.calls import other_rows, wrap_packed_calls
+from trl_packing.attention.calls import Call, Forward, other_rows, wrap_packed_calls
 from trl_packing.attention.model_facts import (
     checkpointed_layers,
     invokes_adapter,
@@ -51,7 +51,7 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
     """Run packed calls of `model`, whole or a backbone, by forwards of `group_documents`."""
     keeps_position_ids = requires(model, "position_ids")
 
-    def run_padded(module: nn.Module, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def run_padded(module: nn.Module, forward: Forward, kwargs: Call) -> Any:
         boundaries = host_boundaries(kwargs["cu_seq_lens_q"])
         batch = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
         if keeps_position_ids:
@@ -165,7 +165,7 @@ def rows_of(group: list[int], boundaries: np.ndarray, device: torch.device | Non
     return Rows(to_device(token, device), to_device(is_real, device), real, token.ravel()[real])
 
 
-def _row_batch(batch: dict[str, Any], rows: Rows, num_tokens: int) -> dict[str, Any]:
+def _row_batch(batch: Call, rows: Rows, num_tokens: int) -> Call:
     made = {
         name: value[0][rows.token]
         if torch.is_tensor(value) and value.shape[:2] == (1, num_tokens)
@@ -190,8 +190,12 @@ def _is_trained(labels: Tensor, row: Rows) -> np.ndarray:
 def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
     """Return the outputs of all forwards as one, with values in the order of the packed row."""
     first = outputs[0]
+    if torch.is_tensor(first) and first.dim() == 0:
+        # A sum of losses, of which those of forwards of weight 0 may not be finite.
+        losses = [loss * weight for loss, weight in zip(outputs, weights, strict=True) if weight]
+        return torch.stack(losses).sum() if losses else first * 0
     if torch.is_tensor(first):
-        return _joined_tensor(outputs, rows, weights)
+        return _joined_tensor(outputs, rows)
     if isinstance(first, tuple):
         return tuple(_joined(list(parts), rows, weights) for parts in zip(*outputs, strict=True))
     if not is_dataclass(first):  # no caches and states of single forwards
@@ -208,15 +212,7 @@ def _joined(outputs: list[Any], rows: list[Rows], weights: list[float]) -> Any:
     return make(**joined)
 
 
-def _joined_scalar(parts: list[Tensor], weights: list[float]) -> Tensor:
-    """Return the weighted sum of losses; forwards of weight 0 may have none that is finite."""
-    weighted = [part * weight for part, weight in zip(parts, weights, strict=True) if weight]
-    return torch.stack(weighted).sum() if weighted else parts[0] * 0
-
-
-def _joined_tensor(parts: list[Tensor], rows: list[Rows], weights: list[float]) -> Tensor | None:
-    if parts[0].dim() == 0:
-        return _joined_scalar(parts, weights)
+def _joined_tensor(parts: list[Tensor], rows: list[Rows]) -> Tensor | None:
     shapes = [row.token.shape for row in rows]
     if shapes[0].numel() == 1:  # a masked token alone, and idle forwards
         return parts[0]
@@ -245,7 +241,7 @@ def _joined_tensor(parts: list[Tensor], rows: list[Rows], weights: list[float]) 
     return joined[None, 1:] if is_scores else joined[None]
 
 
-def _weights(model: Any, batch: dict[str, Any], rows: list[Rows]) -> list[float]:
+def _weights(model: Any, batch: Call, rows: list[Rows]) -> list[float]:
     """Return the weight of each forward's loss in that of the packed row."""
     labels = batch.get("labels")
     counts = [

@@ -155,14 +155,15 @@ def merge_softmax(
 # Shape letters: T tokens, H heads, D values per head.
 
 
-def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the log-sum-exp over keys and the sinks ``(H,)``, ``(H, T)`` float32."""
-    return torch.logaddexp(lse, sinks.float()[:, None])
+def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Scale the output ``(T, H, D)`` over keys in place; return the log-sum-exp with the sinks.
 
-
-def share_of_keys(lse: Tensor, with_sinks: Tensor) -> Tensor:
-    """Return the weight ``(T, H, 1)`` in [0, 1] that the keys keep; the output is scaled by it."""
-    return torch.exp(lse - with_sinks).t().unsqueeze(-1)
+    The sinks are ``(H,)``, log-sum-exps ``(H, T)`` float32.
+    """
+    with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
+    share_of_keys = torch.exp(lse - with_sinks).t().unsqueeze(-1)
+    output.mul_(share_of_keys.to(output.dtype))
+    return with_sinks
 
 
 def gradient_of_sinks(grad: Tensor, output: Tensor, with_sinks: Tensor, sinks: Tensor) -> Tensor:

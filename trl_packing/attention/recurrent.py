@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trl_packing.attention.calls import (
+    Call,
+    Forward,
     packed_row,
     packed_way,
     refuse_recomputation,
@@ -64,8 +66,10 @@ class Layout(NamedTuple):
         # One gather, whose backward is one sum over the row.
         flat = value.movedim(dim, 1).squeeze(0).index_select(0, self.tokens)
         parts = flat.split([documents * longest for documents, longest in self.shapes])
-        shaped = zip(parts, self.shapes, strict=True)
-        return [part.unflatten(0, shape).movedim(1, dim) for part, shape in shaped]
+        return [
+            part.unflatten(0, shape).movedim(1, dim)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
 
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
         """Return the outputs of all batches, their tokens in `dim`, as those of the row."""
@@ -104,7 +108,7 @@ class RecurrentFunction:
         self.name = facts["func_name"]
         self.package = facts["package"]
         self.is_kernel = facts["is_new_implementation"]
-        self.is_convolution = facts["func_name"] == "causal_conv1d_fn"
+        self.is_convolution = self.name == "causal_conv1d_fn"
         # Names of the arguments of the kernel that is installed.
         self.arguments = facts["applicable_params"] if self.is_kernel else ()
         self._dims: dict[Any, int] = {}  # the dimension of tokens, by argument
@@ -144,8 +148,13 @@ class RecurrentFunction:
         given = inspect.signature(self.function).bind(*args, **kwargs).arguments
         x = given["hidden_states"].transpose(1, 2)  # (1, T, channels)
         weight = given["weight"]
-        options = {name: given.get(name) for name in ("bias", "activation")} | _for_fla(row)
-        found, _state = triton(x.to(weight.dtype), weight, **options)
+        found, _state = triton(
+            x.to(weight.dtype),
+            weight,
+            bias=given.get("bias"),
+            activation=given.get("activation"),
+            **_for_fla(row),
+        )
         return found.transpose(1, 2).to(x.dtype)
 
     @torch.compiler.disable
@@ -252,10 +261,8 @@ def take_documents(model: nn.Module) -> list[RecurrentFunction]:
 
 def describe(model: nn.Module, device: str) -> str | None:
     """Return how recurrent functions of `model` run on a kind of device, None without any."""
-    missing = set()
-    for recurrent in take_documents(model):
-        if not recurrent.is_kernel:
-            missing.add(recurrent.package)  # of functions that only decode, too
+    # Of functions that only decode, too.
+    missing = {recurrent.package for recurrent in take_documents(model) if not recurrent.is_kernel}
     if missing and device != "cuda":
         return "recurrent layers by document"
     if "causal_conv1d" in missing and _convolution_of_fla():
@@ -322,8 +329,8 @@ def run_parts_whole(model: nn.Module) -> None:
 
 def _run_by_document(
     module: nn.Module,
-    forward: Callable[..., Any],
-    arguments: dict[str, Any],
+    forward: Forward,
+    arguments: Call,
     row: Mapping[str, Any],
 ) -> Any:
     """Run a module inside a packed call on each document by itself."""
@@ -361,8 +368,7 @@ def _parts(value: Any, layout: Layout, num_tokens: int) -> list[Any]:
     if value.shape[:2] == (1, num_tokens):
         return layout.split(value, 1)
     if value.shape[1:3] == (1, num_tokens):  # positions in several dimensions, (axes, 1, T)
-        axes = [layout.split(axis, 1) for axis in value]
-        return [torch.stack(of_batch) for of_batch in zip(*axes, strict=True)]
+        return [part.transpose(0, 1) for part in layout.split(value.transpose(0, 1), 2)]
     return [value] * len(layout.shapes)
 
 
@@ -376,9 +382,7 @@ def _joined_output(outputs: list[Any], layout: Layout) -> Any:
     return None  # a state of documents, or nothing
 
 
-def run_again_as_packed(
-    module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any]
-) -> Any:
+def run_again_as_packed(module: nn.Module, forward: Forward, arguments: Call) -> Any:
     """Run a packed call, and the layers that gradient checkpointing runs again, as packed."""
     if not torch.is_grad_enabled():  # no backward runs anything again
         return forward(**arguments)

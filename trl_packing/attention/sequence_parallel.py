@@ -18,8 +18,7 @@ T tokens of the row, t = T / N tokens of a rank, H heads, h = H / N heads of a r
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from math import gcd
 from typing import Any
@@ -28,8 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_packing.documents.host_row import host_values
 from trl_packing.documents.labels import IGNORE_INDEX, SOURCE_IDS, TOKEN_WEIGHTS
@@ -98,18 +95,9 @@ def _group_of_row(size: int, _world: Any) -> Any:
     return dist.new_subgroups(group_size=size)[0]
 
 
-_patience: timedelta | None = None  # None waits as long as the process group does
-
-
-@contextmanager
-def wait_at_most(seconds: float) -> Iterator[None]:
-    """Raise RuntimeError where a rank waits longer inside the block: another may have failed."""
-    global _patience
-    before, _patience = _patience, timedelta(seconds=seconds)
-    try:
-        yield
-    finally:
-        _patience = before
+# Seconds after which a rank that waits raises RuntimeError, because another may have failed; None
+# waits as long as the process group does.
+patience: float | None = None
 
 
 class _Exchange(torch.autograd.Function):
@@ -122,10 +110,11 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx, parts, group):
         ctx.group = group
         received = torch.empty_like(parts)
-        if _patience is None:
+        if patience is None:
             dist.all_to_all_single(received, parts, group=group)
         else:
-            dist.all_to_all_single(received, parts, group=group, async_op=True).wait(_patience)
+            work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+            work.wait(timedelta(seconds=patience))
         return received
 
     @staticmethod
@@ -145,23 +134,13 @@ def gather_row(share: Tensor, size: int) -> Tensor:
 # --- attention --------------------------------------------------------------------------------
 
 
-def exchange_around(implementation: str) -> None:
-    """Make transformers' attention function `implementation` take divided rows.
+def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an attention function for divided rows, given one for whole rows, or such a one.
 
     Calls on rows that are not divided, and those without boundaries, do not change.
     """
-    function = ALL_ATTENTION_FUNCTIONS[implementation]
-    if kernel_inside(function) is function:
-        AttentionInterface.register(implementation, exchanging(function))
-
-
-def kernel_inside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the attention function that sees whole rows, of one that may exchange around it."""
-    return getattr(function, "of_whole_rows", function)
-
-
-def exchanging(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function for divided rows, given one for whole rows."""
+    if hasattr(function, "of_whole_rows"):
+        return function
 
     @functools.wraps(function)
     def attention(

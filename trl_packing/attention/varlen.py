@@ -19,10 +19,9 @@ from trl_packing.attention.document_sdpa import document_attention, equally_wide
 from trl_packing.attention.interface import KernelOptions, register_packed_kernel
 from trl_packing.attention.prefix_keys import (
     PrefixKeys,
+    add_sinks,
     gather_keys,
     gradient_of_sinks,
-    lse_with_sinks,
-    share_of_keys,
     sum_over_segments,
 )
 
@@ -86,9 +85,7 @@ class _Attention(torch.autograd.Function):
         rows = (query, *_gathered(key, value, key_index))
         out, lse, *states = _forward(rows, spans, scale, window)
         if sinks is not None:
-            with_sinks = lse_with_sinks(lse, sinks)
-            out = out * share_of_keys(lse, with_sinks).to(out.dtype)
-            lse = with_sinks
+            lse = add_sinks(out, lse, sinks)
         ctx.save_for_backward(query, key, value, out, lse, sinks, key_index, *spans[:2], *states)
         ctx.options = (spans[2:], scale, window)
         return out

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from trl_packing.attention.calls import Call
 from trl_packing.attention.install import try_backward, use_native_attention
 from trl_packing.attention.model_facts import current_implementation, requires, unwrap_model
 from trl_packing.attention.ranks import is_alone, is_sharded
@@ -106,9 +107,11 @@ class IsolationReport:
     @property
     def numbers(self) -> str:
         """What decided, in words."""
-        differs, allowed, leak = map(brief, (self.difference, self.allowed, self.leak))
         precision = " (in float32)" if self.in_float32 else ""
-        return f"differs by {differs}, rounding allows {allowed}, a leak would be {leak}{precision}"
+        return (
+            f"differs by {brief(self.difference)}, rounding allows {brief(self.allowed)}, a leak "
+            f"would be {brief(self.leak)}{precision}"
+        )
 
     def __str__(self) -> str:
         where = f"{self.model}, {self.attention}, {self.mode} mode, {self.probe}"
@@ -297,7 +300,7 @@ def check_fused_head(model: nn.Module) -> bool:
     read = {id(getattr(head, name, None)) for name in ("weight", "bias")}
     if head is None or any(p.requires_grad and id(p) not in read for p in head.parameters()):
         return False
-    ids = random_tokens(inner, np.random.default_rng(0))(MIN_TOKENS)
+    ids = random_tokens(inner)(MIN_TOKENS)
     with preserve_state(model, training=True):
         batch = _alone_batch(inner, None, {"input_ids": ids})
 
@@ -463,13 +466,13 @@ def round_differently(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if next(module.children(), None) is None:
-                stack.callback(module.register_forward_hook(move).remove)
+                stack.enter_context(module.register_forward_hook(move))
         yield
 
 
 def _alone_batch(
     model: nn.Module, collate: Any, document: Document, rows: int = 1, **others: Any
-) -> dict[str, Any]:
+) -> Call:
     """Return the batch of a document without packing; with images, positions are the model's."""
     ids = np.asarray(document["input_ids"], np.int64)
     if "images" in document:
@@ -483,9 +486,7 @@ def _alone_batch(
     return _on(model, batch)
 
 
-def collate_probe(
-    model: nn.Module, collate: PackedCollator, documents: Sequence[Document]
-) -> dict[str, Any]:
+def collate_probe(model: nn.Module, collate: PackedCollator, documents: Sequence[Document]) -> Call:
     """Return a packed row of `documents` with its labels, on the device of `model`."""
     with _without_packing("the data collator makes no packed row"):
         batch = collate([dict(document) for document in documents])
@@ -494,14 +495,12 @@ def collate_probe(
     return _on(model, for_kernels(batch))
 
 
-def _on(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+def _on(model: nn.Module, batch: Call) -> Call:
     device = next(model.parameters()).device
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
-def _fused_scores(
-    model: Any, batch: dict[str, Any], labels: Tensor, rank: int = 0, size: int = 1
-) -> Tensor:
+def _fused_scores(model: Any, batch: Call, labels: Tensor, rank: int = 0, size: int = 1) -> Tensor:
     """Return log-probability and entropy of the trained `labels` by the fused head, ``(N, 2)``.
 
     The row is divided over `size` ranks, of which this one has the number `rank`.
@@ -528,7 +527,7 @@ def _score_logits(logits: Tensor, targets: np.ndarray, rounded: bool) -> Tensor:
     return scores + step * torch.where(up, 1.0, -1.0).to(scores.device)
 
 
-def _logits_at(model: Any, inner: Any, batch: dict[str, Any], rows: np.ndarray) -> Tensor:
+def _logits_at(model: Any, inner: Any, batch: Call, rows: np.ndarray) -> Tensor:
     """Return the first row's logits at `rows`, from the end, ``(len(rows), vocabulary)``."""
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     kept = False
@@ -542,7 +541,7 @@ def _logits_at(model: Any, inner: Any, batch: dict[str, Any], rows: np.ndarray) 
 
     with ExitStack() as stack:
         if isinstance(head, nn.Module):
-            stack.callback(head.register_forward_pre_hook(keep).remove)
+            stack.enter_context(head.register_forward_pre_hook(keep))
         logits = _logits_of(model(**batch))
     return (logits if kept else logits[:, rows])[0].float()
 
@@ -564,7 +563,7 @@ def _gradient_difference(
     with use_native_attention(inner):
         expected = _loss_gradients(model, inner, alone, alone["input_ids"])
     found = _loss_gradients(model, inner, packed, packed.pop("labels"))
-    errors = [_furthest([pair[0]], pair[1]) for pair in zip(found, expected, strict=True)]
+    errors = [_furthest([x], y) for x, y in zip(found, expected, strict=True)]
     largest = max((float(gradient.abs().max()) for gradient in expected), default=0.0)
     # np.max, unlike max, keeps a difference that is no number.
     return float(np.max([0.0, *errors])) / (largest or 1.0)
@@ -572,7 +571,7 @@ def _gradient_difference(
 
 @torch.enable_grad()
 def _loss_gradients(
-    model: nn.Module, inner: nn.Module, batch: dict[str, Any], labels: Tensor
+    model: nn.Module, inner: nn.Module, batch: Call, labels: Tensor
 ) -> Sequence[Tensor]:
     """Return the gradients of the loss; those of parameters that it does not reach are zero."""
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]

@@ -18,6 +18,7 @@ from accelerate.logging import get_logger
 from datasets import IterableDataset
 from torch import nn
 
+from trl_packing.attention import sequence_parallel
 from trl_packing.attention.backends import (
     PADDED,
     AttentionChoice,
@@ -25,10 +26,14 @@ from trl_packing.attention.backends import (
     resolve_attention,
 )
 from trl_packing.attention.install import install_attention
-from trl_packing.attention.model_facts import length_constants, rope_thresholds, unwrap_peft
+from trl_packing.attention.model_facts import (
+    length_constants,
+    rope_thresholds,
+    temporarily,
+    unwrap_peft,
+)
 from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import NAME as BY_DOCUMENT
-from trl_packing.attention.sequence_parallel import wait_at_most
 from trl_packing.data.limits import limits_of
 from trl_packing.data.stream import NOTHING_TO_TRAIN
 from trl_packing.documents.arrow import ArrowDocuments, is_packed
@@ -226,8 +231,11 @@ class IsolationGuard:
             return
         if self._is_ours:
             all_reduce_max(0)  # ranks begin together: one that raises does not wait long for others
-        options: dict[str, Any] = {"training": training, "fused_head": self._is_ours}
-        options["collator"] = collator or PackedCollator()
+        options = {
+            "training": training,
+            "fused_head": self._is_ours,
+            "collator": collator or PackedCollator(),
+        }
         try:
             left, result = self._first_exact(self._choices, documents, wrapped, options)
             left = left if result else self._accept(left, result)
@@ -286,12 +294,12 @@ class IsolationGuard:
         by_document: list[str] = []  # classes of modules
 
         def check(choice: AttentionChoice) -> IsolationReport:
-            training = options["training"]
-            alike = self._is_ours
-            by_document[:] = _install(self.model, choice, wrapped, training, ranks_alike=alike)
+            by_document[:] = _install(
+                self.model, choice, wrapped, options["training"], ranks_alike=self._is_ours
+            )
             thorough = bool(failed) or choice.backend in PADDED
             made = self.probes(documents, thorough=thorough)
-            with wait_at_most(_PATIENCE):
+            with temporarily(sequence_parallel, patience=_PATIENCE):
                 return check_probes(wrapped, made, attention=str(choice), **options)
 
         for choice in choices:
@@ -321,8 +329,9 @@ class IsolationGuard:
         can_pad = self._num_ranks == 1 and not self._packing_requested
         if fails and can_pad and not named:
             self._logger.warning(f"{result}: {_PADDED}")
-            reason = "nothing is exact on this model"
-            padded = AttentionChoice("padded", None, reason, left[0].native)
+            padded = AttentionChoice(
+                "padded", None, "nothing is exact on this model", left[0].native
+            )
             install_attention(self.model, padded)
             return [padded]
         remedy = f"no other backend is exact ({left[0].reason})"
@@ -421,8 +430,9 @@ def worst_of_ranks(result: CheckResult) -> CheckResult:
     try:
         worst = all_reduce_max(_FROM_BEST.index(result.verdict), patience=patience)
     except RuntimeError as error:
-        said = f"this rank's isolation check says {result}, and the others do not answer"
-        raise RuntimeError(said) from error
+        raise RuntimeError(
+            f"this rank's isolation check says {result}, and the others do not answer"
+        ) from error
     verdict = _FROM_BEST[worst]
     if verdict == result.verdict:
         return result

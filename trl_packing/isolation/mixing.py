@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl_packing.attention.calls import packed_way
-from trl_packing.attention.model_facts import unwrap_model, unwrap_peft
+from trl_packing.attention.calls import Call, packed_way
+from trl_packing.attention.model_facts import unwrap_model
 from trl_packing.attention.ranks import all_reduce_max
 from trl_packing.attention.recurrent import run_parts_by_document
 from trl_packing.isolation.check import collate_probe
@@ -45,10 +44,9 @@ def run_mixing_modules_by_document(
         ranks_alike: all ranks are here, and run equally many forwards.
     """
     inner = unwrap_model(model)
-    base = unwrap_peft(inner)
-    if any(hasattr(parameter, "ds_id") for parameter in base.parameters()):
+    if any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
         return []  # ranks have other numbers of documents, and would wait for each other
-    draw = random_tokens(inner, np.random.default_rng(0))
+    draw = random_tokens(inner)
     document = draw(_TOKENS)
     batches = []
     for _ in range(2):
@@ -59,19 +57,19 @@ def run_mixing_modules_by_document(
     found: list[str] = []
     with preserve_state(model, training):
         for _ in range(_ROUNDS):
-            kind = _first_that_mixes(model, base, batches)
+            kind = _first_that_mixes(model, inner, batches)
             is_new = kind is not None and kind.__name__ not in found
             if not (all_reduce_max(int(is_new)) if ranks_alike else is_new):
                 break
             if kind is not None and is_new:
-                run_parts_by_document(base, kind)
+                run_parts_by_document(inner, kind)
                 found.append(kind.__name__)
     return found
 
 
-def _first_that_mixes(model: Any, base: nn.Module, batches: list[dict[str, Any]]) -> type | None:
+def _first_that_mixes(model: Any, inner: nn.Module, batches: list[Call]) -> type | None:
     """Return the class of the first module that mixes the documents of rows, None without one."""
-    wholes = {id(m) for m in base.modules() if (way := packed_way(m)) and not way.is_part}
+    wholes = {id(m) for m in inner.modules() if (way := packed_way(m)) and not way.is_part}
     seen: list[list[tuple[nn.Module, list[Tensor], list[Tensor]]]] = []
     for batch in batches:
         calls: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
@@ -81,10 +79,9 @@ def _first_that_mixes(model: Any, base: nn.Module, batches: list[dict[str, Any]]
             calls.append((module, given, list(_of_document(output))))  # noqa: B023
 
         with ExitStack() as stack, restore_state(model):
-            for module in base.modules():
+            for module in inner.modules():
                 if id(module) not in wholes:
-                    handle = module.register_forward_hook(record, with_kwargs=True)
-                    stack.callback(handle.remove)
+                    stack.enter_context(module.register_forward_hook(record, with_kwargs=True))
             model(**batch)
         seen.append(calls)
     for (module, *first), (other, *second) in zip(*seen, strict=False):

@@ -108,5 +108,5 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
             hook = module.register_forward_pre_hook(
                 lambda *_: torch.set_autocast_enabled(device, False)
             )
-            stack.callback(hook.remove)
+            stack.enter_context(hook)
         yield

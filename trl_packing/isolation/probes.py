@@ -69,7 +69,7 @@ def probes(
     `thorough` adds documents of similar length, which padded rows put into one forward. Sparse
     attention that selects keys by an index fails there, on some contents.
     """
-    draw = random_tokens(model, np.random.default_rng(0))
+    draw = random_tokens(model)
     positions = learned_positions(model) or max_length + _ROOM
     few = min(MIN_TOKENS, positions // 2)
     room = min(_ROOM, positions)
@@ -82,8 +82,8 @@ def probes(
         return _contaminated_in_one_row(made)
     most = longest[: longest_alone(model)]
     before = [draw(13)] if len(most) == len(longest) else [draw(len(longest)), draw(13)]
-    names = f"of {len(most):,} tokens", f"after {len(longest):,} tokens"
-    made += _behind(before, dict(zip(names, (most, other[: len(most)]), strict=True)), room)
+    given = {f"of {len(most):,} tokens": most, f"after {len(longest):,} tokens": other[: len(most)]}
+    made += _behind(before, given, room)
     if thorough:
         # Two long documents may share a padded forward, and the frequencies of dynamic NTK.
         shorter = most[: max(2, len(most) * 9 // 10)]
@@ -172,7 +172,7 @@ def _contaminated_in_one_row(made: list[Probe]) -> list[Probe]:
 
 
 def _at_both_ends(positions: np.ndarray) -> np.ndarray:
-    return np.unique(np.concatenate([positions[:_POSITIONS], positions[-_POSITIONS:]]))
+    return np.union1d(positions[:_POSITIONS], positions[-_POSITIONS:])
 
 
 def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Probe]:
@@ -184,7 +184,7 @@ def prefix_probes(model: nn.Module, documents: Sequence[np.ndarray]) -> list[Pro
 
     The longest of the documents is cut into a prefix and a branch.
     """
-    draw = random_tokens(model, np.random.default_rng(0))
+    draw = random_tokens(model)
     prefix, branch = draw(29), draw(17)
     rows = [[draw(11), draw(5)], [draw(11), draw(5)], [draw(23)]]
     made = [_sharing("short documents that share a prefix", prefix, branch, rows)]
@@ -254,8 +254,9 @@ def _bytes_of_pair(model: Any) -> int:
     return taken
 
 
-def random_tokens(model: Any, rng: np.random.Generator) -> Draw:
+def random_tokens(model: Any, seed: int = 0) -> Draw:
     """Return a function that draws tokens for `model`, at most as many as it has positions."""
+    rng = np.random.default_rng(seed)
     every = np.arange(_vocabulary_size(model))
     # Vision-language models raise an error for an image token without an image.
     special: list[int] = []

@@ -19,10 +19,17 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from trl.kernels.chunked_logprob import _use_triton
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from trl_packing.attention.calls import complete_arguments, current_row, unbind_forward
+from trl_packing.attention.calls import (
+    Call,
+    Forward,
+    complete_arguments,
+    current_row,
+    unbind_forward,
+)
 from trl_packing.attention.model_facts import EXPERT_COUNTS, text_config
 from trl_packing.attention.sequence_parallel import gather_row, num_shares
 from trl_packing.documents.host_row import host_row, is_cpu, is_trained, to_device
@@ -44,7 +51,7 @@ def add_trained_positions_head(model: Any) -> None:
     scale = _logit_scale(config)
     softcap = getattr(config, "final_logit_softcapping", None)
 
-    def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def score(inner: Forward, self: Any, args: Any, kwargs: Call) -> Any:
         head = self.get_output_embeddings()
         if isinstance(getattr(head, "weight", None), DTensor) and isinstance(head, FSDPModule):
             # accelerate 1.15 gathers the final norm alike, if it finds one (not in PEFT and
@@ -73,7 +80,7 @@ def use_native_head(model: Any) -> None:
     For heads that are more than a matrix. The output is that of `add_trained_positions_head`.
     """
 
-    def score(inner: Callable[..., Any], self: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def score(inner: Forward, self: Any, args: Any, kwargs: Call) -> Any:
         labels, num_items = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         native = inner(self, *args, **kwargs | {"use_cache": False})
         output = score_logits(native.logits, labels, num_items=num_items)
@@ -87,7 +94,7 @@ def use_native_head(model: Any) -> None:
     _replace_fused_head(model, score).scores_native_logits = True  # type: ignore[attr-defined]
 
 
-def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Callable[..., Any]:
+def _replace_fused_head(model: Any, score: Callable[..., Any]) -> Forward:
     inner = unbind_forward(model.forward, model)
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
@@ -137,11 +144,16 @@ def _score(
             if not torch.is_grad_enabled():  # else the forward would compute gradients
                 of_head = [None if x is None else x.detach() for x in of_head]
             scored = (hidden.to(weight.device).flatten(0, 1)[at], *of_head, targets)
-            if not _has_triton(weight):
+            if not _use_triton(weight.device):
                 return TrainedLogProbs.apply(*scored, scale, softcap)
-            by_trl, chunk = trl_utils._ChunkedLogProbFunction, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE
-            options = (1.0, chunk, softcap, scale, ("log_probs", "entropy", "is_top1"))
-            log_probs, entropy, _, _, is_top1, *_ = by_trl.apply(*scored, *options)
+            log_probs, entropy, _, _, is_top1, *_ = trl_utils._ChunkedLogProbFunction.apply(
+                *scored,
+                1.0,
+                trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+                softcap,
+                scale,
+                ("log_probs", "entropy", "is_top1"),
+            )
             return log_probs, entropy, is_top1
 
     return _output(labels, weight.device, num_items, score)
@@ -175,12 +187,6 @@ def _output(
     )
 
 
-def _has_triton(weight: Tensor) -> bool:
-    from trl.kernels.chunked_logprob import _use_triton
-
-    return _use_triton(weight.device)
-
-
 def _logit_scale(config: Any) -> float:
     """Return the factor of the model's logits, under the names that TRL's head knows."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
@@ -190,7 +196,7 @@ def _logit_scale(config: Any) -> float:
     return scaling if config.model_type == "hyperclovax" else 1.0 / scaling
 
 
-def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
+def _aux_loss(backbone: Any, config: Any, call: Call) -> Tensor:
     """Return the load-balancing loss of the router logits of all layers, of a row as a whole."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -204,8 +210,9 @@ def _aux_loss(backbone: Any, config: Any, call: dict[str, Any]) -> Tensor:
         # A mean over no token would be NaN, and 0 times NaN too.
         real = None if row is None else max(row.num_tokens - row.padding, 1)
         logits = tuple(gather_row(x.view(1, tokens, -1), size)[0, :real] for x in logits)
-    given = logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
-    return load_balancing_loss_func(*given)
+    return load_balancing_loss_func(
+        logits, num_experts, config.num_experts_per_tok, call.get("attention_mask")
+    )
 
 
 class TrainedLogProbs(torch.autograd.Function):
@@ -235,8 +242,9 @@ class TrainedLogProbs(torch.autograd.Function):
             logits, slope = _logits(hidden[rows], weight, bias, dtype, scale, softcap)
             buffer = torch.empty_like(logits) if buffer is None else buffer
             probabilities = buffer[: len(logits)]
-            found = _statistics(logits, targets[rows], probabilities)
-            log_probs[rows], entropy[rows], is_top1[rows] = found
+            log_probs[rows], entropy[rows], is_top1[rows] = _statistics(
+                logits, targets[rows], probabilities
+            )
             if any(needs):
                 d_logits = _d_logits(probabilities, targets[rows, None], slope).to(dtype)
                 if d_hidden is not None:
@@ -254,8 +262,9 @@ class TrainedLogProbs(torch.autograd.Function):
             d_hidden = (d_hidden * grad[:, None]).to(hidden.dtype)
         if any(ctx.needs_input_grad[1:3]):
             of_head = _weight_grads(ctx, grad, of_head)
-        like = (weight, bias)
-        of_head = [x if x is None else x.to(y.dtype) for x, y in zip(of_head, like, strict=True)]
+        of_head = [
+            x if x is None else x.to(y.dtype) for x, y in zip(of_head, (weight, bias), strict=True)
+        ]
         return d_hidden, *of_head, None, None, None
 
 

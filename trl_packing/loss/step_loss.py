@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor
 
+from trl_packing.attention.calls import Call
 from trl_packing.attention.sequence_parallel import num_shares
 from trl_packing.documents.host_row import for_kernels, send
 from trl_packing.documents.labels import (
@@ -84,8 +85,8 @@ class StepLoss:
         if not (weighted or self.balance):
             return
         # The sums stay on the device: reading them would wait for the previous step.
-        options: Any = {"device": device, "dtype": sums_dtype(torch.device(device))}
-        sums = torch.full((2,), sum(map(tokens_of_batch, batches)), **options)
+        tokens = sum(map(tokens_of_batch, batches))
+        sums = torch.full((2,), tokens, device=device, dtype=sums_dtype(torch.device(device)))
         if weighted:
             of_batches = map(target_weights, batches)
             weights = torch.stack([w.sum(dtype=sums_dtype(w.device)) for w in of_batches]).sum()
@@ -163,8 +164,11 @@ class StepLoss:
         loss = loss * divisor if divisor > 1 else loss
         if not return_outputs:
             return loss
-        message = "`return_outputs=True` is deprecated by TRL: the logits take another forward pass"
-        warnings.warn(message, FutureWarning, stacklevel=2)
+        warnings.warn(
+            "`return_outputs=True` is deprecated by TRL: the logits take another forward pass",
+            FutureWarning,
+            stacklevel=2,
+        )
         del inputs["labels"]
         with torch.no_grad():
             return loss, model(**inputs)
@@ -185,7 +189,7 @@ class StepLoss:
         """Number of ranks that compute other micro-batches."""
         return self.accelerator.num_processes // self.tp_size
 
-    def _score(self, model: Any, inputs: dict[str, Any], user_loss: Any) -> tuple[Any, Any]:
+    def _score(self, model: Any, inputs: Call, user_loss: Any) -> tuple[Any, Any]:
         """Return the scores of all targets, and the outputs of `model` if a loss needs its logits.
 
         The fused head has no logits: then the outputs are None.
@@ -297,8 +301,9 @@ class StepLoss:
             # Beyond 709, no float holds it.
             found[f"{prefix}_perplexity"] = math.inf if mean > 709 else math.exp(mean)
         if sources is not None:
-            of_sources = zip(sources.names, sources.num_documents, sums.by_source, strict=True)
-            for source, number, of_source in of_sources:
+            for source, number, of_source in zip(
+                sources.names, sources.num_documents, sums.by_source, strict=True
+            ):
                 found[f"{prefix}_num_documents_{source}"] = int(number)
                 if of_source.weight:
                     found[f"{prefix}_loss_{source}"] = of_source.loss / of_source.weight
@@ -306,7 +311,7 @@ class StepLoss:
         metrics.update(found | metrics | {name: mean})
 
 
-def without_weights(batch: MicroBatch) -> dict[str, Any]:
+def without_weights(batch: MicroBatch) -> Call:
     """Return what a model takes of a batch, for the `compute_loss` of another class.
 
     Raises ValueError for weights, which that would ignore.
@@ -319,7 +324,7 @@ def without_weights(batch: MicroBatch) -> dict[str, Any]:
     return _for_model(batch)
 
 
-def _for_model(batch: MicroBatch) -> dict[str, Any]:
+def _for_model(batch: MicroBatch) -> Call:
     """Return what a model takes of a batch."""
     return {name: value for name, value in batch.items() if name not in _FOR_THE_LOSS}
 

@@ -13,16 +13,22 @@ unchanged: evaluation of padded rows, `generate`, and those inside `other_rows`.
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from trl_packing.attention.backends import AttentionChoice
-from trl_packing.attention.calls import complete_call, has_cache, other_rows, settle_first
+from trl_packing.attention.calls import (
+    Call,
+    Forward,
+    complete_call,
+    has_cache,
+    other_rows,
+    settle_first,
+)
 from trl_packing.attention.model_facts import (
     invokes_adapter,
     length_constants,
@@ -47,7 +53,6 @@ from trl_packing.versions import warn_of_untested_versions
 
 warn_of_untested_versions()
 
-Call: TypeAlias = dict[str, Any]  # the arguments of a forward
 
 _VIRTUAL_TOKENS = (
     "virtual tokens (prompt and prefix tuning), a cache or inputs_embeds belong to one document, "
@@ -149,7 +154,7 @@ def _check_model(model: Any, base: Any) -> None:
 @torch.no_grad()
 def _check_loss(model: Any, base: Any) -> None:
     """Raise ValueError if the native loss of `model` is not that of the next token."""
-    drawn = random_tokens(base, np.random.default_rng(0))
+    drawn = random_tokens(base)
     device = next(model.parameters()).device
     ids = torch.from_numpy(drawn(_NUM_TOKENS))[None].to(device)
     batch: Call = {"input_ids": ids, "use_cache": False}
@@ -183,7 +188,7 @@ class EnabledPacking:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def run(self, model: Any, forward: Callable[..., Any], call: Call) -> Any:
+    def run(self, model: Any, forward: Forward, call: Call) -> Any:
         """Run a call of `model` by `forward`, with boundaries and loss if it is on a packed row."""
         if call.get("key_index") is not None:
             raise ValueError(
@@ -222,7 +227,7 @@ class EnabledPacking:
             guard.trust(documents, **mode)
             return
         if crosses:
-            draw = random_tokens(model, np.random.default_rng(0))
+            draw = random_tokens(model)
             documents = [*documents[:1], draw(longest)]
         guard.model = model  # it may be a copy
         with temporarily(self, is_checking=True):
@@ -231,7 +236,7 @@ class EnabledPacking:
             self.reach, self.documents = longest, documents
 
 
-def _run_with_packed_loss(forward: Callable[..., Any], call: Call) -> Any:
+def _run_with_packed_loss(forward: Forward, call: Call) -> Any:
     """Run `forward` without labels, and put the loss into its output."""
     others = dict(call)
     labels = others.pop("labels", None)

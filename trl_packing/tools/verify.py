@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import (
@@ -80,7 +79,7 @@ def verify_prefixes(
     """Return whether documents may share prefixes, by a backend that `verify` found exact."""
     if reason := take_prefix_keys(model, attention):
         return Refusal(reason)
-    longest = random_tokens(model, np.random.default_rng(1))(max_length)
+    longest = random_tokens(model, seed=1)(max_length)
     return attempt(
         check_prefixes,
         model,

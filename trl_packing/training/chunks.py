@@ -28,8 +28,8 @@ from trl_packing.attention.calls import packed_way, use_current_row
 from trl_packing.attention.flash_attn import is_flash_attention
 from trl_packing.attention.install import use_native_attention
 from trl_packing.attention.model_facts import (
+    PACKED_NAMES,
     current_implementation,
-    is_packed_implementation,
     unwrap_model,
     unwrap_peft,
     without_checkpointing,
@@ -84,7 +84,7 @@ class Chunks:
         """
         base = unwrap_peft(unwrap_model(self.model))
         way, name = packed_way(base), current_implementation(base)
-        by_kernel = is_packed_implementation(name) or is_flash_attention(name)
+        by_kernel = name in PACKED_NAMES or is_flash_attention(name)
         by_kernel &= way is not None and way.run is not None and way.attention is None
         chunks = self._cut(batch, length, base.device, by_kernel)
         attention = nullcontext() if by_kernel else use_native_attention(base)
@@ -221,7 +221,7 @@ def check_chunks(model: nn.Module) -> None:
     base = unwrap_peft(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in trained]
-    drawn = random_tokens(base, np.random.default_rng(0))(_CHECKED)
+    drawn = random_tokens(base)(_CHECKED)
     ids = torch.from_numpy(drawn)[None].to(base.device)
     positions = torch.arange(len(drawn), device=base.device)[None]
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions}

@@ -123,8 +123,9 @@ class ImageBatches:
         except Exception as error:  # processors raise all kinds of errors
             pairs = zip(documents, images, strict=True)
             names = ", ".join(self._name(document) for document, found in pairs if found)
-            said = f"the processor refuses images of {names}: {error}; convert or remove it"
-            raise ImageError(said) from error
+            raise ImageError(
+                f"the processor refuses images of {names}: {error}; convert or remove it"
+            ) from error
         feature = feature_id(self.processor)
         made = iter(output.pop("input_ids"))
         for document, of_document in zip(documents, images, strict=True):

@@ -137,8 +137,14 @@ def _row_format(rules: Rules, weighted: bool) -> RowFormat:
 def check_settings(dataset: Dataset, rules: Rules, name: str) -> None:
     """Raise ValueError for settings and columns that rows with images cannot serve."""
     options = rules.options
-    names = ["prompt_template", "response_template", "static_shapes", "append_eos"]
-    names += ["max_tokens_per_micro_batch", "max_tokens_in_memory"]
+    names = (
+        "prompt_template",
+        "response_template",
+        "static_shapes",
+        "append_eos",
+        "max_tokens_per_micro_batch",
+        "max_tokens_in_memory",
+    )
     given = [f"{name}={getattr(options, name)!r}" for name in names if getattr(options, name)]
     if rules.row_format.makes_turns:
         given.append("train_on='every_turn'")

@@ -120,8 +120,9 @@ def _reading(file: File | None, where: str) -> Iterator[File]:
         yield file
     # Damaged EXIF data raise the last two.
     except (OSError, SyntaxError, DecompressionBombError, ValueError, struct.error) as error:
-        said = f"{where} cannot be read ({str(error)[:200]}); give a file, or remove the row"
-        raise ImageError(said) from error
+        raise ImageError(
+            f"{where} cannot be read ({str(error)[:200]}); give a file, or remove the row"
+        ) from error
 
 
 def _size(given: File | None, where: str) -> tuple[int, int]:

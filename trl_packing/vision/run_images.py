@@ -159,7 +159,7 @@ class ImageGuard(IsolationGuard):
         opens = getattr(text_config(self.base_model), "use_bidirectional_attention", None)
         opens = kind == "gemma3" or opens in (True, "all", "vision")
         # The tokens of an image see each other in both directions.
-        if opens and self._isolation_check == "off":
+        if opens and not self.checks:
             raise ValueError(
                 f"isolation_check='off' with images on {kind}: only the check finds a backend that "
                 "is exact with them; leave isolation_check out"
@@ -170,9 +170,9 @@ class ImageGuard(IsolationGuard):
     def sample(self, dataset: Any, max_length: int | None) -> list[np.ndarray]:
         """Return representative documents, their image tokens replaced by ordinary ones."""
         documents = super().sample(dataset, max_length)
-        if self._isolation_check != "off" and IMAGE_ROW in (dataset.column_names or ()):
+        if self.checks and IMAGE_ROW in (dataset.column_names or ()):
             self._with_images = documents_to_check(dataset, self.store)
-        draw = random_tokens(self.base_model, np.random.default_rng(0))
+        draw = random_tokens(self.base_model)
         fields = vars(self.base_model.config).items()
         ids = [v for k, v in fields if k.endswith(("token_id", "token_index")) and type(v) is int]
         return [np.where(np.isin(d, ids), draw(len(d)), d) for d in documents]

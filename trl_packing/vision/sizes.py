@@ -67,8 +67,9 @@ def placeholders_of(
         try:
             found[size] = make(size)
         except ValueError as error:
-            said = f"{place}: an image of {size[1]} × {size[0]} pixels is refused: {error}"
-            raise ValueError(said) from error
+            raise ValueError(
+                f"{place}: an image of {size[1]} × {size[0]} pixels is refused: {error}"
+            ) from error
     return found
 
 
