@@ -148,7 +148,7 @@ def test_the_command_prints_lines_that_fit_and_json(words, capsys, monkeypatch):
 
 
 REFUSED = [
-    ("--gpus 6 --ranks 3", "--gpus 6 counts all processes: leave --ranks out"),
+    ("--gpus 6 --ranks 3", "argument --ranks: not allowed with argument --gpus"),
     ("--gpus 6 --sp 4", "--gpus 6 counts all processes: give a multiple of sequence_parallel"),
     ("--gpus 0", "--gpus 0 counts all processes: give a multiple of sequence_parallel_size=1"),
     ("--gpus 2 --speed 0 1 1", "argument --speed: invalid positive_number value: '0'"),

@@ -112,8 +112,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     check_can_write(getattr(arguments, "html", None))
     if getattr(arguments, "stream_rows", 1) < 1:
         raise ValueError(f"--stream_rows {arguments.stream_rows} must be at least 1")
-    if getattr(arguments, "gpus", None) is not None and arguments.ranks != 1:
-        raise ValueError(f"--gpus {arguments.gpus} counts all processes: leave --ranks out")
     arguments.words = words
     arguments.notes = []
     arguments.say = (lambda *_, **__: None) if arguments.json else print
@@ -143,34 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHAT",
         help="trl, or the .yaml file of another run, to compare all rows with",
     )
-    plan(
-        "--ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="data-parallel processes, or groups of sequence_parallel_size processes (default: 1)",
-    )
-    plan(
-        "--gpus",
-        type=int,
-        metavar="M",
-        help="all processes instead: estimate memory and time of one device too",
-    )
-    plan(
-        "--memory",
-        type=positive_number,
-        default=80,
-        metavar="GB",
-        help="of a device, for --gpus (default: 80)",
-    )
-    plan(
-        "--speed",
-        type=positive_number,
-        nargs=3,
-        default=[400, 200, 25],
-        metavar="S",
-        help="TFLOP/s reached, GB/s in a node, GB/s between nodes (default: 400 200 25)",
-    )
+    _add_devices(commands.choices["plan"])
     for add in (inspect, plan):
         add(
             "--stream_rows",
@@ -188,6 +159,39 @@ def _parser() -> argparse.ArgumentParser:
         add("--json", action="store_true", help="print one JSON object instead of text")
         add("--color", choices=("auto", "always", "never"), default="auto", help="of the text")
     return parser
+
+
+def _add_devices(plan: argparse.ArgumentParser) -> None:
+    """Add the options of `plan` that say on what a run will train."""
+    either = plan.add_mutually_exclusive_group()
+    either.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel processes, or groups of sequence_parallel_size processes (default: 1)",
+    )
+    either.add_argument(
+        "--gpus",
+        type=int,
+        metavar="M",
+        help="all processes instead: estimate memory and time of one device too",
+    )
+    plan.add_argument(
+        "--memory",
+        type=positive_number,
+        default=80,
+        metavar="GB",
+        help="of a device, for --gpus (default: 80)",
+    )
+    plan.add_argument(
+        "--speed",
+        type=positive_number,
+        nargs=3,
+        default=[400, 200, 25],
+        metavar="S",
+        help="TFLOP/s reached, GB/s in a node, GB/s between nodes (default: 400 200 25)",
+    )
 
 
 def _settings_of(function: Any) -> dict[str, Any]:

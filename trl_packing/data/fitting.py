@@ -13,6 +13,7 @@ cut along them. A piece is a document from then on. Streams pass the same functi
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,9 +294,9 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -
         order = np.argsort(stored, kind="stable")
     bounds = np.searchsorted(stored, labels.first_row, sorter=order)
     counted = np.zeros((3, len(stored)), np.int32)
-    for nth, (values, offsets) in enumerate(labels.chunks):
-        first = labels.first_row[nth]
-        chosen: Any = slice(bounds[nth], bounds[nth + 1])
+    chunks = zip(labels.chunks, labels.first_row, pairwise(bounds), strict=False)
+    for (values, offsets), first, ends in chunks:
+        chosen: Any = slice(*ends)
         if order is not None:
             chosen = order[chosen]
         starts, ends, contexts = (part[chosen] for part in pieces[1:])

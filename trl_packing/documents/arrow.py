@@ -165,9 +165,8 @@ class ListColumn:
     @cached_property
     def lengths(self) -> np.ndarray:
         """The entries of each stored row, ``(rows,)`` int64, read-only."""
-        lengths = np.zeros(self.first_row[-1], np.int64)
-        for first, (_, offsets) in zip(self.first_row, self.chunks, strict=False):
-            np.subtract(offsets[1:], offsets[:-1], out=lengths[first : first + len(offsets) - 1])
+        of_chunks = [np.diff(offsets) for _, offsets in self.chunks]
+        lengths = np.concatenate([np.zeros(0, np.int64), *of_chunks])
         lengths.flags.writeable = False
         return lengths
 
