@@ -135,7 +135,7 @@ _BY_MODULE = {
     ),
     "transformers.trainer_pt_utils": "BatchRebalanceSampler",
     "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
-    "transformers.utils": "ModelOutput import_utils is_torch_xla_available logging",
+    "transformers.utils": "import_utils is_torch_xla_available logging",
     "trl.trainer.sft_trainer": (
         "DataCollatorForLanguageModeling DataCollatorForVisionLanguageModeling"
     ),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from harness import make_trainer
 from helpers.distributed.divided import (
@@ -96,6 +97,7 @@ REFUSED = {
     [
         ({"sequence_parallel_size": 0}, "sequence_parallel_size=0 must be at least 1"),
         ({}, "start a multiple of 2"),
+        ({"parallelism_config": ParallelismConfig(sp_size=4)}, "accelerate's sp_size=4 differ"),
         ({"prefix_sharing": "bin"}, "prefix_sharing='bin' exclude each other"),
         ({"attention": "mask"}, "attention='mask' exclude each other"),
         ({"torch_compile": True}, "torch_compile=True exclude each other"),
@@ -106,6 +108,18 @@ def test_settings_beside_which_rows_cannot_be_divided_are_refused(settings, word
     rows = documents_of_lengths([5, 6])
     with pytest.raises(ValueError, match=words):
         make_trainer(tmp_path, rows, **{"sequence_parallel_size": 2, **settings})
+
+
+@pytest.mark.parametrize("given", [{"parallelism_config": ParallelismConfig(sp_size=2)}, {}])
+def test_sp_size_of_accelerate_divides_packed_rows_alone(given, tmp_path, monkeypatch):
+    if not given:  # `accelerate launch` passes it
+        monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    rows = documents_of_lengths([5, 6])
+    with pytest.raises(ValueError, match=r"sequence_parallel_size=2 .*start a multiple of 2"):
+        make_trainer(tmp_path, rows, **given)
+    with pytest.raises(ValueError, match="ParallelismConfig is only comp"):  # TRL's path, on CPUs
+        make_trainer(tmp_path, rows, packing=False, **given)
 
 
 def test_trl_path_and_losses_of_the_user_are_refused(tmp_path):
@@ -140,9 +154,10 @@ def test_the_shares_of_a_row_are_its_tokens_and_targets(size):
 def two_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     base = tmp_path_factory.mktemp("divided")
     cases = {name: (scenario(base, name, case), 2, None) for name, case in SAME.items()}
+    options = {"options": {"parallelism_config": ParallelismConfig(sp_size=2)}}
+    cases["sp_size"] = (scenario(base, "sp_size", options), 1, None)
     for fault in FAULTS:
-        options = {"options": {"isolation_check": "off"}}
-        cases[fault] = (scenario(base, fault, options), 2, fault)
+        cases[fault] = (scenario(base, fault, {"options": {"isolation_check": "off"}}), 2, fault)
     for name, (case, _) in REFUSED.items():
         cases[name] = (scenario(base, name, case), 2, None)
     return run_divided_on_ranks(cases, base / "results")
@@ -167,9 +182,9 @@ def alone(tmp_path: Any, name: str, arguments: dict[str, Any], **others: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", [*SAME, "sp_size"])
 def test_two_ranks_that_divide_rows_train_as_one(name, two_ranks, tmp_path):
-    case = SAME[name] | ({"config": {}} if name == FLASH else {})
+    case = SAME.get(name, {}) | ({"config": {}} if name == FLASH else {})
     expected = alone(tmp_path, name, case)
     ranks = two_ranks[name]
     for rank in ranks:

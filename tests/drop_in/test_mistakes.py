@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from datasets import DatasetDict
 from helpers.drop_in import PackedSFTTrainer, both_modes, config, packed_only, trainer_for
 from helpers.tiny import tiny_dataset, tiny_iterable, tiny_model, tiny_tokenizer
@@ -72,7 +73,7 @@ def test_a_run_launched_on_gpus_needs_one(tmp_path, monkeypatch):
 @both_modes
 def test_context_parallelism_refuses_packing(tmp_path, packing):
     args = config(tmp_path, packing=packing, eval_packing=True)
-    args.parallelism_config = types.SimpleNamespace(cp_enabled=True, sp_enabled=False)
+    args.parallelism_config = ParallelismConfig(cp_size=2)
     with pytest.raises(ValueError, match="not compatible with context parallelism"):
         PackedSFTTrainer("any", args, train_dataset=tiny_dataset())
 

@@ -25,7 +25,12 @@ from trl_packing.attention import (
     varlen,
 )
 from trl_packing.attention.backends import PADDED, AttentionChoice, outside_interface
-from trl_packing.attention.calls import run_known_arguments, run_unchanged, wrap_packed_calls
+from trl_packing.attention.calls import (
+    Call,
+    run_known_arguments,
+    run_unchanged,
+    wrap_packed_calls,
+)
 from trl_packing.attention.model_facts import (
     InstalledName,
     current_implementation,
@@ -174,7 +179,7 @@ def _check_backward(
     module: nn.Module,
     tensors: tuple[Tensor, ...],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Call,
 ) -> None:
     """Raise an error if output or gradients of an attention function are wrong."""
     start = _start_of_last_document(kwargs["cu_seq_lens_q"])
@@ -211,7 +216,7 @@ def _output_and_gradients(
     module: nn.Module,
     tensors: tuple[Tensor, ...],
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Call,
     start: int,
 ) -> dict[str, Tensor]:
     """Return the output from `start` on, and the gradients of its weighted sum, by name."""
@@ -232,7 +237,7 @@ def _output_and_gradients(
     return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def _check_reach(found: dict[str, Tensor], kwargs: dict[str, Any], start: int) -> None:
+def _check_reach(found: dict[str, Tensor], kwargs: Call, start: int) -> None:
     """Raise ValueError for gradients that are not finite, or outside of what `start` on sees."""
     tokens = torch.arange(found["query"].shape[2], device=found["query"].device)
     seen = tokens >= start

@@ -103,7 +103,7 @@ def plan(arguments: argparse.Namespace) -> int:
     run = _previewed_run(arguments)
     from trl_packing.run.what_if import plan_run, preview_epoch
 
-    found, estimate = None, None
+    found = estimate = None
     if arguments.gpus is not None:
         from trl_packing.tools import devices
 

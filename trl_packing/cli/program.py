@@ -7,7 +7,6 @@ trl-packing plan  train.py --config c.yaml --max_length 512   shows the same run
 """
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -95,14 +94,6 @@ def check_can_write(path: str | None) -> None:
             raise ValueError(f"--html {path} exists and is no page; name another file")
 
 
-def positive_number(text: str) -> float:
-    """Return a number above 0 that is finite; ValueError, of which argparse makes a sentence."""
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise ValueError
-    return number
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command; `words` are all others, the training command of a run."""
     with short_usage_errors():
@@ -179,14 +170,14 @@ def _add_devices(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument(
         "--memory",
-        type=positive_number,
+        type=float,
         default=80,
         metavar="GB",
         help="of a device, for --gpus (default: 80)",
     )
     plan.add_argument(
         "--speed",
-        type=positive_number,
+        type=float,
         nargs=3,
         default=[400, 200, 25],
         metavar="S",

@@ -253,7 +253,7 @@ def fit(
     stages = []
     if cut is not before:
         why = _WHY.get(overflow.policy, "").format(capacity)
-        dropped = len(lengths) - int(np.count_nonzero(np.diff(pieces.rows, prepend=-1)))
+        dropped = len(lengths) - len(np.unique(pieces.rows))
         if dropped and overflow.policy != "drop":
             why += f" ({quantity(dropped, 'document')} with images dropped)"
         stops_left = np.bincount(pieces.rows, cut.stops, minlength=len(lengths))

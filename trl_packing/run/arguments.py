@@ -1,7 +1,7 @@
 """Checks of the arguments of `PackedSFTTrainer`, and the path of a run: ours, or TRL's.
 
 a user's data_collator, with_transform, images       TRL's path, unchanged
-context or sequence parallelism                      the same
+context parallelism, or sp_size on padded rows       the same
 DataCollatorForCompletionOnlyLM                      ours: it finds the trained tokens
 packing, padding_free, eval_packing                  ours; hidden from TRL's constructor
 
@@ -9,8 +9,10 @@ The path is decided before anything else exists.
 """
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from accelerate import ParallelismConfig
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -32,6 +34,9 @@ from trl_packing.run.sources import columns_of, weight_columns
 
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
+
+
+_FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"  # a variable of `accelerate launch`
 
 
 def reason_for_trl_path(train_dataset: Any, data_collator: Any) -> str | None:
@@ -77,26 +82,41 @@ def source_sets(
     return dict(train_dataset)
 
 
+def parallelism_of(args: Any) -> ParallelismConfig | None:
+    """Return accelerate's parallelism of a run, from its settings or from its launcher."""
+    given = getattr(args, "parallelism_config", None)
+    if given is None and os.environ.get(_FROM_LAUNCHER) == "true":
+        return ParallelismConfig()
+    return given
+
+
 def reason_to_keep_rows_apart(args: Any) -> str | None:
     """Return that context or sequence parallelism cuts rows, or None.
+
+    Of packed rows, `sp_size` becomes the `sequence_parallel_size` of `args`.
 
     Raises:
         ValueError: packed or padding-free rows are asked for all the same.
     """
-    parallelism = getattr(args, "parallelism_config", None)
-    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        parallelism = ParallelismConfig()
-    if parallelism is None or not (parallelism.cp_enabled or parallelism.sp_enabled):
+    parallelism = parallelism_of(args)
+    if parallelism is None or parallelism.cp_size * parallelism.sp_size == 1:
         return None
-    packs = getattr(args, "packing", False) and not getattr(args, "_packing_is_default", False)
-    if packs or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False):
-        way_out = "set packing=False and padding_free=False"
-        if parallelism.sp_enabled:
-            size = parallelism.sp_size
-            way_out = f"leave sp_size out and set sequence_parallel_size={size}, or {way_out}"
+    is_default = getattr(args, "_packing_is_default", False)
+    asked = getattr(args, "packing", False) and not is_default
+    asked = asked or getattr(args, "eval_packing", False) or getattr(args, "padding_free", False)
+    if (asked or is_default) and parallelism.non_data_parallel_size == parallelism.sp_size:
+        size = PackingOptions.of(args).sequence_parallel_size
+        if size not in (1, parallelism.sp_size):
+            raise ValueError(
+                f"sequence_parallel_size={size} and accelerate's sp_size={parallelism.sp_size} "
+                "differ; leave one of them out"
+            )
+        args.sequence_parallel_size = parallelism.sp_size
+        return None
+    if asked:
         raise ValueError(
-            "Packing is not compatible with context parallelism or sequence parallelism of "
-            f"accelerate; {way_out}"
+            "Packing is not compatible with context parallelism, nor with tensor parallelism "
+            "beside sequence parallelism; set packing=False and padding_free=False"
         )
     return "context or sequence parallelism drops document boundaries"
 
@@ -135,11 +155,17 @@ def refuse_model_init(model_init: Any) -> None:
         )
 
 
-def hide_packing(args: Any) -> AbstractContextManager[None]:
-    """Keep TRL's constructor from packing inside the block."""
-    hidden = {"packing": False, "padding_free": False, "eval_packing": None}
+@contextmanager
+def hide_packing(args: Any) -> Iterator[None]:
+    """Keep TRL's constructor from packing, and accelerate from cutting rows, inside the block."""
+    hidden: dict[str, Any] = {"packing": False, "padding_free": False, "eval_packing": None}
+    environment = {}
+    if getattr(parallelism_of(args), "sp_enabled", False):
+        hidden["parallelism_config"] = None
+        environment[_FROM_LAUNCHER] = "false"
     hidden = {name: value for name, value in hidden.items() if hasattr(args, name)}
-    return temporarily(args, **hidden)
+    with temporarily(args, **hidden), patch.dict(os.environ, environment):
+        yield
 
 
 def check_arguments(args: Any, train_dataset: Any, compute_loss_func: Any) -> None:

@@ -11,7 +11,7 @@ temporaries, latency, what FSDP sends, and ranks that wait.
 import math
 from copy import deepcopy
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,10 +25,11 @@ from trl_packing.attention.backends import AttentionChoice, divide_rows
 from trl_packing.attention.document_sdpa import document_attention
 from trl_packing.attention.interface import KernelOptions
 from trl_packing.attention.model_facts import config_of, loading_options, unwrap_peft
-from trl_packing.data.counts import quantity
 from trl_packing.documents.labels import SEQ_LENGTHS
 from trl_packing.run.run import Run
 from trl_packing.run.what_if import RunPlan, plan_run
+
+Estimate: TypeAlias = dict[str, Any]  # what a device needs, in GB and seconds, by name
 
 _ATTENTION = "packed_shapes"  # of models that run without data
 _TOKENS = 61  # of their row; no weight has a dimension of that size
@@ -37,7 +38,7 @@ _CHUNK = 2048  # tokens in memory, where the run has no chunks
 
 _TEXT = """Estimated for one of {devices} devices and the largest micro-batch; no GPU was used.
 model        {name} · {parameters:,} weights, {trained:,} trained
-micro-batch  {tokens:,} tokens on {on} · documents of up to {longest:,}
+micro-batch  {tokens:,} tokens · documents of up to {longest:,} · {setting}
 weights      {weights:,.1f} GB with gradients and AdamW, sharded over {shards} (FSDP2, ZeRO-3)
 gathered     {gathered:,.1f} GB: embeddings, head and two layers, in bf16
 activations  {activations:,.1f} GB in bf16, gradient_checkpointing={recomputes}
@@ -125,8 +126,7 @@ def model_of(run: Run) -> Model:
     AttentionInterface.register(_ATTENTION, attend)
     model = _without_data(run)
     base = unwrap_peft(model)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    parameters = base.num_parameters()
     # Gradients and moments have the type of their weight.
     state = sum(weight.nbytes * (1 + 3 * weight.requires_grad) for weight in model.parameters())
     head = base.get_output_embeddings()
@@ -157,7 +157,7 @@ def model_of(run: Run) -> Model:
     return Model(
         type(base).__name__,
         parameters,
-        trained,
+        base.num_parameters(only_trainable=True),
         state,
         gathered=2 * (1 + head.weight.requires_grad) * (table + 2 * (parameters - table) // number),
         kept=sum(kept.values()) / _TOKENS,
@@ -212,7 +212,7 @@ def _without_data(run: Run) -> Any:
 
 def on_device(
     model: Model, lengths: np.ndarray, trained: int, machine: Machine, ranks: int, chunk: int = 0
-) -> dict[str, Any]:
+) -> Estimate:
     """Return GB, operations and seconds of a device for a micro-batch.
 
     Args:
@@ -260,7 +260,7 @@ def on_device(
         "exchange": exchange,
         "logits": _TILE + 4 * model.head * model.trains_head,
     }
-    found: dict[str, Any] = {name: size / 1e9 for name, size in sizes.items()}
+    found: Estimate = {name: size / 1e9 for name, size in sizes.items()}
     return found | {
         "setting": setting,
         "ranks": ranks,
@@ -274,16 +274,20 @@ def on_device(
     }
 
 
-def estimate(run: Run, machine: Machine) -> tuple[RunPlan, dict[str, Any]]:
+def estimate(run: Run, machine: Machine) -> tuple[RunPlan, Estimate]:
     """Return the plan of a run on all devices, and what one needs for its largest micro-batch.
 
     That is in GB and seconds, for the setting of the run and, as `ways`, for others.
 
     Raises:
-        ValueError: a group of ranks would lack devices, or the model cannot be estimated.
+        ValueError: the machine or the model cannot be estimated, or a group would lack devices.
     """
     size, chunk = run.options.sequence_parallel_size, run.options.max_tokens_in_memory or 0
-    if machine.devices < 1 or machine.devices % size:
+    if not all(0 < value < math.inf for value in asdict(machine).values()):
+        raise ValueError(
+            f"--gpus, --memory and --speed must be finite numbers above 0, not {machine}"
+        )
+    if machine.devices % size:
         raise ValueError(
             f"--gpus {machine.devices} counts all processes: give a multiple of "
             f"sequence_parallel_size={size}"
@@ -297,8 +301,9 @@ def estimate(run: Run, machine: Machine) -> tuple[RunPlan, dict[str, Any]]:
         lengths = np.concatenate([documents[row][SEQ_LENGTHS] for row in largest.tolist()])
     batch = model, lengths, int(documents.num_trained()[largest].sum()), machine
     ways = [on_device(*batch, 1, chunk or _CHUNK)]
-    for ranks in sorted({1, 2, 4, 8, 16, 32, 64, 128, size}):
-        if machine.devices % ranks == 0 == model.layers[0][0] % ranks:
+    most = math.gcd(machine.devices, model.layers[0][0])
+    for ranks in range(1, most + 1):
+        if most % ranks == 0:
             ways.append(on_device(*batch, ranks))
     fit = [way for way in ways if way["total"] <= machine.memory]
     best = min(fit, key=lambda way: way["cost"], default={"setting": "nothing fits"})
@@ -313,7 +318,7 @@ def estimate(run: Run, machine: Machine) -> tuple[RunPlan, dict[str, Any]]:
     }
 
 
-def as_text(found: dict[str, Any]) -> str:
+def as_text(found: Estimate) -> str:
     """Return the lines to print of an estimate."""
     ways = "\n".join(_WAY.format(**way) for way in found["ways"])
-    return _TEXT.format(**found, on=quantity(found["ranks"], "rank"), table=ways)
+    return _TEXT.format(**found, table=ways)

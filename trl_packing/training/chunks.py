@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from trl_packing.attention.calls import packed_way, use_current_row
+from trl_packing.attention.calls import Call, packed_way, use_current_row
 from trl_packing.attention.flash_attn import is_flash_attention
 from trl_packing.attention.install import use_native_attention
 from trl_packing.attention.model_facts import (
@@ -72,7 +72,7 @@ class Chunks:
 
     model: nn.Module
     num_tokens: int
-    loss_of: Callable[[dict[str, Any]], Tensor]
+    loss_of: Callable[[Call], Tensor]
     backward: Callable[[Tensor], None]
     without_sync: Callable[[], AbstractContextManager[None]]
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -104,7 +104,7 @@ class Chunks:
 
     def _cut(
         self, batch: Mapping[str, Any], length: int, device: torch.device, by_kernel: bool
-    ) -> list[dict[str, Any]]:
+    ) -> list[Call]:
         """Return the chunks, with boundaries of queries and keys for a kernel that reads them."""
         chunks = []
         for start in range(0, length, self.num_tokens):
@@ -120,9 +120,7 @@ class Chunks:
             chunks.append(chunk)
         return chunks
 
-    def _forward(
-        self, base: Any, chunks: list[dict[str, Any]], cache: DynamicCache
-    ) -> list[list[Tensor]]:
+    def _forward(self, base: Any, chunks: list[Call], cache: DynamicCache) -> list[list[Tensor]]:
         """Fill the cache with all chunks but the last; return the random states before each."""
         randomness = []
         with torch.no_grad(), self.autocast():
@@ -137,13 +135,13 @@ class Chunks:
                     base.base_model(**tokens, **behind)  # no logits
         return randomness
 
-    def _step(self, chunk: dict[str, Any], start: int, cache: DynamicCache) -> Tensor:
+    def _step(self, chunk: Call, start: int, cache: DynamicCache) -> Tensor:
         """Run a chunk forward and backward; leave gradients of the keys and values before it."""
         loss = self.loss_of(chunk | self._behind(cache, start))
         self.backward(loss + sum(layer.zero for layer in cache.layers))
         return loss.detach()
 
-    def _behind(self, cache: DynamicCache, start: int) -> dict[str, Any]:
+    def _behind(self, cache: DynamicCache, start: int) -> Call:
         """Return the options of a call that runs the chunk from token `start` on."""
         for layer in cache.layers:
             layer.start = start
@@ -226,7 +224,7 @@ def check_chunks(model: nn.Module) -> None:
     positions = torch.arange(len(drawn), device=base.device)[None]
     batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
 
-    def loss_of(chunk: dict[str, Any]) -> Tensor:
+    def loss_of(chunk: Call) -> Tensor:
         labels = chunk.pop("labels")
         logits = model(**chunk).logits
         behind = torch.cat([logits, logits[:, -1:]], 1)[:, : labels.shape[1]]
