@@ -214,9 +214,9 @@ def sum_up(trainer: PackedSFTTrainer) -> None:
     say, state = trainer.accelerator.print, trainer.state
     logged = [entry for entry in state.log_history if "loss" in entry]
     if logged:
-        first, last = logged[0], logged[-1]
-        before = f"{first['loss']:.3f} at step {first['step']:,}"
-        say(f"Training loss: {before}, {last['loss']:.3f} at step {last['step']:,}.")
+        ends = {entry["step"]: entry["loss"] for entry in (logged[0], logged[-1])}
+        losses = ", ".join(f"{loss:.3f} at step {step:,}" for step, loss in ends.items())
+        say(f"Training loss: {losses}.")
     if state.global_step < FEW_STEPS:
         steps = f"{state.global_step} optimizer steps"
         if hasattr(trainer.train_dataset, "__len__"):  # no stream

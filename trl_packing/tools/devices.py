@@ -38,7 +38,8 @@ _CHUNK = 2048  # tokens in memory, where the run has no chunks
 
 _TEXT = """Estimated for one of {devices} devices and the largest micro-batch; no GPU was used.
 model        {name} · {parameters:,} weights, {trained:,} trained
-micro-batch  {tokens:,} tokens · documents of up to {longest:,} · {setting}
+setting      {setting}
+micro-batch  {tokens:,} tokens · documents of up to {longest:,}
 weights      {weights:,.1f} GB with gradients and AdamW, sharded over {shards} (FSDP2, ZeRO-3)
 gathered     {gathered:,.1f} GB: embeddings, head and two layers, in bf16
 activations  {activations:,.1f} GB in bf16, gradient_checkpointing={recomputes}
