@@ -286,7 +286,8 @@ class PackedSFTTrainer(SFTTrainer):
         self._configure_sampling()
         before.plan(self.train_dataset)
         settle_first(self.model, before.settle)
-        if args.world_size == 1:  # else accelerate cuts boundaries as if they were rows
+        if args.world_size == 1:
+            # accelerate would cut boundaries as if they were rows; on several ranks it is refused.
             loading = self.accelerator.dataloader_config
             loading.split_batches = loading.dispatch_batches = False
         self._step_loss = self._make_step_loss()

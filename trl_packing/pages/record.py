@@ -161,8 +161,16 @@ _RESOLVED: dict[str, Any] = {
     "dataloader_pin_memory": False,
 }
 _LEFT_OUT = {
-    *("output_dir", "logging_dir", "run_name", "disable_tqdm", "accelerator_config"),
-    *("base_model_name_or_path", "peft_type", "peft_version", "task_type"),  # of an adapter
+    "output_dir",
+    "logging_dir",
+    "run_name",
+    "disable_tqdm",
+    "accelerator_config",
+    # Of an adapter.
+    "base_model_name_or_path",
+    "peft_type",
+    "peft_version",
+    "task_type",
 }
 
 
