@@ -128,6 +128,7 @@ def model_of(run: Run) -> Model:
     model = _without_data(run)
     base = unwrap_peft(model)
     parameters = base.num_parameters()
+    trained = base.num_parameters(only_trainable=True)
     # Gradients and moments have the type of their weight.
     state = sum(weight.nbytes * (1 + 3 * weight.requires_grad) for weight in model.parameters())
     head = base.get_output_embeddings()
@@ -158,7 +159,7 @@ def model_of(run: Run) -> Model:
     return Model(
         type(base).__name__,
         parameters,
-        base.num_parameters(only_trainable=True),
+        trained,
         state,
         gathered=2 * (1 + head.weight.requires_grad) * (table + 2 * (parameters - table) // number),
         kept=sum(kept.values()) / _TOKENS,
