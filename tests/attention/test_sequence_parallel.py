@@ -122,7 +122,7 @@ def test_sp_size_of_accelerate_divides_packed_rows_alone(given, tmp_path, monkey
     rows = documents_of_lengths([5, 6])
     with pytest.raises(ValueError, match=r"sequence_parallel_size=2 .*start a multiple of 2"):
         make_trainer(tmp_path, rows, **given)
-    with pytest.raises(ValueError, match="ParallelismConfig is only comp"):  # TRL's path, on CPUs
+    with pytest.raises(ValueError, match=r"ParallelismConfig is|torch\.distributed"):  # TRL's path
         make_trainer(tmp_path, rows, packing=False, **given)
 
 
