@@ -237,10 +237,15 @@ def has_cache(call: Mapping[str, Any]) -> bool:
     return any(call.get(name) is not None for name in CACHES)
 
 
+def tokens_of(call: Call) -> Any:
+    """Return the ids of the tokens of a call, or else their embeddings, or else None."""
+    tokens = call.get("input_ids")
+    return call.get("inputs_embeds") if tokens is None else tokens
+
+
 def _find_row(model: Any, call: Call) -> dict[str, Any] | None:
     """Return the boundaries of the row whose tokens the call has, None if it has no row's."""
-    tokens = call.get("input_ids")
-    tokens = call.get("inputs_embeds") if tokens is None else tokens
+    tokens = tokens_of(call)
     if not torch.is_tensor(tokens) or tokens.dim() < 2:
         return None
     ids, row = _row_in_memory(tokens)
@@ -457,8 +462,7 @@ def _settle(module: nn.Module | None, called: nn.Module) -> None:
 @torch.compiler.disable
 def _check_covers_row(arguments: Call, num_ranks: int) -> None:
     """Raise ValueError unless boundaries end with the row: kernels compute nothing behind them."""
-    row = arguments.get("input_ids")
-    row = arguments.get("inputs_embeds") if row is None else row
+    row = tokens_of(arguments)
     last = host_values(arguments["cu_seq_lens_q"])[-1]
     if row is not None and last not in (row.shape[1], row.shape[1] * num_ranks):
         raise ValueError(

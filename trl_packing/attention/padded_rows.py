@@ -22,7 +22,13 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from trl_packing.attention import neftune
-from trl_packing.attention.calls import Call, Forward, other_rows, wrap_packed_calls
+from trl_packing.attention.calls import (
+    Call,
+    Forward,
+    other_rows,
+    tokens_of,
+    wrap_packed_calls,
+)
 from trl_packing.attention.model_facts import (
     checkpointed_layers,
     invokes_adapter,
@@ -56,8 +62,7 @@ def pad_packed_calls(model: nn.Module, backend: str, thresholds: Sequence[int] =
         batch = {k: v for k, v in kwargs.items() if k not in BOUNDARIES}
         if keeps_position_ids:
             batch["position_ids"] = kwargs["position_ids"]
-        tokens = kwargs.get("input_ids")
-        device = (kwargs["inputs_embeds"] if tokens is None else tokens).device
+        device = tokens_of(kwargs).device
         groups = group_documents(boundaries, thresholds, backend == EQUAL_LENGTHS)
         rows = [rows_of(group, np.array(boundaries), device) for group in groups]
         # Sharded models gather weights in each forward, so all ranks must run equally many.

@@ -295,8 +295,8 @@ def _count(documents: ArrowDocuments, pieces: Pieces, stop_ids: Iterable[int]) -
     bounds = np.searchsorted(stored, labels.first_row, sorter=order)
     counted = np.zeros((3, len(stored)), np.int32)
     chunks = zip(labels.chunks, labels.first_row, pairwise(bounds), strict=False)
-    for (values, offsets), first, ends in chunks:
-        chosen: Any = slice(*ends)
+    for (values, offsets), first, places_of_chunk in chunks:
+        chosen: Any = slice(*places_of_chunk)
         if order is not None:
             chosen = order[chosen]
         starts, ends, contexts = (part[chosen] for part in pieces[1:])

@@ -45,7 +45,7 @@ class PrefixIndex:
     def of(cls, documents: ArrowDocuments) -> "PrefixIndex":
         """Return the index of `documents`, no packed rows; O(tokens of common prefixes)."""
         table = documents.dataset.data.select([*documents.columns])
-        return cls._of_table(table, stored_rows(documents.dataset))
+        return cls._of_table(table, documents.readers["input_ids"], stored_rows(documents.dataset))
 
     @classmethod
     def of_loaded(cls, documents: Sequence[Document]) -> "PrefixIndex":
@@ -54,12 +54,12 @@ class PrefixIndex:
         kind = pa.large_list(pa.int64())
         labels = pa.array([*map(document_labels, documents, ids)], kind)
         table = pa.table({"input_ids": pa.array(ids, kind), "labels": labels})
-        return cls._of_table(table, np.arange(len(ids)))
+        column = ListColumn("input_ids", table.column("input_ids"))
+        return cls._of_table(table, column, np.arange(len(ids)))
 
     @classmethod
-    def _of_table(cls, table: pa.Table, stored: np.ndarray) -> "PrefixIndex":
-        """Return the index of documents in these rows of a table, ``(N,)`` integers."""
-        column = ListColumn("input_ids", table.column("input_ids"))
+    def _of_table(cls, table: pa.Table, column: ListColumn, stored: np.ndarray) -> "PrefixIndex":
+        """Return the index of documents in the `stored` rows of a table and of its `input_ids`."""
         index = cls(*prefix_order(column, stored))
         if "labels" not in table.column_names:
             return index

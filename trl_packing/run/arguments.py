@@ -35,7 +35,6 @@ from trl_packing.run.sources import columns_of, weight_columns
 # Settings that do something on TRL's path too, or nothing without another one.
 _ON_ANY_PATH = ("attention", "isolation_check", "run_page", "mixture_unit", "instruction_template")
 
-
 _FROM_LAUNCHER = "ACCELERATE_USE_PARALLELISM_CONFIG"  # a variable of `accelerate launch`
 
 
@@ -90,10 +89,10 @@ def parallelism_of(args: Any) -> ParallelismConfig | None:
     return given
 
 
-def reason_to_keep_rows_apart(args: Any) -> str | None:
-    """Return that context or sequence parallelism cuts rows, or None.
+def take_parallelism(args: Any) -> str | None:
+    """Make accelerate's `sp_size` the `sequence_parallel_size` of `args`, if rows are packed.
 
-    Of packed rows, `sp_size` becomes the `sequence_parallel_size` of `args`.
+    Return that context or sequence parallelism cuts rows, where they stay apart, or None.
 
     Raises:
         ValueError: packed or padding-free rows are asked for all the same.

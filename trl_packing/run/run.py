@@ -33,8 +33,8 @@ from trl_packing.run.arguments import (
     check_arguments,
     generation_config_of,
     reason_for_trl_path,
-    reason_to_keep_rows_apart,
     source_sets,
+    take_parallelism,
 )
 from trl_packing.run.sources import columns_of, documents_of, prepare_sources, trains_completions
 from trl_packing.vision.run_images import RunImages
@@ -102,7 +102,7 @@ class Run:
         sets = source_sets(given, args, collator)
         first = next(iter(sets.values())) if sets else given
         images = RunImages()
-        reason = reason_for_trl_path(first, collator) or reason_to_keep_rows_apart(args)
+        reason = reason_for_trl_path(first, collator) or take_parallelism(args)
         if reason is None and has_images(given):
             reason = images.why_not_packed(
                 call.model, given, call.eval_dataset, args, call.compute_metrics
